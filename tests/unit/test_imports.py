@@ -48,7 +48,7 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
+def is_within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
@@ -64,7 +64,7 @@ def test_a_room_imports_only_lower_rooms(package: str) -> None:
         (str(path.relative_to(ROOT)), name)
         for path in sources(package)
         for name in imports(path)
-        if within(name, {"shmserve", *ROOMS}) and not within(name, ROOMS[package])
+        if is_within(name, {"shmserve", *ROOMS}) and not is_within(name, ROOMS[package])
     ]
     assert wrong_cases == []
 
@@ -74,7 +74,7 @@ def test_the_control_plane_does_not_import_workers() -> None:
         (str(path.relative_to(ROOT)), name)
         for path in sources("shmserve")
         for name in imports(path)
-        if within(name, {"shmserve.workers", "torch", *ROOMS})
+        if is_within(name, {"shmserve.workers", "torch", *ROOMS})
     ]
     assert wrong_cases == []
 
@@ -83,7 +83,7 @@ def test_leaf_modules_import_nothing_of_shmserve() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
         imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
         imported.discard("shmserve.serving.serve")  # imported when a program asks for it
-        assert not [name for name in imported if within(name, {"shmserve"})], leaf
+        assert not [name for name in imported if is_within(name, {"shmserve"})], leaf
 
 
 def test_nothing_pickles() -> None:
@@ -93,7 +93,7 @@ def test_nothing_pickles() -> None:
         (str(path.relative_to(ROOT)), name)
         for path in files
         for name in imports(path)
-        if within(name, PICKLES | PICKLING)
+        if is_within(name, PICKLES | PICKLING)
     ]
     assert wrong_cases == [DUPLICATED]
 
@@ -129,7 +129,7 @@ def test_the_grpc_gateway_does_without_aiohttp() -> None:
     program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
     result = run_python("-c", program, check=True)
     loaded = result.stdout.split()
-    assert [name for name in loaded if within(name, {"aiohttp", "shmserve.gateway.http"})] == []
+    assert [name for name in loaded if is_within(name, {"aiohttp", "shmserve.gateway.http"})] == []
 
 
 @pytest.mark.parametrize("package", ["api", "inference", "links"])
@@ -140,6 +140,6 @@ def test_common_listener_modules_import_no_listener(package: str) -> None:
         (str(path.relative_to(ROOT)), name)
         for path in sources(f"shmserve/gateway/{package}")
         for name in imports(path)
-        if within(name, protocols)
+        if is_within(name, protocols)
     ]
     assert wrong_cases == []

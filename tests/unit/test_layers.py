@@ -143,14 +143,14 @@ def _imported(path: Path) -> Iterator[str]:
 IMPORTS = {module: set(_imported(path)) - {module} for module, path in MODULES.items()}
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     path = MODULES[module]
     name = module if path.name == "__init__.py" else module.rpartition(".")[0]
     name = "shmserve.__main__" if module == "shmserve.__main__" else name
     return name.removeprefix("shmserve").removeprefix(".")
 
 
-def may(importer: str, imported: str) -> bool:
+def may_import(importer: str, imported: str) -> bool:
     """Return whether the table lets a room import another one."""
     return importer == imported or any(
         imported == allowed_target
@@ -163,23 +163,23 @@ def may(importer: str, imported: str) -> bool:
 
 
 def test_every_room_is_in_the_table() -> None:
-    packages = {room(module) for module in MODULES if module not in LEAVES} - {""}
+    packages = {package_of(module) for module in MODULES if module not in LEAVES} - {""}
     packages = {name for name in packages if not name.startswith("bench")}
     assert packages == set(LAYERS) - {""}
 
 
 def test_rooms_import_as_the_table_allows() -> None:
     violations = sorted(
-        f"{room(module)} -> {room(imported)}: {module} imports {imported}"
+        f"{package_of(module)} -> {package_of(imported)}: {module} imports {imported}"
         for module, imported_modules in IMPORTS.items()
         if not module.startswith("bench")
         for imported in imported_modules - LEAVES - STARTS
-        if not may(room(module), room(imported))
+        if not may_import(package_of(module), package_of(imported))
     )
     assert not violations, "\n".join(violations)
 
 
-def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     """Return the strongly connected components of more than one module (Tarjan 1972)."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
@@ -209,12 +209,12 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 def test_circles_are_found() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
-    assert circles(imports) == [["d", "e"], ["a", "b", "c"]]
-    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert find_cycles(imports) == [["d", "e"], ["a", "b", "c"]]
+    assert find_cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_no_modules_import_each_other() -> None:
     """This includes imports for types: modules that need each other's types share a third
     module.
     """
-    assert circles(IMPORTS) == []
+    assert find_cycles(IMPORTS) == []

@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def logging_is_put_back() -> Iterator[None]:
+def restored_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -34,7 +34,7 @@ def logging_is_put_back() -> Iterator[None]:
     root.setLevel(level)
 
 
-def words(capsys: Capture) -> list[str]:
+def last_words(capsys: Capture) -> list[str]:
     """Return the last word of each line written since the last call."""
     return [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
 
@@ -53,13 +53,13 @@ def test_each_switch_is_for_its_level_alone(capsys: Capture, switches: tuple[boo
     expected = list(itertools.compress(map(logging.getLevelName, LEVELS), (*switches, error)))
     logs.configure("role", settings)
     log_all_levels()
-    assert words(capsys) == expected
+    assert last_words(capsys) == expected
     # A change logs the same as a start, and a hidden message costs no record.
     logs.configure("role", LogSettings())
     logs.apply(settings)
-    words(capsys)
+    last_words(capsys)
     log_all_levels()
-    assert words(capsys) == expected
+    assert last_words(capsys) == expected
     logger = logging.getLogger("shmserve.somewhere")
     lowest = [level for level in LEVELS if settings.shows(level)][:1]
     assert [level for level in LEVELS if logger.isEnabledFor(level)][:1] == lowest

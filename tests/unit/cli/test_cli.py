@@ -13,10 +13,10 @@ from shmserve.supervisor.supervisor import Supervisor
 
 
 def test_ctrl_c_before_anything_listens_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: object) -> int:
+    def raise_interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_serve", interrupted)
+    monkeypatch.setattr(cli, "_serve", raise_interrupt)
     assert cli.main(["serve"]) == 130
 
 
@@ -28,7 +28,7 @@ def test_a_closed_output_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
         assert cli.main(["--help"]) == 1
 
 
-class Interrupted:
+class InterruptedSupervisor:
     """A supervisor that receives a stop signal while models load."""
 
     ended_with = -1
@@ -44,12 +44,12 @@ class Interrupted:
 
 
 def test_check_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def forever(*_: Any) -> int:
+    async def run_forever(*_: Any) -> int:
         await asyncio.Event().wait()
         return 0
 
-    monkeypatch.setattr(check, "_report", forever)
-    supervisor = Interrupted()
+    monkeypatch.setattr(check, "_report", run_forever)
+    supervisor = InterruptedSupervisor()
     assert asyncio.run(check._check(cast("Supervisor", supervisor), {})) == 128 + signal.SIGTERM
     assert supervisor.ended_with == 1
 

@@ -328,7 +328,7 @@ def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
         load_value("X", f"@{path}")
 
 
-def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
+def write_picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", size, (10, 20, 30)).save(path)
     return path
@@ -348,7 +348,7 @@ def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
 def test_the_pixels_of_a_file(
     tmp_path: Path, shape: tuple[int, ...], expected_pixels: list[int]
 ) -> None:
-    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
+    value = load_value("X", f"@{write_picture(tmp_path / 'photo.png')}")
     encoded, raw = encode(ModelTensor("X", "UINT8", shape), value)
     assert encoded == expected_pixels and len(raw) == math.prod(expected_pixels)
     if 1 not in shape and shape[-1] == 3:
@@ -377,7 +377,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
 def test_the_error_names_what_a_file_lacks(
     tmp_path: Path, datatype: str, shape: tuple[int, ...], text: str
 ) -> None:
-    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
+    value = load_value("X", f"@{write_picture(tmp_path / 'photo.png')}")
     with pytest.raises(InvalidArgument, match=text):
         encode(ModelTensor("X", datatype, shape), value)
 

@@ -16,14 +16,14 @@ from shmserve.config import command_line, server
 SCHEMA = json.loads(Path(__file__).with_name("serving_runtime.schema.json").read_text())
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def print_manifest(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert cli.main(["kserve", *arguments]) == 0
     return dict(yaml.safe_load(capsys.readouterr().out))
 
 
 @pytest.fixture
 def manifest(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return printed(capsys)
+    return print_manifest(capsys)
 
 
 def container(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_the_schema_refuses(
 
 def test_the_image_is_named(capsys: pytest.CaptureFixture[str], manifest: dict[str, Any]) -> None:
     assert container(manifest)["image"] == f"shmserve:{__version__}"
-    assert container(printed(capsys, "--image=registry/a:1"))["image"] == "registry/a:1"
+    assert container(print_manifest(capsys, "--image=registry/a:1"))["image"] == "registry/a:1"
 
 
 def test_the_flags_of_the_container_match_its_ports_and_probes(

@@ -20,7 +20,7 @@ def run(verb: str, root: Path, *arguments: str) -> int:
     return cli.main(["systemd", verb, f"--root={root}", "--program=/bin/sh", *arguments])
 
 
-def tool(name: str, *arguments: str | Path) -> str:
+def run_tool(name: str, *arguments: str | Path) -> str:
     """Return the output of one of systemd's tools, which must exit with 0."""
     if shutil.which(name) is None:
         pytest.skip(f"there is no {name} here")
@@ -29,7 +29,7 @@ def tool(name: str, *arguments: str | Path) -> str:
     return completed.stdout + completed.stderr
 
 
-def written(root: Path) -> set[str]:
+def list_files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
@@ -45,22 +45,22 @@ def image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_systemd_analyze_accepts_the_units(image: Path) -> None:
     units = [image / SYSTEM / name for name in systemd.UNITS]
-    assert tool("systemd-analyze", "verify", "--man=no", *units) == ""
+    assert run_tool("systemd-analyze", "verify", "--man=no", *units) == ""
 
 
 @pytest.mark.parametrize("service", systemd.SERVICES)
 def test_a_service_is_exposed_by_no_more_than_it_needs(image: Path, service: str) -> None:
     """1.5 of 10, by systemd's own count."""
     unit = image / SYSTEM / service
-    tool("systemd-analyze", "security", "--offline=true", "--threshold=15", unit)
+    run_tool("systemd-analyze", "security", "--offline=true", "--threshold=15", unit)
 
 
 def test_user_and_folders_are_made(image: Path) -> None:
-    tool("systemd-sysusers", "--dry-run", f"--root={image}")
-    tool("systemd-sysusers", f"--root={image}")
+    run_tool("systemd-sysusers", "--dry-run", f"--root={image}")
+    run_tool("systemd-sysusers", f"--root={image}")
     assert "shmserve:" in (image / "etc/passwd").read_text()
     assert "shmclients:" in (image / "etc/group").read_text()
-    tool("systemd-tmpfiles", f"--root={image}", "--create")
+    run_tool("systemd-tmpfiles", f"--root={image}", "--create")
     assert (image / "var/lib/shmserve/models").is_dir()
     assert (image / "run/shmserve").is_dir()
 
@@ -78,15 +78,15 @@ def test_the_units_of_a_user(
     assert not (home_folder / "c/systemd/user/shmserve.service.d").exists()
     repository = command_line.read(str(home_folder / "c/shmserve/shmserve.yaml")).repeated
     assert repository == {"model-repository": [str(home_folder / "d/shmserve/models")]}
-    tool(
+    run_tool(
         "systemd-tmpfiles",
         f"--root={tmp_path / 'root'}",
         "--create",
         str(home_folder / "c/user-tmpfiles.d/shmserve.conf"),
     )
-    assert tool("systemd-analyze", "--user", "verify", "--man=no", *units) == ""
+    assert run_tool("systemd-analyze", "--user", "verify", "--man=no", *units) == ""
     assert cli.main(["systemd", "remove", "--user"]) == 0
-    assert written(home_folder) == set()
+    assert list_files(home_folder) == set()
 
 
 def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "etc/shmserve/shmserve.yaml"
     unit = tmp_path / SYSTEM / "shmserve.service"
     assert run("install", tmp_path, "--dry-run") == 0
-    assert written(tmp_path) == set()
+    assert list_files(tmp_path) == set()
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(line.startswith("would write ") for line in lines)
     assert run("install", tmp_path) == 0
@@ -155,9 +155,9 @@ def test_remove_keeps_only_files_that_other_programs_wrote(
     assert run("remove", image) == 1
     other_files = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
     kept_files = {f"{SYSTEM}/shmserve.socket", str(flags.relative_to(image))}
-    assert written(image) == other_files | kept_files
+    assert list_files(image) == other_files | kept_files
     assert run("remove", image, "--force") == 0
-    assert written(image) == other_files
+    assert list_files(image) == other_files
     assert not (image / "var/lib/shmserve").exists()
     assert "No units" not in capsys.readouterr().out
     assert run("remove", image) == 0
@@ -194,7 +194,7 @@ def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr().out
     assert "## /etc/systemd/system/shmserve.service: the server\n" in captured
     assert "ExecStart=/bin/sh serve --config=%E/shmserve/shmserve.yaml" in captured
-    assert written(tmp_path) == set()
+    assert list_files(tmp_path) == set()
 
 
 def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warning(

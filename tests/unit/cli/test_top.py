@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console, Group
 
 from shmserve.cli.top import Top
-from tests.unit.gateway.test_figures import report, rows_of
+from tests.unit.gateway.test_figures import build_rows, report
 
 SERVER = {
     "cpu": 0.5,
@@ -25,38 +25,38 @@ SERVER = {
 ENDED = {"event": "ProcessEnded", "time": 0, "pid": 7, "title": "worker quick.0", "reason": "oops"}
 
 
-def shown_of(top: Top, width: int = 80, height: int = 24) -> list[str]:
+def render(top: Top, width: int = 80, height: int = 24) -> list[str]:
     stdout = io.StringIO()
     Console(file=stdout, width=width).print(Group(*top.page(height)))
     return stdout.getvalue().splitlines()
 
 
-def top_of(**models: dict[str, Any]) -> Top:
+def build_top(**models: dict[str, Any]) -> Top:
     top = Top()
     rows = {f"{name}/1": {"state": "READY", **row} for name, row in models.items()}
     top.update({"whole": True, "server": SERVER, "models": rows, "events": [ENDED]})
     return top
 
 
-def some() -> Top:
+def example_top() -> Top:
     """Return three serving models, one of which fails requests, and a model that is not loaded."""
-    _, quick_row = rows_of(report(0), report(50))
-    _, failing = rows_of(report(0), report(10, fail=10, workers_lost=1))
-    _, idle = rows_of(report(0), report(0))
+    _, quick_row = build_rows(report(0), report(50))
+    _, failing = build_rows(report(0), report(10, fail=10, workers_lost=1))
+    _, idle = build_rows(report(0), report(0))
     broken = {"state": "UNAVAILABLE", "reason": "no file", "hurts": 9000, "because": "no file"}
-    return top_of(quick=quick_row, failing=failing, idle=idle, broken=broken)
+    return build_top(quick=quick_row, failing=failing, idle=idle, broken=broken)
 
 
-def names(top: Top) -> list[str]:
-    return [line.split()[0] for line in shown_of(top)[3:7]]
+def model_names(top: Top) -> list[str]:
+    return [line.split()[0] for line in render(top)[3:7]]
 
 
 def test_models_with_problems_are_first() -> None:
-    lines = shown_of(some())
+    lines = render(example_top())
     assert lines[0].startswith("shmserve: 3 of 4 ready  60 req/s  10 fail/s  0 wait")
     assert lines[1].startswith("5 processes 0.5 GiB PSS  1 died  2 regions 0.25 GiB  arena 0/1")
     assert "ProcessEnded worker quick.0 oops" in lines[-3]
-    assert names(some()) == ["broken", "failing", "quick", "idle"]
+    assert model_names(example_top()) == ["broken", "failing", "quick", "idle"]
     assert "broken/1: no file" in lines[-2]
     assert "h problems" in lines[-1] and "q: quit" in lines[-1] and len(lines) <= 24
 
@@ -65,20 +65,20 @@ def test_models_with_problems_are_first() -> None:
     ("key", "first_name"), [("n", "broken"), ("r", "quick"), ("f", "failing"), ("h", "broken")]
 )
 def test_a_letter_sorts(key: str, first_name: str) -> None:
-    top = some()
+    top = example_top()
     top.key(key)
-    assert names(top)[0] == first_name
+    assert model_names(top)[0] == first_name
 
 
 def test_arrows_choose_and_enter_opens() -> None:
-    top = some()
-    shown_of(top)
+    top = example_top()
+    render(top)
     top.key("\x1b[A")
     top.key("j")
     top.key("\x1b[B")
     assert top.selected == "quick/1"
     top.key("\r")
-    text = "\n".join(shown_of(top))
+    text = "\n".join(render(top))
     assert "closed by       full 50" in text and "oops" in text
     top.key("\x1b")
     assert not top.is_open and not top.is_ended
@@ -87,11 +87,11 @@ def test_arrows_choose_and_enter_opens() -> None:
 
 
 def test_models_appear_and_disappear() -> None:
-    top = some()
+    top = example_top()
     top.update({"server": SERVER, "models": {}, "gone": ["broken/1", "idle/1"], "events": []})
     assert set(top.models) == {"quick/1", "failing/1"}
     top.problem = "it is gone"
-    assert shown_of(top)[0].rstrip() == "it is gone"
+    assert render(top)[0].rstrip() == "it is gone"
 
 
 @given(
@@ -101,11 +101,11 @@ def test_models_appear_and_disappear() -> None:
     st.lists(st.sampled_from(("j", "k", "\x1b[6~", "\r", "n", "p")), max_size=20),
 )
 def test_the_screen_fits_any_terminal(count: int, width: int, height: int, keys: list[str]) -> None:
-    _, row = rows_of(report(0), report(10**6, pending=10**7))
-    top = top_of(**{f"model_with_a_long_name_{n}": row for n in range(count)})
+    _, row = build_rows(report(0), report(10**6, pending=10**7))
+    top = build_top(**{f"model_with_a_long_name_{n}": row for n in range(count)})
     for key in keys:
         top.key(key)
-    lines = shown_of(top, width, height)
+    lines = render(top, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     if top.selected:
         # The selected row is on the screen, even if its name is truncated.

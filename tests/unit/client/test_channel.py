@@ -71,7 +71,7 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
         connection.close()
 
 
-def built(connection: ServerConnection) -> PackedRequest:
+def build_request(connection: ServerConnection) -> PackedRequest:
     """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
@@ -94,10 +94,10 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
         channel.wake()
         connection.losses += 1  # something is, or it would not look
 
-        def look_around() -> None:
+        def wake_waiter() -> None:
             channel.wake()  # another thread, as soon as it has looked
 
-        monkeypatch.setattr(channel, "_check_server", look_around)
+        monkeypatch.setattr(channel, "_check_server", wake_waiter)
         channel.take([channel.waker])
         assert readable(channel.waker)
         monkeypatch.undo()
@@ -113,12 +113,12 @@ def test_a_task_that_arrives_while_answers_are_read_is_run(
     channel = connection._channel
     original_take, task_ran = channel.take, threading.Event()
 
-    def beset(events: Any) -> None:
+    def take_with_task(events: Any) -> None:
         monkeypatch.undo()
         connection.call(lambda _: task_ran.set())
         original_take(events)
 
-    monkeypatch.setattr(channel, "take", beset)
+    monkeypatch.setattr(channel, "take", take_with_task)
     os.eventfd_write(channel.waker, 1)
     assert task_ran.wait(5)
 
@@ -130,37 +130,40 @@ def test_a_submission_during_close_fails_with_disconnected(
     closing = threading.Thread(target=waiter.close)
     connect = waiter.channel._links.connect
 
-    def beset(endpoint: str) -> Any:
+    def connect_while_closing(endpoint: str) -> Any:
         closing.start()
         if not waiter.lock.locked():
             closing.join()
         return connect(endpoint)
 
-    monkeypatch.setattr(waiter.channel._links, "connect", beset)
-    pending = waiter.submit(built(connection))
+    monkeypatch.setattr(waiter.channel._links, "connect", connect_while_closing)
+    pending = waiter.submit(build_request(connection))
     closing.join()
     with pytest.raises(Disconnected):
         waiter.wait(pending)
     with pytest.raises(Disconnected, match="this client is closed"):
-        waiter.submit(built(connection))
+        waiter.submit(build_request(connection))
 
 
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    cancelled, remaining = waiter.submit(built(connection)), waiter.submit(built(connection))
+    cancelled, remaining = (
+        waiter.submit(build_request(connection)),
+        waiter.submit(build_request(connection)),
+    )
     cancelling = threading.Thread(target=waiter.cancel, args=([cancelled],), daemon=True)
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
         assert not cancelling.is_alive() and not cancelled.abandoned
 
-    def end() -> None:
+    def close_after_cancel() -> None:
         with contextlib.suppress(AssertionError):
             until("it is cancelled", lambda: cancelled.abandoned)
         connection.close()
 
-    ending_thread = threading.Thread(target=end)
+    ending_thread = threading.Thread(target=close_after_cancel)
     ending_thread.start()
     with pytest.raises(Disconnected):
         waiter.wait(remaining)
@@ -202,7 +205,7 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
             go_on.wait(60)
 
         def submit(channel: RequestChannel) -> None:
-            channel.submit(built(lost_connection), callback)
+            channel.submit(build_request(lost_connection), callback)
             submitted.set()
 
         lost_connection.call(submit)
@@ -236,7 +239,7 @@ def test_answers_are_copied_by_several_at_a_time(
     def copy() -> None:
         copies.append(connection.copy_range(last_byte))
 
-    def meanwhile(mappings: Mappings, memory: Memory) -> Any:
+    def open_during_copy(mappings: Mappings, memory: Memory) -> Any:
         monkeypatch.setattr(Mappings, "_open", mapped)
         opened = mappings._open(memory)
         copier = threading.Thread(target=copy, daemon=True)
@@ -244,7 +247,7 @@ def test_answers_are_copied_by_several_at_a_time(
         copier.join(10)
         return opened
 
-    monkeypatch.setattr(Mappings, "_open", meanwhile)
+    monkeypatch.setattr(Mappings, "_open", open_during_copy)
     fd = os.memfd_create("answers")
     try:
         os.write(fd, bytes(4095) + b"!")
@@ -284,12 +287,12 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
         (link,) = channel._links._by_endpoint.values()
         numbers: list[int] = []
 
-        def all_are_there() -> bool:
+        def all_arrived() -> bool:
             numbers.extend(message.id for _, message in router.receive())
             link.receive()  # sends the messages that were waiting for credit
             return len(numbers) == count
 
-        until("all are there", all_are_there)
+        until("all are there", all_arrived)
         assert numbers == [*range(count)]
         assert not router.malformed
     finally:

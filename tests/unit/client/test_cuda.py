@@ -157,7 +157,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake_device
 
 
-def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
+def start_server(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
     """Yield a server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
@@ -176,7 +176,7 @@ def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[Supervis
 
 @pytest.fixture
 def context(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[SupervisorContext]:
-    yield from started(tmp_path, cuda)
+    yield from start_server(tmp_path, cuda)
 
 
 @pytest.fixture
@@ -395,7 +395,7 @@ def test_invalid_allocations_are_rejected(
 def test_a_server_without_a_device(
     tmp_path: Path, cuda: FakeCuda, exporting: FakeExporting, device: FakeDevice
 ) -> None:
-    for host in started(tmp_path, cuda, devices=0):
+    for host in start_server(tmp_path, cuda, devices=0):
         with (
             shmserve.client.connect(host.folder) as client,
             pytest.raises(InvalidArgument, match="the server has no CUDA device"),
@@ -473,7 +473,7 @@ def test_invalid_handles_are_rejected(
 ) -> None:
     connection = client._session.connection()
 
-    class Asking:
+    class ShareRequester:
         def make_share_request(self, number: int) -> Any:
             return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
@@ -481,7 +481,7 @@ def test_invalid_handles_are_rejected(
             raise AssertionError(memory)
 
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):
-        connection.share(Asking())  # type: ignore[arg-type]
+        connection.share(ShareRequester())  # type: ignore[arg-type]
 
 
 def test_a_fork_frees_nothing(client: Server, exporting: FakeExporting) -> None:

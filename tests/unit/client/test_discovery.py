@@ -18,7 +18,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 
 @pytest.fixture
-def usual_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the default run directory of a first server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
@@ -26,30 +26,33 @@ def usual_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shmserve"
 
 
-def end_server(server: RunDirectory) -> None:
+def kill_server(server: RunDirectory) -> None:
     """Return the run directory of a killed server, whose files still exist."""
     os.close(server.lock_fd)
 
 
-def test_none(usual_dir: Path) -> None:
+def test_none(default_dir: Path) -> None:
     with pytest.raises(
         Disconnected,
-        match=f"no server .* there is no run directory {usual_dir}; start one by `shmserve serve`",
+        match=f"no server .* there is no run directory {default_dir}; "
+        "start one by `shmserve serve`",
     ):
         discovery.find(None)
 
 
-def test_a_run_directory_whose_server_has_ended_is_disconnected(usual_dir: Path) -> None:
-    end_server(RunDirectory.default())
-    for named in (None, usual_dir):
+def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Path) -> None:
+    kill_server(RunDirectory.default())
+    for named in (None, default_dir):
         with pytest.raises(
             Disconnected,
-            match=(f"no server is running: the server of the run directory {usual_dir} has exited"),
+            match=(
+                f"no server is running: the server of the run directory {default_dir} has exited"
+            ),
         ):
             discovery.find(named)
 
 
-def test_of_two_one_must_be_named(usual_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_one_must_be_named(default_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
     file = endpoints.addresses(second_dir.path)
     file.parent.mkdir()
@@ -65,14 +68,16 @@ def test_of_two_one_must_be_named(usual_dir: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("SHMSERVE_RUN_DIR")
     # A program that knew the former server continues with it.
     assert discovery.find(None, second_dir.path) == second_dir.path
-    end_server(first_dir)
+    kill_server(first_dir)
     assert discovery.find(None) == second_dir.path
-    end_server(second_dir)
+    kill_server(second_dir)
 
 
-def test_the_default_directory_of_another_user_is_rejected(usual_dir: Path, tmp_path: Path) -> None:
-    usual_dir.symlink_to(tmp_path)
-    with pytest.raises(InvalidArgument, match=f"{usual_dir} belongs to another user; name it"):
+def test_the_default_directory_of_another_user_is_rejected(
+    default_dir: Path, tmp_path: Path
+) -> None:
+    default_dir.symlink_to(tmp_path)
+    with pytest.raises(InvalidArgument, match=f"{default_dir} belongs to another user; name it"):
         discovery.find(None)
 
 
@@ -103,14 +108,14 @@ def test_a_server_that_refuses_the_user_is_found(
         listener.bind(str(tmp_path / "guests" / "door"))
         listener.listen()
 
-        def show_out() -> None:
+        def refuse_client() -> None:
             link, _ = listener.accept()
             with link:
                 assert link.recv(1024)
                 link.send(answer)
 
         with ThreadPoolExecutor(1) as pool:
-            shown_out = pool.submit(show_out)
+            shown_out = pool.submit(refuse_client)
             with pytest.raises(shmserve.client.Disconnected, match=reason):
                 shmserve.client.connect(tmp_path)
             shown_out.result()

@@ -128,14 +128,14 @@ def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
 def test_memory_is_freed_if_its_allocation_is_interrupted(
     memories: Memories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: int) -> None:
+    def raise_interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
     # Otherwise the collection may run during the measurement and free objects of earlier tests.
     gc.collect()
     fds_before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", interrupted)
+        patch.setattr(os, "posix_fallocate", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             memories.allocate(1 << 20)
     assert os.listdir("/proc/self/fd") == fds_before
@@ -147,7 +147,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
 ) -> None:
     """Most often while its inputs are copied, which takes longest."""
 
-    def interrupted(*_: object) -> None:
+    def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     model = ClientModel(published())
@@ -156,7 +156,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     outputs = region if loose else None
     for _ in range(20):  # eight blocks use all the memory
         with monkeypatch.context() as patch:
-            patch.setattr(np, "copyto", interrupted)
+            patch.setattr(np, "copyto", raise_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 prepare(memories, model, {"x": x}, outputs, PLAIN)
     prepare(memories, model, {"x": x}, outputs, PLAIN).end()
@@ -384,7 +384,7 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
         packed=built, copy_range=lambda memory_range: b"\4\0\0\0", release=lambda release: None
     )
 
-    def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
+    def read_response(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
         message = Finished(1, *pack_inferred(Inferred(refs, parameters)))
         result = read(reader, message)
         return {**result, **result.parameters}
@@ -393,15 +393,15 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
         text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
-        copy = read_back(number, text, note=1)
+        copy = read_response(number, text, note=1)
         assert (copy["y"].tolist(), copy["z"].tolist()) == ([n], [b"%d" % n])
         assert copy["note"] == 1
         copy["y"][:] = 7  # the program's own
         for response in ((number, TensorRef("p", "INT32", (1,), memory_range)), (number,)):
-            copy = read_back(*response)
+            copy = read_response(*response)
             assert copy["y"].tolist() == [n]
             assert len(response) == 1 or copy["p"].tolist() == [4]
-        assert read_back(TensorRef("p", "INT32", (1,), memory_range))["p"].tolist() == [4]
+        assert read_response(TensorRef("p", "INT32", (1,), memory_range))["p"].tolist() == [4]
 
 
 def test_accepted_input_types() -> None:
@@ -430,18 +430,18 @@ def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
 
 
 def test_lists_keep_their_numbers() -> None:
-    def converted(value: object, datatype: str) -> list[object]:
+    def convert(value: object, datatype: str) -> list[object]:
         array, called = as_array(value, TensorSpec("x", datatype, (-1,)), "x")
         assert called == datatype
         return list(array.tolist())
 
-    assert converted([1, 2.0, True], "INT32") == [1, 2, 1]
-    assert converted([], "INT8") == []
-    assert converted([1, 0], "BOOL") == [True, False]
-    assert converted([2**63], "UINT64") == [2**63]
-    assert converted([0.1], "FP32") == [np.float32(0.1)]
+    assert convert([1, 2.0, True], "INT32") == [1, 2, 1]
+    assert convert([], "INT8") == []
+    assert convert([1, 0], "BOOL") == [True, False]
+    assert convert([2**63], "UINT64") == [2**63]
+    assert convert([0.1], "FP32") == [np.float32(0.1)]
     # BF16 as bit patterns: 1.0 is 0x3f80.
-    assert converted([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+    assert convert([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
     channel.close()
 
 
-def opened(
+def open_stream(
     request_channel: Any, tmp_path: Path, ended_ids: list[str], options: Options = PLAIN
 ) -> ResponseStream:
     """Return a stream of a model whose scheduler is the test; `ended_ids` records when its memory
@@ -61,13 +61,13 @@ def opened(
     return ResponseStream(request_channel, request_channel.open(built), None)
 
 
-def packed(n: int, size: int = 1) -> Packed:
+def pack_outputs(n: int, size: int = 1) -> Packed:
     data = np.full(size, n, np.int32).tobytes()
     return pack_inferred(Inferred((TensorRef("y", "INT32", (size,), data),)))
 
 
-def responded(number: int, n: int, *, size: int = 1, final: bool = False) -> m.Responded:
-    return m.Responded(number, "", "", *packed(n, size), final)
+def make_response(number: int, n: int, *, size: int = 1, final: bool = False) -> m.Responded:
+    return m.Responded(number, "", "", *pack_outputs(n, size), final)
 
 
 def values(responses: Any) -> list[int]:
@@ -78,9 +78,9 @@ def test_credit_for_several_responses_is_one_message(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     ended_ids: list[str] = []
-    stream = opened(channel, tmp_path, ended_ids)
+    stream = open_stream(channel, tmp_path, ended_ids)
     number = scheduler.next(m.Submit).id
-    scheduler.send(*(responded(number, n) for n in range(FIRST_CREDIT)))
+    scheduler.send(*(make_response(number, n) for n in range(FIRST_CREDIT)))
     for n in range(RESPONSES_PER_CREDIT):
         assert values([next(stream)]) == [n]
     assert scheduler.is_silent()  # the last is its reader's until the next is asked for
@@ -97,14 +97,14 @@ def test_large_responses_are_credited_sooner(
 ) -> None:
     assert credit.BYTES_PER_CREDIT < MAX_UNREAD_BYTES
     monkeypatch.setattr(credit, "BYTES_PER_CREDIT", 1000)
-    stream = opened(channel, tmp_path, [])
+    stream = open_stream(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     for n in range(3):
-        scheduler.send(responded(number, n, size=250))
+        scheduler.send(make_response(number, n, size=250))
         assert values([next(stream)]) == [n]
         if n:
             assert scheduler.next(m.Credit) == m.Credit(number, 1)  # type: ignore[type-var]
-    scheduler.send(responded(number, 3, final=True))
+    scheduler.send(make_response(number, 3, final=True))
     assert values(stream) == [3]
 
 
@@ -113,9 +113,9 @@ def test_closing_a_stream_cancels_it_and_ignores_later_responses(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, ending_cause: str
 ) -> None:
     ended_ids: list[str] = []
-    stream: ResponseStream | None = opened(channel, tmp_path, ended_ids)
+    stream: ResponseStream | None = open_stream(channel, tmp_path, ended_ids)
     number = scheduler.next(m.Submit).id
-    scheduler.send(responded(number, 0), responded(number, 1))
+    scheduler.send(make_response(number, 0), make_response(number, 1))
     assert stream is not None and values([next(stream)]) == [0]
     if ending_cause == "close":
         stream.close()
@@ -124,18 +124,18 @@ def test_closing_a_stream_cancels_it_and_ignores_later_responses(
     stream = None
     gc.collect()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
-    scheduler.send(responded(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
-    other_stream = opened(channel, tmp_path, [])
-    scheduler.send(responded(scheduler.next(m.Submit).id, 7, final=True))
+    scheduler.send(make_response(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
+    other_stream = open_stream(channel, tmp_path, [])
+    scheduler.send(make_response(scheduler.next(m.Submit).id, 7, final=True))
     assert values(other_stream) == [7] and ended_ids == ["free"]
 
 
 def test_an_error_may_be_followed_by_responses(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    stream = opened(channel, tmp_path, [])
+    stream = open_stream(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.send(m.Responded(number, "INTERNAL", "no", b"", [], False), responded(number, 1))
+    scheduler.send(m.Responded(number, "INTERNAL", "no", b"", [], False), make_response(number, 1))
     with pytest.raises(Internal, match="no"):
         next(stream)
     assert values([next(stream)]) == [1]
@@ -150,7 +150,7 @@ def test_the_servers_timeout_may_precede_the_clients(
 ) -> None:
     """Its word of it is the same to a program as the client's own."""
     expired = PLAIN._replace(deadline_ns=1)
-    stream = opened(channel, tmp_path, [], expired)
+    stream = open_stream(channel, tmp_path, [], expired)
     number = scheduler.next(m.Submit).id
     text = "Request timeout expired"
     stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
@@ -161,7 +161,7 @@ def test_the_servers_timeout_may_precede_the_clients(
 def test_a_response_that_cannot_be_read_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    stream = opened(channel, tmp_path, [])
+    stream = open_stream(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     scheduler.send(m.Responded(number, "", "", b"garbage", [], False))
     with pytest.raises(Internal, match="cannot be read"):
@@ -177,10 +177,10 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
 ) -> None:
     successor_router = Router(f"ipc://{tmp_path}/successor")
     successor, ended_ids = Peer(successor_router), list[str]()
-    stream = opened(channel, tmp_path, ended_ids)
+    stream = open_stream(channel, tmp_path, ended_ids)
     submit = scheduler.next(m.Submit)
     if has_begun:
-        scheduler.send(responded(submit.id, 0))
+        scheduler.send(make_response(submit.id, 0))
         assert values([next(stream)]) == [0]
     connection.on_scheduler_lost(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
     if has_begun:
@@ -190,7 +190,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     else:
         channel.channel.take([])
         assert successor.next(m.Submit) == submit
-        successor.send(responded(submit.id, 5, final=True))
+        successor.send(make_response(submit.id, 5, final=True))
         assert values(stream) == [5]
     successor_router.close()
 
@@ -199,17 +199,17 @@ def test_a_unary_response_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     ended_ids: list[str] = []
-    stream = opened(channel, tmp_path, ended_ids)
-    scheduler.send(m.Finished(scheduler.next(m.Submit).id, *packed(3)))
+    stream = open_stream(channel, tmp_path, ended_ids)
+    scheduler.send(m.Finished(scheduler.next(m.Submit).id, *pack_outputs(3)))
     assert values(stream) == [3] and ended_ids == ["free"]
 
 
 def test_a_thread_without_a_channel_of_its_own_streams_too(
     connection: Any, scheduler: Peer, tmp_path: Path
 ) -> None:
-    stream = opened(SharedChannel(connection), tmp_path, [])
+    stream = open_stream(SharedChannel(connection), tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.send(*(responded(number, n) for n in range(RESPONSES_PER_CREDIT + 1)))
+    scheduler.send(*(make_response(number, n) for n in range(RESPONSES_PER_CREDIT + 1)))
     for n in range(RESPONSES_PER_CREDIT + 1):
         assert values([next(stream)]) == [n]
     assert scheduler.next(m.Credit) == m.Credit(number, RESPONSES_PER_CREDIT)  # type: ignore[type-var]
@@ -221,7 +221,7 @@ def test_the_end_of_the_connection_ends_its_streams(
     connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     streams = [
-        opened(request_channel, tmp_path, [])
+        open_stream(request_channel, tmp_path, [])
         for request_channel in (channel, SharedChannel(connection))
     ]
     connection.close()
@@ -230,4 +230,4 @@ def test_the_end_of_the_connection_ends_its_streams(
             next(stream)
         assert list(stream) == []
         with pytest.raises(ShmserveError):
-            opened(stream._waiter, tmp_path, [])
+            open_stream(stream._waiter, tmp_path, [])

@@ -44,21 +44,21 @@ trees = st.recursive(
 )
 
 
-def spelled(value: Any, data: st.DataObject) -> str:
+def write_json(value: Any, data: st.DataObject) -> str:
     """Return the JSON text of a tree, with random blanks and escapes."""
     blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
     if isinstance(value, Members):
         parts = [
-            f"{string(name, data)}{blank}:{blank}{spelled(member, data)}"
+            f"{write_string(name, data)}{blank}:{blank}{write_json(member, data)}"
             for name, member in value.pairs
         ]
         return f"{{{blank}{f',{blank}'.join(parts)}{blank}}}"
     if isinstance(value, list):
-        return f"[{f'{blank},'.join(spelled(member, data) for member in value)}]"
-    return string(value, data) if isinstance(value, str) else json.dumps(value)
+        return f"[{f'{blank},'.join(write_json(member, data) for member in value)}]"
+    return write_string(value, data) if isinstance(value, str) else json.dumps(value)
 
 
-def string(text: str, data: st.DataObject) -> str:
+def write_string(text: str, data: st.DataObject) -> str:
     return json.dumps(text, ensure_ascii=data.draw(st.booleans()))
 
 
@@ -72,7 +72,7 @@ def is_doubled(value: Any) -> bool:
 @settings(max_examples=300)
 @given(trees, st.data())
 def test_all_doubled_names_and_no_others_are_refused(tree: Any, data: st.DataObject) -> None:
-    raw = spelled(tree, data).encode()
+    raw = write_json(tree, data).encode()
     if is_doubled(tree):
         with pytest.raises(InvalidArgument, match=r"duplicate key '.*' in an object"):
             loads(raw)
@@ -90,19 +90,19 @@ request: Pairs = [
 ]
 
 
-def holders(value: Any) -> Iterator[Members]:
+def find_members(value: Any) -> Iterator[Members]:
     if isinstance(value, Members):
         yield value
         for _, member in value.pairs:
-            yield from holders(member)
+            yield from find_members(member)
     elif isinstance(value, list):
         for member in value:
-            yield from holders(member)
+            yield from find_members(member)
 
 
 PLACES = [
     (index, name)
-    for index, holder in enumerate(holders(Members(request)))
+    for index, holder in enumerate(find_members(Members(request)))
     for name, _ in holder.pairs
 ]
 
@@ -114,15 +114,15 @@ def test_duplicate_names_are_refused_everywhere_in_a_request(
     index: int, name: str, value: Any, data: st.DataObject
 ) -> None:
     """A duplicate name is rejected at any position and with any value."""
-    assert loads(spelled(Members(request), data).encode())["id"] == "i"
-    members = list(holders(Members(request)))[index]
+    assert loads(write_json(Members(request), data).encode())["id"] == "i"
+    members = list(find_members(Members(request)))[index]
     kept_pairs = members.pairs
     position = data.draw(st.integers(0, len(kept_pairs)))
     members.pairs = [*kept_pairs[:position], (name, value), *kept_pairs[position:]]
     # The root object is new each time, but it contains the same members.
     root = members if index == 0 else Members(request)
     try:
-        raw = spelled(root, data).encode()
+        raw = write_json(root, data).encode()
     finally:
         members.pairs = kept_pairs
     for parse in (loads, loads_large):

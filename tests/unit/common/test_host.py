@@ -9,7 +9,7 @@ from shmserve.common import host
 GIB = 2**30
 
 
-def grouped(monkeypatch: pytest.MonkeyPatch, root: Path, line: str) -> None:
+def set_control_group(monkeypatch: pytest.MonkeyPatch, root: Path, line: str) -> None:
     """Set the line in /proc/self/cgroup, and the root of the control groups."""
     monkeypatch.setattr(host, "_CGROUPS", root)
     monkeypatch.setattr(host, "memory_bytes", lambda: (8 * GIB, 5 * GIB))
@@ -32,7 +32,7 @@ def write(folder: Path, **files: str) -> None:
 def test_available_memory_is_that_of_the_nearest_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    grouped(monkeypatch, tmp_path, "0::/slice/server")
+    set_control_group(monkeypatch, tmp_path, "0::/slice/server")
     assert host.available_memory() == 3 * GIB  # the memory of the host
     server, above = tmp_path / "slice" / "server", tmp_path / "slice"
     write(server, memory_max="max\n", memory_current=f"{GIB}\n", memory_stat="inactive_file 7\n")
@@ -49,7 +49,7 @@ def test_available_memory_is_that_of_the_nearest_limit(
 def test_the_memory_of_a_controller_with_its_own_hierarchy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    grouped(monkeypatch, tmp_path, "4:memory:/server")
+    set_control_group(monkeypatch, tmp_path, "4:memory:/server")
     folder = tmp_path / "memory" / "server"
     write(folder, memory_limit_in_bytes=str(GIB), memory_usage_in_bytes=str(2 * GIB))
     write(folder, memory_stat="inactive_file 1\ntotal_inactive_file 2\n")
@@ -59,7 +59,7 @@ def test_the_memory_of_a_controller_with_its_own_hierarchy(
 
 
 def test_processors_are_limited_by_a_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    grouped(monkeypatch, tmp_path, "0::/server")
+    set_control_group(monkeypatch, tmp_path, "0::/server")
     count, quota = host.processors()
     assert count >= 1 and quota is None
     write(tmp_path / "server", cpu_max="150000 100000\n")

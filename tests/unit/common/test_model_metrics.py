@@ -22,7 +22,7 @@ def histogram(numbers: list[float], buckets: list[float]) -> Families:
     return parse([["h", "", "HISTOGRAM", [[LABELS, numbers, buckets]]]])
 
 
-def number(families: Families) -> str:
+def exposed_value(families: Families) -> str:
     return exposition(families).splitlines()[-1].split()[-1]
 
 
@@ -31,12 +31,12 @@ def test_counters_are_summed_and_outlive_their_instance() -> None:
     metrics.report(7, counter(1.5))
     metrics.report(8, counter(2))
     metrics.report(7, counter(2.5))
-    assert number(metrics.total()) == "4.5"
+    assert exposed_value(metrics.total()) == "4.5"
     metrics.exited(7)
     metrics.exited(99)
-    assert number(metrics.total()) == "4.5"
+    assert exposed_value(metrics.total()) == "4.5"
     metrics.report(9, counter(1))
-    assert number(metrics.total()) == "5.5"
+    assert exposed_value(metrics.total()) == "5.5"
 
 
 def test_a_successor_continues_the_counts() -> None:
@@ -49,16 +49,16 @@ def test_a_successor_continues_the_counts() -> None:
     assert plain(successor.total())[0] == plain(metrics.total())[0]
     assert successor.total()["g"] == gauge(2, 2, 0)["g"]
     successor.report(2, counter(5))
-    assert number(successor.total()) == "9"
+    assert exposed_value(successor.total()) == "9"
 
 
 def test_a_gauge_is_what_was_set_last_and_all_increments() -> None:
     metrics = ModelMetrics()
     metrics.report(1, gauge(10, 50, 1))
     metrics.report(2, gauge(20, 40, 0.5))
-    assert number(metrics.total()) == "11.5"
+    assert exposed_value(metrics.total()) == "11.5"
     metrics.exited(1)
-    assert number(metrics.total()) == "20.5"
+    assert exposed_value(metrics.total()) == "20.5"
     metrics.exited(2)
     assert metrics.total() == {}
 
@@ -75,7 +75,7 @@ def test_histograms_are_summed_if_they_have_the_same_buckets() -> None:
 def test_families_of_several_models_are_one() -> None:
     total = added((counter(1), counter(2, "d"), counter(3)))
     assert list(total) == ["c", "d"]
-    assert number({"c": total["c"]}) == "4"
+    assert exposed_value({"c": total["c"]}) == "4"
     clash = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
     assert added((counter(1), clash)) == counter(1)
 

@@ -43,39 +43,39 @@ def tcp_pair(
             yield server_socket, client_socket
 
 
-def peer_of(server_socket: socket.socket) -> Peer | None:
+def find_peer(server_socket: socket.socket) -> Peer | None:
     return loopback_peer(server_socket.getsockname()[:2], server_socket.getpeername()[:2])
 
 
 @pytest.fixture(params=["asked for", "listed"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Select one of the two implementations; some kernels lack the first one."""
 
-    def none(*_: object) -> None:
+    def raise_os_error(*_: object) -> None:
         raise OSError
 
     if request.param == "listed":
-        monkeypatch.setattr(peers, "tcp_owner", none)
+        monkeypatch.setattr(peers, "tcp_owner", raise_os_error)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize(
     ("listen", "connect"), [("127.0.0.1", ""), ("::1", ""), ("127.0.0.1", "::ffff:127.0.0.1")]
 )
 def test_the_user_of_a_loopback_connection(listen: str, connect: str) -> None:
     with tcp_pair(listen, connect) as (server_socket, _):
-        assert peer_of(server_socket) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        assert find_peer(server_socket) == Peer(os.geteuid(), groups_of(os.geteuid()))
 
 
 @needs_users
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_another_user_of_a_loopback_connection() -> None:
     with tcp_pair(uid=ALICE) as (server_socket, _):
-        assert peer_of(server_socket) == Peer(ALICE)
+        assert find_peer(server_socket) == Peer(ALICE)
 
 
 @needs_users
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_a_closed_socket_belongs_to_no_user() -> None:
     """The kernel reports a closed socket as root's.
 
@@ -83,10 +83,10 @@ def test_a_closed_socket_belongs_to_no_user() -> None:
     """
     with tcp_pair(uid=ALICE) as (server_socket, client_socket):
         client_socket.close()
-        assert peer_of(server_socket) is None
+        assert find_peer(server_socket) is None
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_a_connection_that_is_not_there() -> None:
     """Holds also if a server listens at the client's port."""
     with tcp_pair() as (server_socket, _), socket.create_server(("127.0.0.1", 0)) as unconnected:
@@ -106,7 +106,7 @@ def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyP
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
         monkeypatch.setattr(peers, "_tables", None)
-        assert peer_of(server_socket) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        assert find_peer(server_socket) == Peer(os.geteuid(), groups_of(os.geteuid()))
         address = server_socket.getpeername()
         client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client_socket.close()  # a linger time of 0 makes the kernel remove the connection at once
@@ -124,13 +124,13 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
 
 def test_a_large_uid_is_not_read_as_a_special_value() -> None:
     """Read as a signed number, the uid would be one of the values for all users or no user."""
-    assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
+    assert unix_peer(FakeUnixSocket(2**32 - 2)).uid == 2**32 - 2
 
 
 # --- listeners
 
 
-class Unix:
+class FakeUnixSocket:
     """A fake Unix socket whose peer is user `uid`."""
 
     def __init__(self, uid: int) -> None:
@@ -172,7 +172,9 @@ def test_which_listeners_have_shared_memory(
     """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
     with tcp_pair() as (server_socket, _):
         assert (
-            peer_or_error(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else server_socket)
+            peer_or_error(
+                kind, allow, FakeUnixSocket(1001) if kind is ListenerKind.UNIX else server_socket
+            )
             == peer
         )
 
@@ -230,7 +232,7 @@ def test_names_of_others_are_refused_on_loopback(host: str, is_own: bool) -> Non
         listener = ListenerRules(
             kind, OPEN, None, frozenset({"box", "*.corp.test", "proxy.example"})
         )
-        caller = ClientIdentity(listener, Unix(1))
+        caller = ClientIdentity(listener, FakeUnixSocket(1))
         refusal = caller.find_access_error("metadata", CIMultiDict({"Host": host}))
         if is_own or kind is not ListenerKind.LOOPBACK:
             assert refusal is None
@@ -244,11 +246,11 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
     rules = Authorisation({digest: ("inference",)}, {})
     pending_calls: list[str | None] = []
 
-    def scopes(header: str | None) -> frozenset[str] | None:
+    def find_scopes(header: str | None) -> frozenset[str] | None:
         pending_calls.append(header)
         return frozenset({"inference"}) if header == "Bearer good" else None
 
-    monkeypatch.setattr(rules, "scopes", scopes)
+    monkeypatch.setattr(rules, "scopes", find_scopes)
     caller = ClientIdentity(ListenerRules(ListenerKind.REMOTE, rules, None), None)
     for _ in range(3):
         assert (
@@ -270,12 +272,12 @@ def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:
     rules = Authorisation({"00" * 32: ("inference",)}, {})
     for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
         access_error = ClientIdentity(
-            ListenerRules(ListenerKind.UNIX, rules, None), Unix(uid)
+            ListenerRules(ListenerKind.UNIX, rules, None), FakeUnixSocket(uid)
         ).find_access_error("inference", CIMultiDict())
         assert (access_error.status if access_error else 0) == status
 
 
 def test_any_host_name_is_admitted_if_configured() -> None:
     listener = ListenerRules(ListenerKind.LOOPBACK, OPEN, None, frozenset({"*"}))
-    caller = ClientIdentity(listener, Unix(1))
+    caller = ClientIdentity(listener, FakeUnixSocket(1))
     assert caller.find_host_error(CIMultiDict({"Host": "evil.example"})) is None

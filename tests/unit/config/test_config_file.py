@@ -9,7 +9,7 @@ from shmserve.config import command_line, flags, server
 from shmserve.errors import InvalidArgument
 
 
-def read(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
+def read_options(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
     """Return the options of a command line and a file with this text."""
     file = tmp_path / "shmserve.yaml"
     file.write_text(text)
@@ -22,7 +22,7 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     text = {bool: "true", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
     value = flag.choices[-1] if flag.choices else text
     yaml_value = f'"{value}"' if flag.kind is str else value
-    options = read(tmp_path, f"{name}: {yaml_value}")
+    options = read_options(tmp_path, f"{name}: {yaml_value}")
     from_flags = command_line.parse([f"--{name}={value}"])
     assert {**options.values, "config": None} == from_flags.values
     assert (options.repeated, options.without_effect) == (
@@ -43,7 +43,9 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         log-verbose: true
         id: 2026-01-31
     """
-    options = read(tmp_path, text, "--http-port=2", "--model-repository=/c", "--exit-on-error")
+    options = read_options(
+        tmp_path, text, "--http-port=2", "--model-repository=/c", "--exit-on-error"
+    )
     assert options.repeated["model-repository"] == ["/c"]
     assert options.repeated["backend-config"] == ["python,a=1"]
     value = options.values
@@ -54,9 +56,11 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
-    server_settings = server.from_flags(read(tmp_path, f"model-repository: '{tmp_path}'"), {})
+    server_settings = server.from_flags(
+        read_options(tmp_path, f"model-repository: '{tmp_path}'"), {}
+    )
     assert server_settings.model_repositories == (tmp_path,)
-    assert read(tmp_path, "# nothing yet\n").repeated == command_line.parse([]).repeated
+    assert read_options(tmp_path, "# nothing yet\n").repeated == command_line.parse([]).repeated
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_an_error_names_file_line_key_and_what_is_allowed(
     tmp_path: Path, text: str, error: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        read(tmp_path, text)
+        read_options(tmp_path, text)
     assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {error}")
 
 
@@ -109,11 +113,11 @@ def test_all_errors_are_reported_together(
 def test_a_value_that_no_server_accepts_is_reported_with_its_line(tmp_path: Path) -> None:
     text = "model-repository: /no/models"
     with pytest.raises(InvalidArgument) as caught:
-        server.from_flags(read(tmp_path, text), {})
+        server.from_flags(read_options(tmp_path, text), {})
     start = f"--config: '{tmp_path}/shmserve.yaml' line 1: --model-repository: '/no/models'"
     assert caught.value.message.startswith(start)
     with pytest.raises(InvalidArgument, match=r"^--model-repository: "):
-        server.from_flags(read(tmp_path, text, "--model-repository=/none"), {})
+        server.from_flags(read_options(tmp_path, text, "--model-repository=/none"), {})
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

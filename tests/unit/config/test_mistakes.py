@@ -210,38 +210,38 @@ def planner(tmp_path: Path, *arguments: str) -> LoadPlanner:
     return LoadPlanner(server.from_flags(parsed, {}), tmp_path / "run", Accelerators("", 0))
 
 
-def of_pbtxt(tmp_path: Path, text: str) -> None:
+def check_pbtxt(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "models" / "m" / "1"
     folder.mkdir(parents=True)
     (folder.parent / "config.pbtxt").write_text(PYTHON + IO + text + "\n")
-    of_plan(tmp_path, "")
+    check_plan(tmp_path, "")
 
 
-def of_plan(tmp_path: Path, override: str) -> None:
+def check_plan(tmp_path: Path, override: str) -> None:
     plans = planner(tmp_path)
     (spec,) = plans.plan("m", override, {})
     plans.complete(spec, spec.config.source)
 
 
-def of_override(tmp_path: Path, text: str) -> None:
+def check_override(tmp_path: Path, text: str) -> None:
     (tmp_path / "models" / "m" / "1").mkdir(parents=True)
-    of_plan(tmp_path, text)
+    check_plan(tmp_path, text)
 
 
-def of_engine(tmp_path: Path, text: str) -> None:
+def check_engine(tmp_path: Path, text: str) -> None:
     engine_file.parse(text)
 
 
-def of_file(tmp_path: Path, text: str) -> None:
+def check_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    of_flags(tmp_path, (f"--config={tmp_path / 'c.yaml'}",))
+    check_flags(tmp_path, (f"--config={tmp_path / 'c.yaml'}",))
 
 
-def of_flags(tmp_path: Path, words: tuple[str, ...]) -> None:
+def check_flags(tmp_path: Path, words: tuple[str, ...]) -> None:
     server.from_flags(command_line.parse(words), {})
 
 
-def of_class(tmp_path: Path, text: str) -> None:
+def check_class(tmp_path: Path, text: str) -> None:
     (tmp_path / "models").mkdir()
     with rig(tmp_path / "models") as model_rig:
         (model_rig.context.version_dir / "model.py").write_text(HEAD + text)
@@ -261,11 +261,11 @@ def of_class(tmp_path: Path, text: str) -> None:
 
 
 KINDS: tuple[tuple[Callable, dict], ...] = (
-    *((of_pbtxt, PBTXT), (of_engine, ENGINE), (of_file, FILE), (of_flags, FLAGS)),
-    *((of_class, CLASS), (of_override, LOAD)),
+    *((check_pbtxt, PBTXT), (check_engine, ENGINE), (check_file, FILE), (check_flags, FLAGS)),
+    *((check_class, CLASS), (check_override, LOAD)),
 )
 MISTAKES = {
-    f"{read_file.__name__[3:]}: {name}": (read_file, *case)
+    f"{read_file.__name__[6:]}: {name}": (read_file, *case)
     for read_file, table in KINDS
     for name, case in table.items()
 }
@@ -283,28 +283,28 @@ def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
 
 # Several mistakes of each kind together, and the names in their messages.
 TOGETHER = {
-    of_pbtxt: (
+    check_pbtxt: (
         "max_batchsize: 1\nprority: 2\ninstance_group { count: x }",
         ("max_batchsize", "prority", "instance_group[0].count"),
     ),
-    of_engine: ("block_size: 0\nweights: x\ncheese: 1", ("block_size", "weights", "cheese")),
-    of_file: ("http-prot: 1\ngateways: x", ("http-prot", "gateways")),
-    of_flags: (
+    check_engine: ("block_size: 0\nweights: x\ncheese: 1", ("block_size", "weights", "cheese")),
+    check_file: ("http-prot: 1\ngateways: x", ("http-prot", "gateways")),
+    check_flags: (
         ("--http-prot=1", "--gateways=x", "--log-format=y"),
         ("--http-prot", "--gateways", "--log-format"),
     ),
-    of_class: (
+    check_class: (
         "    max_batch_size = -1\n    instances = 'x'\n    def predict(self, a, b): ...",
         (":4:5:", ":5:5:", ":6:23:", ":6:26:"),
     ),
-    of_override: (
+    check_override: (
         '{"backend": "python", "cheese": 1, "max_batch_size": []}',
         ("config:1:23:", "config:1:36:"),
     ),
 }
 
 
-@pytest.mark.parametrize("read_file", TOGETHER, ids=lambda read_file: read_file.__name__[3:])
+@pytest.mark.parametrize("read_file", TOGETHER, ids=lambda read_file: read_file.__name__[6:])
 def test_all_mistakes_are_reported_together(tmp_path: Path, read_file: Callable) -> None:
     text, expected_parts = TOGETHER[read_file]
     with pytest.raises(ShmserveError) as caught:
@@ -316,7 +316,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path, read_file: Callable)
 def test_meaningless_flags_are_reported_together(tmp_path: Path) -> None:
     words = ("--cache-config=x", "--rate-limit-resource=y", "--backend-config=z", "/nowhere")
     with pytest.raises(InvalidArgument) as caught:
-        of_flags(tmp_path, words)
+        check_flags(tmp_path, words)
     for word in ("--cache-config:", "--rate-limit-resource:", "--backend-config:", "/nowhere"):
         assert word in caught.value.message
 

@@ -34,7 +34,7 @@ def refusal(*arguments: str, **environment: str) -> str:
     return caught.value.message
 
 
-def a_value(flag: Flag) -> str:
+def example_value(flag: Flag) -> str:
     if flag.name == "config":
         return os.devnull  # is read at once
     if flag.choices:
@@ -66,7 +66,7 @@ def test_defaults_are_tritons_or_safe() -> None:
 
 @pytest.mark.parametrize("name", sorted(flags.FLAGS))
 def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
-    value = a_value(flags.FLAGS[name])
+    value = example_value(flags.FLAGS[name])
     joined = command_line.parse([f"--{name}={value}", "folder"])
     assert joined == command_line.parse([f"--{name}", value, "folder"])
     assert joined.positional == ["folder"]

@@ -39,7 +39,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def simple(gateway: Rig) -> Scheduler:
+def simple_scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, scheduler)
     scheduler.statistics = report("simple", "1")
@@ -47,7 +47,7 @@ def simple(gateway: Rig) -> Scheduler:
 
 
 @pytest.fixture
-def http(gateway: Rig, simple: Scheduler) -> Iterator[Http]:
+def http(gateway: Rig, simple_scheduler: Scheduler) -> Iterator[Http]:
     gateway.refusals.clear()
     gateway.payloads.clear()
     for kind in (
@@ -198,16 +198,18 @@ def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     assert (reply.body, reply.headers["Content-Length"]) == (b"", "0")
 
 
-def test_readiness_is_that_of_the_supervisor(gateway: Rig, simple: Scheduler, http: Http) -> None:
+def test_readiness_is_that_of_the_supervisor(
+    gateway: Rig, simple_scheduler: Scheduler, http: Http
+) -> None:
     http.get("/v2/models/simple/ready").ok()
-    gateway.publish(SIMPLE, simple, ready=False)
+    gateway.publish(SIMPLE, simple_scheduler, ready=False)
     reply = http.get("/v2/models/simple/ready")
     assert (reply.status, reply.error) == (400, "Model version not ready")
     # The model restarts: requests wait for it at its scheduler.
     row = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
     inputs = [{"name": name, **row} for name in ("INPUT0", "INPUT1")]
     http.infer("simple", {"inputs": inputs}).ok()
-    gateway.publish(SIMPLE, simple)
+    gateway.publish(SIMPLE, simple_scheduler)
     http.get("/v2/models/simple/versions/1/ready").ok()
     for path in ("/v2/models/simple/versions/2/ready", "/v2/models/nope/ready"):
         assert http.get(path).error == "Model version not ready"
@@ -224,7 +226,7 @@ def test_metadata(http: Http) -> None:
     assert http.get("/v2/models/simple/config").ok().json() == SIMPLE
 
 
-def test_triton_clients_work(gateway: Rig, simple: Scheduler, http: Http) -> None:
+def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     client = triton.InferenceServerClient(f"127.0.0.1:{gateway.port}")
     try:
         assert client.is_server_live()
@@ -503,14 +505,16 @@ def test_metrics_contain_triton_and_own_families(gateway: Rig, http: Http) -> No
 
 
 def test_a_models_tags_are_labels_of_its_metrics(
-    gateway: Rig, simple: Scheduler, http: Http
+    gateway: Rig, simple_scheduler: Scheduler, http: Http
 ) -> None:
     scraper = Http(gateway.metrics_port)
-    gateway.publish({**SIMPLE, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple)
+    gateway.publish(
+        {**SIMPLE, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple_scheduler
+    )
     try:
         text = scraper.get("/metrics/").ok().body.decode()
     finally:
-        gateway.publish(SIMPLE, simple)
+        gateway.publish(SIMPLE, simple_scheduler)
     tagged = {"model": "simple", "version": "1", "_team": 'bl"ue', "_not_a_label": "x"}
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in (
@@ -526,11 +530,13 @@ def test_a_models_tags_are_labels_of_its_metrics(
     scraper.close()
 
 
-def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: Http) -> None:
-    simple.statistics = {"name": "simple"}
+def test_metrics_omit_a_malformed_report(
+    gateway: Rig, simple_scheduler: Scheduler, http: Http
+) -> None:
+    simple_scheduler.statistics = {"name": "simple"}
     scraper = Http(gateway.metrics_port)
     assert scraper.get("/metrics").error == "internal error"
-    simple.statistics = report("simple", "1")
+    simple_scheduler.statistics = report("simple", "1")
     scraper.get("/metrics").ok()
     scraper.close()
 
@@ -538,7 +544,7 @@ def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: 
 # --- examples of /docs
 
 
-def test_each_model_has_an_example(simple: Scheduler) -> None:
+def test_each_model_has_an_example(simple_scheduler: Scheduler) -> None:
     """The example has the required inputs. Values without a JSON form are binary, and long
     values are abbreviated.
     """
@@ -546,35 +552,35 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (
             {"input": [dynamic], "max_batch_size": 4},
-            {"inputs": [tensor_of("FP32", [1, 1, 3], data=[1, 1, 1])]},
+            {"inputs": [json_tensor("FP32", [1, 1, 3], data=[1, 1, 1])]},
         ),
         (
             {"input": [{**dynamic, "data_type": "TYPE_STRING", "dims": [1]}]},
-            {"inputs": [tensor_of("BYTES", [1], data=["text"])]},
+            {"inputs": [json_tensor("BYTES", [1], data=["text"])]},
         ),
         (
             {"input": [{**dynamic, "dims": [3, 224, 224]}]},
-            {"inputs": [tensor_of("FP32", [3, 224, 224], fill=1, count=150528)]},
+            {"inputs": [json_tensor("FP32", [3, 224, 224], fill=1, count=150528)]},
         ),
         (
             {"input": [{**dynamic, "data_type": halves, "dims": [2]}]},
             {
-                "inputs": [tensor_of("FP16", [2], parameters={"binary_data_size": 4})],
+                "inputs": [json_tensor("FP16", [2], parameters={"binary_data_size": 4})],
                 "parameters": {"binary_data_output": True},
             },
         ),
         (
             {"input": [dynamic, {**dynamic, "name": "Y", "optional": True}]},
-            {"inputs": [tensor_of("FP32", [1, 3], data=[1, 1, 1])]},
+            {"inputs": [json_tensor("FP32", [1, 3], data=[1, 1, 1])]},
         ),
     ]
     for config, body in cases:
-        published = publication({"name": "m", **config}, simple)
+        published = publication({"name": "m", **config}, simple_scheduler)
         (example,) = management._model_examples("m", GatewayModel(published))
         assert example["body"] == body
     (late_example,) = management._model_examples("late", None)
     assert late_example == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 
-def tensor_of(datatype: str, shape: list[int], **data: Any) -> dict[str, Any]:
+def json_tensor(datatype: str, shape: list[int], **data: Any) -> dict[str, Any]:
     return {"name": "X", "datatype": datatype, "shape": shape, **data}

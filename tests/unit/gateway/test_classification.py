@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.inference import Inferred
 X = [1.0, 3.5, 2.0, 3.5, -1e-7, 1e20]
 
 
-def texts(tensor: TensorRef) -> list[str]:
+def decode_texts(tensor: TensorRef) -> list[str]:
     data, texts, offset = tensor.data, [], 0
     assert isinstance(data, bytes)
     while offset < len(data):
@@ -29,7 +29,7 @@ def texts(tensor: TensorRef) -> list[str]:
     return texts
 
 
-def classified(
+def classify_response(
     answer: Inferred,
     count: int,
     labels: dict[str, tuple[str, ...]] | None = None,
@@ -51,7 +51,7 @@ def classify(
     other_tensor = TensorRef("OTHER", "INT32", (1,), bytes(4))
     tensor = TensorRef("OUT", datatype, array.shape, array.tobytes())
     answer = Inferred((other_tensor, tensor), {"k": 1})
-    outputs = classified(answer, count, {"OUT": labels}, batched=batched)
+    outputs = classify_response(answer, count, {"OUT": labels}, batched=batched)
     assert outputs.outputs[0] is other_tensor and outputs.parameters == {"k": 1}
     return outputs.outputs[1]
 
@@ -61,35 +61,40 @@ def test_floats_have_six_decimals(datatype: str) -> None:
     output = classify(X, datatype, 3)
     assert (output.datatype, output.shape) == ("BYTES", (3,))
     top = "100000002004087734272" if datatype == "FP32" else "100000000000000000000"
-    assert texts(output) == [f"{top}.000000:5", "3.500000:1", "3.500000:3"]
-    assert texts(classify(X, datatype, 9))[-1] == "-0.000000:4"
-    assert texts(classify([float("nan"), 1.0], "FP32", 1, ("zero",))) == ["nan:0:zero"]
+    assert decode_texts(output) == [f"{top}.000000:5", "3.500000:1", "3.500000:3"]
+    assert decode_texts(classify(X, datatype, 9))[-1] == "-0.000000:4"
+    assert decode_texts(classify([float("nan"), 1.0], "FP32", 1, ("zero",))) == ["nan:0:zero"]
 
 
 @pytest.mark.parametrize("datatype", ["INT8", "INT32", "INT64", "UINT8", "UINT64"])
 def test_integers_have_no_decimals(datatype: str) -> None:
-    assert texts(classify([1, 3, 2, 3], datatype, 3)) == ["3:1", "3:3", "2:2"]
+    assert decode_texts(classify([1, 3, 2, 3], datatype, 3)) == ["3:1", "3:3", "2:2"]
 
 
 def test_the_smallest_and_largest_numbers() -> None:
-    assert texts(classify([-(2**63), 2**63 - 1], "INT64", 2)) == [
+    assert decode_texts(classify([-(2**63), 2**63 - 1], "INT64", 2)) == [
         "9223372036854775807:1",
         "-9223372036854775808:0",
     ]
-    assert texts(classify([0, 2**64 - 1], "UINT64", 1)) == ["18446744073709551615:1"]
+    assert decode_texts(classify([0, 2**64 - 1], "UINT64", 1)) == ["18446744073709551615:1"]
 
 
 def test_labels_are_found_by_index_and_may_be_empty() -> None:
     labels = ("zero", "one", "", "three")
     output = classify([1, 2, 3, 4, 5], "INT32", 5, labels)
-    assert texts(output) == ["5:4", "4:3:three", "3:2", "2:1:one", "1:0:zero"]
+    assert decode_texts(output) == ["5:4", "4:3:three", "3:2", "2:1:one", "1:0:zero"]
 
 
 def test_each_row_of_a_batch_is_classified() -> None:
     values = [[3.0, 5.0, 3.0], [8.0, 8.0, 9.0]]
     output = classify(values, "FP32", 2, ("zero", "one"), batched=True)
     assert output.shape == (2, 2)
-    assert texts(output) == ["5.000000:1:one", "3.000000:0:zero", "9.000000:2", "8.000000:0:zero"]
+    assert decode_texts(output) == [
+        "5.000000:1:one",
+        "3.000000:0:zero",
+        "9.000000:2",
+        "8.000000:0:zero",
+    ]
     assert classify([[1.0, 2.0, 3.0]], "FP32", 9, batched=True).shape == (1, 3)
     assert classify(values, "FP32", 9).shape == (6,)
 
@@ -104,7 +109,7 @@ def test_empty_outputs_have_no_classes() -> None:
 def test_unsorted_datatypes_are_refused(datatype: str) -> None:
     answer = Inferred((TensorRef("OUT", datatype, (1,), b"\0\0"),))
     with pytest.raises(InvalidArgument) as caught:
-        classified(answer, 1)
+        classify_response(answer, 1)
     text = f"class result not available for output due to unsupported type '{datatype}'"
     assert caught.value.message == text
 
@@ -112,7 +117,7 @@ def test_unsorted_datatypes_are_refused(datatype: str) -> None:
 def test_too_many_values_are_refused() -> None:
     answer = Inferred((TensorRef("OUT", "UINT8", (1_000_001,), bytes(1_000_001)),))
     with pytest.raises(InvalidArgument, match="classification output tensor too large"):
-        classified(answer, 1)
+        classify_response(answer, 1)
 
 
 @given(

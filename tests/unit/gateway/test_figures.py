@@ -40,7 +40,7 @@ def report(success: int = 0, **fields: Any) -> dict[str, Any]:
     }
 
 
-def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
+def build_rows(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
     """Return the rows of a model for successive reports."""
     figures = Figures()
     return [
@@ -52,13 +52,13 @@ def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, An
 
 
 def test_the_first_snapshot_has_only_totals() -> None:
-    (first_row,) = rows_of(report(7, pending=3, open_sequences=2))
+    (first_row,) = build_rows(report(7, pending=3, open_sequences=2))
     assert (first_row["success"], first_row["pending"], first_row["sequences"]) == (7, 3, 2)
     assert "recent" not in first_row and first_row["closed"] == {"full": 7}
 
 
 def test_rates_are_of_the_window() -> None:
-    rows = rows_of(*(report(10 * number) for number in range(30)))
+    rows = build_rows(*(report(10 * number) for number in range(30)))
     assert [row["recent"]["rate"] for row in rows[1:]] == [10.0] * 29
     assert rows[-1]["recent"]["sizes"] == {"1": 10 * WINDOW_S}
     assert rows[-1]["recent"]["closed"] == {"full": 10 * WINDOW_S}
@@ -69,16 +69,16 @@ def test_rates_are_of_the_window() -> None:
 
 def test_exact_quantiles_are_preferred() -> None:
     exact = {"quantiles": {"request": [[0.5, 2000], [0.9, 3000.4], [0.99, 4000]]}}
-    _, second_row = rows_of(report(0), report(5, **exact))
+    _, second_row = build_rows(report(0), report(5, **exact))
     assert second_row["recent"]["ms"] == [2.0, 3.0, 4.0]
     empty_quantiles = {"quantiles": {"request": [[0.5, None], [0.9, None], [0.99, None]]}}
-    _, second_row = rows_of(report(0), report(0, **empty_quantiles))
+    _, second_row = build_rows(report(0), report(0, **empty_quantiles))
     assert second_row["recent"]["ms"] == []
 
 
 def test_phases_count_executed_requests_only() -> None:
     counters = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
-    _, second_row = rows_of(report(0), report(10, **counters))
+    _, second_row = build_rows(report(0), report(10, **counters))
     assert second_row["recent"]["phases"] == {
         "queue": 3.0,
         "input": 0.0,
@@ -88,7 +88,7 @@ def test_phases_count_executed_requests_only() -> None:
 
 
 def test_restarted_counters_are_not_negative() -> None:
-    _, second_row = rows_of(report(100), report(3))
+    _, second_row = build_rows(report(100), report(3))
     assert second_row["recent"]["rate"] == 0 and second_row["recent"]["sizes"] == {}
 
 
@@ -122,14 +122,14 @@ def test_restarted_counters_are_not_negative() -> None:
 def test_models_are_ranked_by_their_problem(
     fields: dict[str, Any], at_least: float, problem: str
 ) -> None:
-    _, second_row = rows_of(report(0), report(10) | fields)
+    _, second_row = build_rows(report(0), report(10) | fields)
     assert second_row["because"] == problem
     assert at_least <= second_row["hurts"] < at_least + 1000
 
 
 def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     lost_counts = [0] * 5 + [1] * 10 + [3] * 400
-    rows = rows_of(*(report(workers_lost=count) for count in lost_counts), every_s=10.0)
+    rows = build_rows(*(report(workers_lost=count) for count in lost_counts), every_s=10.0)
     problems = [count["because"].removesuffix(" within an hour") for count in rows]
     assert problems[4:7] == ["", "1 worker died", "1 worker died"]
     assert problems[15:365] == ["3 workers died"] * 350

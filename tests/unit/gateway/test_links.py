@@ -135,11 +135,11 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
         link = rig.schedulers._table.open(rig.endpoint)
         flush = link.flush
 
-        def noted() -> bool:
+        def record_frames() -> bool:
             frames.append([type(message) for message in link.pending])
             return flush()
 
-        link.flush = noted  # type: ignore[method-assign]
+        link.flush = record_frames  # type: ignore[method-assign]
         for number in (1, 2):
             rig.send_request(number)
             rig.read(answer())
@@ -161,7 +161,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     responses: list[Any] = []
     released: list[str] = []
 
-    async def stream(rig: Rig) -> None:
+    async def stream_responses(rig: Rig) -> None:
         for number in (1, 2):
             request = rig.send_request(number, partial(released.append, f"of {number}"))
             request.messages = responses
@@ -176,7 +176,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
         release = m.Release(4321, [4096], 1)
         assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
 
-    run(tmp_path, stream)
+    run(tmp_path, stream_responses)
     assert [(message.id, message.final) for message in responses] == [
         *((1, False), (1, False), (1, True)),
         (2, False),

@@ -17,20 +17,20 @@ from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.gateway_rig import SIMPLE, publication
 
 
-def published(**fields: Any) -> Any:
+def make_publication(**fields: Any) -> Any:
     return publication({**SIMPLE, **fields}, MagicMock(endpoint="ipc:///nowhere"))
 
 
 def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None:
     models = ModelTable(MagicMock())
-    models.publish(published())
+    models.publish(make_publication())
     resolved = models.resolve("simple", "")
     assert models.current(resolved) is resolved
-    models.publish(published())
+    models.publish(make_publication())
     current = models.current(resolved)
     assert current is not resolved
     assert current is models.resolve("simple", "1")
-    models.publish(published(max_batch_size=3))
+    models.publish(make_publication(max_batch_size=3))
     with pytest.raises(Unavailable, match="was loaded with another configuration while"):
         models.current(resolved)
     models.withdraw("simple", "1")
@@ -46,16 +46,16 @@ def test_the_number_of_withdrawn_names_is_bounded() -> None:
     assert len(models._withdrawn) == 4096
     with pytest.raises(Unavailable):  # a version that is cached
         models.resolve("m4999", "1")
-    models.publish(published())
+    models.publish(make_publication())
     models.withdraw("simple", "1")
-    models.publish(published())
+    models.publish(make_publication())
     assert "simple" not in models._withdrawn
 
 
 def test_readiness_keeps_prepared_schemas() -> None:
     """A worker that dies costs no gateway what it has prepared."""
     models = ModelTable(MagicMock())
-    models.publish(published())
+    models.publish(make_publication())
     model = models.resolve("simple", "")
     for ready in (False, True):
         models.set_ready("simple", "1", ready)
@@ -66,11 +66,11 @@ def test_readiness_keeps_prepared_schemas() -> None:
     assert model.ready
 
 
-def generator(name: str, *aliases: str) -> Any:
+def generator_publication(name: str, *aliases: str) -> Any:
     """Return the publication of a model that generates text."""
     engine = json.dumps({"max_model_len": 64, "aliases": aliases})
     text = {"data_type": "TYPE_STRING", "dims": [1]}
-    return published(
+    return make_publication(
         name=name,
         max_batch_size=0,
         input=[{"name": bodies.PARAMETERS_INPUT, **text}],
@@ -79,7 +79,7 @@ def generator(name: str, *aliases: str) -> Any:
     )
 
 
-def named(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
+def build_table(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
     table = ModelTable(MagicMock())
     for model in models:
         table.publish(model)
@@ -94,7 +94,11 @@ def resolve_alias(gateway: Any, name: str) -> str:
 
 
 def test_a_model_has_its_name_and_its_aliases() -> None:
-    gateway = named(generator("b", "gpt", "a", "both"), generator("a", "both"), published())
+    gateway = build_table(
+        generator_publication("b", "gpt", "a", "both"),
+        generator_publication("a", "both"),
+        make_publication(),
+    )
     resolved_names = {
         name: resolve_alias(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")
     }
@@ -107,7 +111,11 @@ def test_a_model_has_its_name_and_its_aliases() -> None:
 
 
 def test_served_names_precede_a_models_own() -> None:
-    gateway = named(generator("a"), published(), served=(("", "gpt"), ("a", "org/x"), ("b", "y")))
+    gateway = build_table(
+        generator_publication("a"),
+        make_publication(),
+        served=(("", "gpt"), ("a", "org/x"), ("b", "y")),
+    )
     for name, model_name in (
         ("gpt", "a"),
         ("org/x", "a"),
@@ -119,14 +127,14 @@ def test_served_names_precede_a_models_own() -> None:
     assert bodies.model_names(gateway, "a") == ["gpt", "org/x", "a"]
     assert bodies.response_name(gateway, "a") == "gpt"
     assert bodies.model_names(gateway, "simple") == ["simple"]
-    gateway.models.publish(generator("b"))
+    gateway.models.publish(generator_publication("b"))
     assert bodies.model_names(gateway, "a") == ["org/x", "a"]
     with pytest.raises(NotFound, match="--served-model-name=MODEL=gpt"):
         resolve_alias(gateway, "gpt")
 
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
-    gateway = named(generator("a", "gpt"), served=(("", "only"), ("asleep", "z")))
+    gateway = build_table(generator_publication("a", "gpt"), served=(("", "only"), ("asleep", "z")))
     send_request = gateway.supervisor.send_request
     assert resolve_alias(gateway, "night") == "night" and not send_request.called
     gateway.models.on_demand |= {"asleep", "a"}

@@ -151,23 +151,23 @@ def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
 
 
 def test_errors_have_a_type_and_the_field() -> None:
-    def shown(error: Any) -> dict[str, Any]:
+    def decode_error(error: Any) -> dict[str, Any]:
         error_body: dict[str, Any] = json.loads(encode_openai_error(error))["error"]
         return error_body
 
-    api_error = shown(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
+    api_error = decode_error(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
     assert (api_error["type"], api_error["param"]) == ("invalid_request_error", "temperature")
     assert api_error["message"] == "temperature: -1 is not a number"
-    length_error = shown(
+    length_error = decode_error(
         InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens")
     )
     assert (length_error["param"], length_error["code"]) == ("prompt", "context_length_exceeded")
     assert length_error["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
-    assert shown(InvalidArgument("the body is a list"))["param"] is None
-    assert shown(NotFound("x: no"))["code"] == "model_not_found"
-    assert shown(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
-    assert shown(Unavailable("gone"))["type"] == "server_error"
-    assert shown(Unknown("x"))["type"] == "invalid_request_error"
+    assert decode_error(InvalidArgument("the body is a list"))["param"] is None
+    assert decode_error(NotFound("x: no"))["code"] == "model_not_found"
+    assert decode_error(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
+    assert decode_error(Unavailable("gone"))["type"] == "server_error"
+    assert decode_error(Unknown("x"))["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_responses_of_an_exited_worker_can_be_read(
     """The exit and the responses arrive on two sockets, so the memory is unmapped after a delay."""
     monkeypatch.setattr(process, "_UNMAP_DELAY_S", 0.05)
 
-    async def live() -> None:
+    async def run_process() -> None:
         front: Any = None
         settings = GatewaySettings(arena_byte_size=1 << 20)
         gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: front)
@@ -44,18 +44,18 @@ def test_responses_of_an_exited_worker_can_be_read(
 
     router = Router(control(tmp_path))
     try:
-        asyncio.run(live())
+        asyncio.run(run_process())
     finally:
         router.close()
 
 
 async def test_a_drain_during_the_start_completes_without_connections() -> None:
-    class Opening(process.Frontend):
+    class FakeFront(process.Frontend):
         async def open(self) -> None: ...
 
         def call_when_idle(self, drained: Any) -> None: ...
 
-    front = Opening()
+    front = FakeFront()
     records: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as sock:
         acceptor: Any = SimpleNamespace(connections=[], drain=lambda on_done, **_: on_done())

@@ -83,7 +83,7 @@ def http(gateway: Rig) -> Iterator[Http]:
     connection.close()
 
 
-def ordered(text: bytes) -> Any:
+def parse_ordered(text: bytes) -> Any:
     """Return JSON with the order of its keys, and any other body unchanged."""
     try:
         return json.loads(text, object_pairs_hook=list)
@@ -93,10 +93,10 @@ def ordered(text: bytes) -> Any:
 
 def split(body: bytes, header_length: str | None) -> tuple[Any, bytes]:
     head_size = len(body) if header_length is None else int(header_length)
-    return ordered(body[:head_size]), body[head_size:]
+    return parse_ordered(body[:head_size]), body[head_size:]
 
 
-def with_addition(case: dict[str, Any]) -> str:
+def extend_error(case: dict[str, Any]) -> str:
     """Return Triton's answer with this server's addition to the text of an error."""
     answer: str = case["answer"]
     if case["name"] not in ADDED:
@@ -113,7 +113,7 @@ def test_responses_equal_those_of_triton(http: Http, case: dict[str, Any]) -> No
     assert reply.status == case["status"]
     size = case.get("header_length")
     parts = split(reply.body, reply.headers.get("Inference-Header-Content-Length"))
-    assert parts == split(with_addition(case).encode("latin-1"), size)
+    assert parts == split(extend_error(case).encode("latin-1"), size)
     if reply.status == 200 and size is not None:
         assert reply.headers["Content-Type"] == "application/octet-stream"
 
@@ -235,7 +235,7 @@ def test_unsupported_encodings_list_supported_ones(http: Http) -> None:
 
 
 def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
-    def constant(value: bytes) -> Any:
+    def constant_model(value: bytes) -> Any:
         def compute(request: Inference) -> Inferred:
             return Inferred(
                 (TensorRef("OUT", "INT8", (1,), value),), {"n": 1.5, "s": "x", "b": True}
@@ -246,7 +246,7 @@ def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
     tensors = [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [1])]
     config = model_config("many", 0, *tensors)
     for version in (10, 2):
-        scheduler = gateway.scheduler(constant(bytes([version])))
+        scheduler = gateway.scheduler(constant_model(bytes([version])))
         gateway.publish(config, scheduler, str(version), latest=version == 10)
     request = {"inputs": [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]}
 

@@ -17,7 +17,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 2, "cac
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
-def chat(**body: Any) -> dict[str, Any]:
+def convert_chat(**body: Any) -> dict[str, Any]:
     """Return the chat body for a Responses request, without absent fields."""
     chat_body = responses._chat_body({"model": "m", "input": "hi", **body})
     return {name: value for name, value in chat_body.items() if value not in (None, [])}
@@ -43,8 +43,8 @@ def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]
 
 def test_a_text_is_a_message_of_the_user() -> None:
     user = {"role": "user", "content": "hi"}
-    assert chat() == {"model": "m", "messages": [user]}
-    assert chat(instructions="x", max_output_tokens=5, store=True) == {
+    assert convert_chat() == {"model": "m", "messages": [user]}
+    assert convert_chat(instructions="x", max_output_tokens=5, store=True) == {
         "model": "m",
         "messages": [{"role": "system", "content": "x"}, user],
         "max_completion_tokens": 5,
@@ -87,7 +87,7 @@ def test_items_are_messages_with_calls_and_results() -> None:
     function = {"name": "f", "arguments": "{}"}
     calls = [{"id": name, "type": "function", "function": function} for name in "cd"]
     message = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": calls}
-    assert chat(input=items)["messages"] == [
+    assert convert_chat(input=items)["messages"] == [
         {"role": "user", "content": "hi"},
         message,
         {"role": "tool", "tool_call_id": "c", "content": "1"},
@@ -101,7 +101,7 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
     text_format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    chat_body = chat(
+    chat_body = convert_chat(
         tools=[tool], tool_choice=choice, text={"format": text_format}, reasoning={"effort": "low"}
     )
     assert chat_body["tools"] == [
@@ -110,7 +110,7 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
     assert chat_body["reasoning_effort"] == "low"
-    assert chat(include=["message.output_text.logprobs"])["logprobs"] is True
+    assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -143,7 +143,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsupported_fields_are_refused(case: str) -> None:
     body, message = WRONG[case]
     with pytest.raises(InvalidArgument, match=message):
-        chat(**body)
+        convert_chat(**body)
 
 
 def test_items_are_ordered_and_stored() -> None:
@@ -186,7 +186,7 @@ def test_items_are_ordered_and_stored() -> None:
         "total_tokens": 7,
     }
     reference = {"type": "item_reference", "id": message["id"]}
-    assert chat(input=[reference])["messages"] == [{"role": "assistant", "content": "Look"}]
+    assert convert_chat(input=[reference])["messages"] == [{"role": "assistant", "content": "Look"}]
 
 
 def test_a_text_that_is_too_long_is_incomplete() -> None:
@@ -226,4 +226,4 @@ def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> N
 
 
 def test_verbosity_is_that_of_a_chat() -> None:
-    assert chat(text={"verbosity": "low"})["verbosity"] == "low"
+    assert convert_chat(text={"verbosity": "low"})["verbosity"] == "low"

@@ -104,10 +104,10 @@ def test_a_memory_range_outside_its_memory_is_refused() -> None:
 def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -f` applies to memory, too. The error says so, and no descriptor remains open."""
 
-    def too_large(*_: int) -> None:
+    def raise_too_large(*_: int) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(os, "ftruncate", too_large)
+    monkeypatch.setattr(os, "ftruncate", raise_too_large)
     gc.collect()  # close the descriptors of earlier tests now, not in the middle of this test
     fds_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(Unavailable, match=r"no server memory .*\(65536 bytes\): File too large"):

@@ -13,7 +13,7 @@ from shmserve.workers.instance import WorkerInstance
 SHORT, LONG = 50_000, 5_000_000
 
 
-def after(wait_times: list[int], requests: int = 1, cores: int = 2) -> BusyPoll:
+def learned_poll(wait_times: list[int], requests: int = 1, cores: int = 2) -> BusyPoll:
     busy_poll = BusyPoll(cores)
     for waited in wait_times:
         busy_poll.observe(requests, waited)
@@ -25,7 +25,7 @@ def test_a_busy_poll_begins_asleep() -> None:
 
 
 def test_short_waits_enable_polling_and_long_waits_disable_it() -> None:
-    busy_poll = after([SHORT] * 20)
+    busy_poll = learned_poll([SHORT] * 20)
     assert busy_poll.should_spin[True]
     for _ in range(4):
         busy_poll.observe(1, LONG)
@@ -33,7 +33,7 @@ def test_short_waits_enable_polling_and_long_waits_disable_it() -> None:
 
 
 def test_one_long_wait_has_little_effect() -> None:
-    busy_poll = after([SHORT] * 20)
+    busy_poll = learned_poll([SHORT] * 20)
     busy_poll.observe(1, 3_600_000_000_000)
     for _ in range(10):
         busy_poll.observe(1, SHORT)
@@ -41,8 +41,8 @@ def test_one_long_wait_has_little_effect() -> None:
 
 
 def test_many_requests_need_the_cores() -> None:
-    assert not after([SHORT] * 20, requests=2).should_spin[True]
-    busy_poll = after([SHORT] * 20, requests=3)
+    assert not learned_poll([SHORT] * 20, requests=2).should_spin[True]
+    busy_poll = learned_poll([SHORT] * 20, requests=3)
     busy_poll.observe(1, SHORT)
     assert not busy_poll.should_spin[True], "there were three just now"
     for _ in range(100):
@@ -51,12 +51,12 @@ def test_many_requests_need_the_cores() -> None:
 
 
 def test_clients_and_workers_are_distinguished() -> None:
-    busy_poll = after([SHORT] * 20, requests=1)
+    busy_poll = learned_poll([SHORT] * 20, requests=1)
     assert busy_poll.should_spin[True] and not busy_poll.should_spin[False]
 
 
 def test_a_single_core_disables_polling() -> None:
-    assert not after([SHORT] * 20, cores=1).should_spin[True]
+    assert not learned_poll([SHORT] * 20, cores=1).should_spin[True]
 
 
 class Link:
@@ -85,7 +85,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
         worker = object.__new__(WorkerInstance)
         worker._context = SimpleNamespace(control=link)  # type: ignore[assignment]
         worker.link = SimpleNamespace(has_open_requests=threads)  # type: ignore[assignment]
-        worker._busy_poll, worker._in_flight = after([waited] * 20, in_flight), in_flight
+        worker._busy_poll, worker._in_flight = learned_poll([waited] * 20, in_flight), in_flight
         assert worker._wait(None)
         return link.waits
 

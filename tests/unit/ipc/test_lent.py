@@ -29,7 +29,7 @@ def memory() -> Iterator[LentMemory]:
     lent_memory.close()
 
 
-def lent(memory: LentMemory, reader: int, byte_size: int = 100) -> Block:
+def lend(memory: LentMemory, reader: int, byte_size: int = 100) -> Block:
     block = memory.allocate(byte_size)
     memory.lend(reader, block.memory_range, block)
     return block
@@ -45,7 +45,7 @@ def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> N
 
 
 def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
-    memory_range = lent(memory, READER).memory_range
+    memory_range = lend(memory, READER).memory_range
     memory_id, offset = memory_range.memory.id, memory_range.offset
     assert not memory.release(OTHER, memory_id, [offset])
     assert not memory.release(READER, memory_id + 1, [offset])
@@ -58,7 +58,7 @@ def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
 
 def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     for reader in (READER, OTHER, READER):
-        lent(memory, reader)
+        lend(memory, reader)
     memory.drop_reader(READER)
     assert len(memory) == 1
     memory.drop_reader(OTHER)
@@ -67,7 +67,7 @@ def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
 
 
 def test_a_block_lent_twice_is_returned_twice(memory: LentMemory) -> None:
-    block = lent(memory, READER)
+    block = lend(memory, READER)
     block.acquire()
     memory.lend(READER, block.memory_range, block)
     for used in (True, False):

@@ -66,14 +66,14 @@ EXAMPLES: dict[Any, Any] = {
 }
 
 
-def example(cls: type[Any]) -> Any:
+def make_example(cls: type[Any]) -> Any:
     hints = typing.get_type_hints(cls)
     return cls(*(EXAMPLES[hints[field.name]] for field in dataclasses.fields(cls)))
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_every_message_survives_the_wire(cls: type[Any]) -> None:
-    message = example(cls)
+    message = make_example(cls)
     assert frames.unpack(frames.pack([message, message])) == [message, message]
 
 
@@ -84,7 +84,7 @@ def test_half_a_character_is_escaped() -> None:
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
-    raw = msgpack.unpackb(frames.pack([example(cls)]))
+    raw = msgpack.unpackb(frames.pack([make_example(cls)]))
     for index in range(1, len(raw[1])):
         wrong_record = [raw[0], [*raw[1][:index], None, *raw[1][index + 1 :]]]
         with pytest.raises(MalformedMessage):
@@ -125,7 +125,7 @@ def test_corrupted_frames_are_refused() -> None:
     request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
     response, _ = pack_inferred(Inferred(tensors, {"x": "y"}))
     kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
-        (frames.unpack, frames.pack([example(cls)])) for cls in ALL
+        (frames.unpack, frames.pack([make_example(cls)])) for cls in ALL
     ]
     kinds += [
         (lambda schema: unpack_inference(schema, data), request),

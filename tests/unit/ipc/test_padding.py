@@ -48,7 +48,7 @@ def test_the_batchs_maximum_or_the_smallest_bucket_that_fits_all() -> None:
     assert shape(bucketed, (3, 337, 9)) is None
 
 
-def admit(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> bytes:
+def compute_key(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> bytes:
     tensors = [
         TensorRef("WORDS", "UINT8", (1, words), bytes(words)),
         TensorRef("IMAGE", "UINT8", (1, *image), bytes(prod(image))),
@@ -58,7 +58,7 @@ def admit(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> byte
 
 def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        admit({"buckets": BUCKETS}, (3, 400, 100))
+        compute_key({"buckets": BUCKETS}, (3, 400, 100))
     assert caught.value.message == (
         "[request id: <id_unknown>] unexpected shape for input 'IMAGE' for model 'm'. Its buckets "
         "are [3,224,224], [3,336,336] behind the batch dimension; [3,400,100] fits none"
@@ -67,14 +67,14 @@ def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
 
 def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     pad = padding({})
-    shape_key, shapes = pad.read(admit({}, (3, 7, 9), words=2))
+    shape_key, shapes = pad.read(compute_key({}, (3, 7, 9), words=2))
     assert shapes == ((3, 7, 9),)
-    assert pad.read(admit({}, (3, 8, 8), words=2))[0] == shape_key
-    assert pad.read(admit({}, (3, 7, 9), words=1))[0] != shape_key
+    assert pad.read(compute_key({}, (3, 8, 8), words=2))[0] == shape_key
+    assert pad.read(compute_key({}, (3, 7, 9), words=1))[0] != shape_key
     batch = pad.batch()
-    assert batch.may_join(admit({}, (3, 7, 9), words=2), 1)
-    assert not batch.may_join(admit({}, (3, 7, 9), words=1), 1)
-    assert batch.may_join(admit({}, (3, 9, 7), words=2), 2)
+    assert batch.may_join(compute_key({}, (3, 7, 9), words=2), 1)
+    assert not batch.may_join(compute_key({}, (3, 7, 9), words=1), 1)
+    assert batch.may_join(compute_key({}, (3, 9, 7), words=2), 2)
     total = 3 * 3 * 9 * 9
     assert batch.elements() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
 

@@ -96,7 +96,7 @@ def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
 
 
 @contextlib.contextmanager
-def leased(path: str) -> Iterator[None]:
+def hold_lease(path: str) -> Iterator[None]:
     """Hold a lease on a file and do not react to requests to release it."""
     previous_handler = signal.signal(signal.SIGIO, signal.SIG_IGN)
     fd = os.open(path, os.O_RDWR)
@@ -114,7 +114,7 @@ def test_opening_does_not_wait_for_a_lease(sparse: str) -> None:
     Without O_NONBLOCK, the registrations of all clients would wait until the kernel breaks the
     lease after 45 s.
     """
-    with leased(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
+    with hold_lease(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
         posix_shm.open_object(sparse)
 
 
@@ -125,7 +125,10 @@ def test_opening_shared_memory_does_not_wait_for_a_lease() -> None:
         memory_range = Range(
             Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096
         )
-        with leased(f"/proc/self/fd/{fd}"), pytest.raises(Unavailable, match="has been released"):
+        with (
+            hold_lease(f"/proc/self/fd/{fd}"),
+            pytest.raises(Unavailable, match="has been released"),
+        ):
             Mappings().view(memory_range)
         assert len(Mappings().view(memory_range)) == 4096
     finally:

@@ -65,7 +65,7 @@ class SentMessages:
             receive(endpoint, message)
         self.opened.discard(endpoint)
 
-    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
+    def of_type(self, kind: type[Any]) -> list[tuple[str, Any]]:
         return [(endpoint, message) for endpoint, message in self.sent if type(message) is kind]
 
 
@@ -119,28 +119,32 @@ def client() -> Client:
     return Client()
 
 
-def failed(number: int = 1, code: str = "INVALID_ARG", *, early: bool = False) -> m.Failed:
+def failure_message(number: int = 1, code: str = "INVALID_ARG", *, early: bool = False) -> m.Failed:
     return m.Failed(number, code, "why", 0, early)
 
 
-def responded(number: int = 1, *, final: bool = False) -> m.Responded:
+def response_message(number: int = 1, *, final: bool = False) -> m.Responded:
     return m.Responded(number, "", "", b"schema", [b"data"], final)
 
 
-def lent(number: int = 1, *, offset: int = 4096) -> m.Finished:
+def lent_response(number: int = 1, *, offset: int = 4096) -> m.Finished:
     """Return a response with an output in a worker's memory."""
     output = TensorRef("OUT", "INT8", (64,), Range(WORKER, offset, 64))
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
 
-def failure(request: Request) -> m.Failed:
+def last_failure(request: Request) -> m.Failed:
     message = request.received[-1]
     assert isinstance(message, m.Failed)
     return message
 
 
 def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
-    for message in (m.Finished(1, b"schema", [b"data"]), failed(), responded(final=True)):
+    for message in (
+        m.Finished(1, b"schema", [b"data"]),
+        failure_message(),
+        response_message(final=True),
+    ):
         request = Request(client)
         assert client
         client.receive(message)
@@ -150,19 +154,19 @@ def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
 
 def test_responses_before_the_last_free_nothing(client: Client) -> None:
     request = Request(client)
-    client.receive(responded())
-    client.receive(responded())
+    client.receive(response_message())
+    client.receive(response_message())
     assert (len(request.received), request.freed, request.responses) == (2, 0, 2)
-    client.receive(responded(final=True))
+    client.receive(response_message(final=True))
     assert (len(request.received), request.freed) == (3, 1)
 
 
 def test_an_early_failure_keeps_the_memory_until_it_is_settled(client: Client) -> None:
     request = Request(client)
-    client.receive(failed(early=True))
+    client.receive(failure_message(early=True))
     assert len(request.received) == 1 and client and request.freed == 0
-    client.receive(lent())  # a later response of the worker is discarded
-    assert client.links.of(m.Release) == [(OLD, m.Release(4321, [4096], 1))]
+    client.receive(lent_response())  # a later response of the worker is discarded
+    assert client.links.of_type(m.Release) == [(OLD, m.Release(4321, [4096], 1))]
     client.receive(m.Settled(1), NEW)  # a message from another scheduler is ignored
     assert request.freed == 0
     client.receive(m.Settled(1))
@@ -173,43 +177,43 @@ def test_an_early_failure_keeps_the_memory_until_it_is_settled(client: Client) -
 def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> None:
     """The request is unknown, has ended, or was moved to another scheduler."""
     request = Request(client, number=2)
-    client.receive(lent(1))
-    client.receive(lent(2), NEW)
-    client.receive(lent(2))
-    client.receive(lent(2))
+    client.receive(lent_response(1))
+    client.receive(lent_response(2), NEW)
+    client.receive(lent_response(2))
+    client.receive(lent_response(2))
     assert len(request.received) == 1
     client.links.opened.add(NEW)
-    client.receive(lent(2), NEW)
+    client.receive(lent_response(2), NEW)
     release = m.Release(4321, [4096], 1)
-    assert client.links.of(m.Release) == [(OLD, release), (OLD, release), (NEW, release)]
+    assert client.links.of_type(m.Release) == [(OLD, release), (OLD, release), (NEW, release)]
 
 
 def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -> None:
-    class Owner(Request):
+    class OwnerRequest(Request):
         def own_memories(self) -> set[int]:
             return {WORKER.id}
 
-    Owner(client)
-    client.receive(failed(early=True))
-    client.receive(lent())
-    assert client.links.of(m.Release) == []
+    OwnerRequest(client)
+    client.receive(failure_message(early=True))
+    client.receive(lent_response())
+    assert client.links.of_type(m.Release) == []
 
 
 def test_a_refused_request_is_resubmitted_to_the_current_scheduler(client: Client) -> None:
     request = Request(client)
     client.serving = NEW
-    client.receive(failed(code="UNAVAILABLE"))
+    client.receive(failure_message(code="UNAVAILABLE"))
     assert (request.received, request.freed, request.endpoint) == ([], 0, NEW)
-    assert client.links.of(m.Submit) == [(OLD, request.submit), (NEW, request.submit)]
+    assert client.links.of_type(m.Submit) == [(OLD, request.submit), (NEW, request.submit)]
     # The successor fails, too, and there is no further scheduler.
-    client.receive(failed(code="UNAVAILABLE"), NEW)
+    client.receive(failure_message(code="UNAVAILABLE"), NEW)
     assert (len(request.received), request.freed) == (1, 1)
 
 
 def test_a_finder_may_keep_a_request(client: Client) -> None:
     request = Request(client)
     client.serving = None
-    client.receive(failed(code="UNAVAILABLE"))
+    client.receive(failure_message(code="UNAVAILABLE"))
     assert (request.received, request.freed, bool(client)) == ([], 0, False)
     client.submit(request, NEW)
     client.lose(NEW, "")
@@ -221,11 +225,11 @@ def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, cause: s
     request = Request(client)
     client.serving = NEW
     if cause == "begun":
-        client.receive(responded())
+        client.receive(response_message())
     request.patient = cause != "left"
     code = "INTERNAL" if cause == "another code" else "UNAVAILABLE"
-    client.receive(failed(code=code, early=cause == "early"))
-    assert failure(request).code == code
+    client.receive(failure_message(code=code, early=cause == "early"))
+    assert last_failure(request).code == code
     assert request.freed == (cause != "early")
 
 
@@ -239,11 +243,11 @@ def test_a_request_that_is_submitted_again_keeps_its_memory(client: Client) -> N
 
 
 def test_the_memory_of_a_request_that_cannot_take_its_response_is_free(client: Client) -> None:
-    class Broken(Request):
+    class BrokenRequest(Request):
         def respond(self, message: Response) -> None:
             raise RuntimeError("broken")
 
-    request = Broken(client)
+    request = BrokenRequest(client)
     with pytest.raises(RuntimeError):
         client.receive(m.Finished(1, b"", []))
     assert request.freed == 1 and not client
@@ -262,7 +266,7 @@ def test_cancellations_and_credit_are_of_requests_that_are_pending(client: Clien
 def test_a_request_without_a_link_fails_once(client: Client) -> None:
     client.links.full = True
     request = Request(client)
-    assert failure(request).message == "[request id: <id_unknown>] no link can be made"
+    assert last_failure(request).message == "[request id: <id_unknown>] no link can be made"
     assert (len(request.received), request.freed, bool(client)) == (1, 1, False)
 
 
@@ -291,9 +295,9 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
         for number in range(1, 7)
     )
     other_request = Request(client, "ipc://other", number=7)
-    client.receive(responded(begun_request.submit.id))
+    client.receive(response_message(begun_request.submit.id))
     impatient_request.patient = False
-    client.receive(failed(early_request.submit.id, early=True))
+    client.receive(failure_message(early_request.submit.id, early=True))
     client.links.last[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
     settled = (begun_request, retried_request, impatient_request, early_request, answered)
@@ -308,13 +312,13 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
         *([] if successor else [(fresh_request, NO_SCHEDULER)]),
     ]
     for request, reason in failures:
-        assert failure(request).code == "UNAVAILABLE"
-        assert failure(request).message == f"[request id: me] {reason}"
+        assert last_failure(request).code == "UNAVAILABLE"
+        assert last_failure(request).message == f"[request id: me] {reason}"
     assert fresh_request.freed == (not successor)
     assert set(client.pending) == ({1, 7} if successor else {7}) and not client.settling
     if successor:
         assert (
-            client.links.of(m.Submit)[-1] == (NEW, fresh_request.submit)
+            client.links.of_type(m.Submit)[-1] == (NEW, fresh_request.submit)
             and fresh_request.endpoint == NEW
         )
 
@@ -325,19 +329,19 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_to_the_current_scheduler(
     request = Request(client)
     client.serving = NEW
     client.lose(OLD, "")
-    assert request.endpoint == NEW and client.links.of(m.Submit)[-1] == (NEW, request.submit)
+    assert request.endpoint == NEW and client.links.of_type(m.Submit)[-1] == (NEW, request.submit)
     client.serving = OLD  # the exit of the new scheduler is not known yet
     client.lose(NEW, "")
-    assert failure(request).message.endswith(NO_SCHEDULER)
+    assert last_failure(request).message.endswith(NO_SCHEDULER)
 
 
 def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Client) -> None:
     client.lose(OLD, "ipc://between")
     client.lose("ipc://between", NEW)
     request = Request(client)
-    assert request.endpoint == NEW and client.links.of(m.Submit) == [(NEW, request.submit)]
+    assert request.endpoint == NEW and client.links.of_type(m.Submit) == [(NEW, request.submit)]
     client.lose(NEW, "")
-    assert failure(Request(client, number=2)).message.endswith(NO_SCHEDULER)
+    assert last_failure(Request(client, number=2)).message.endswith(NO_SCHEDULER)
 
 
 @pytest.mark.parametrize("read_time", ["before", "after"])
@@ -346,19 +350,19 @@ def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
 ) -> None:
     """A link to the successor is opened for it if none exists."""
     if read_time == "before":
-        client.links.last[OLD] = [lent()]
+        client.links.last[OLD] = [lent_response()]
     client.lose(OLD, NEW)
     if read_time == "after":
-        client.discard(OLD, lent())
+        client.discard(OLD, lent_response())
     assert client.links.sent == [(NEW, m.Release(4321, [4096], 1))]
 
 
 def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> None:
-    class Broken(Request):
+    class BrokenRequest(Request):
         def respond(self, message: Response) -> None:
             raise RuntimeError("broken")
 
-    broken, other_request = Broken(client, number=1), Request(client, number=2)
+    broken, other_request = BrokenRequest(client, number=1), Request(client, number=2)
     client.links.last[OLD] = [m.Finished(1, b"", [])]
     client.lose(OLD, NEW)
     assert broken.freed == 1 and other_request.endpoint == NEW
@@ -368,7 +372,7 @@ def test_no_link_to_the_successor_fails_what_was_lost(client: Client) -> None:
     request = Request(client)
     client.links.full = True
     client.lose(OLD, NEW)
-    assert failure(request).message.endswith("no link can be made") and request.freed == 1
+    assert last_failure(request).message.endswith("no link can be made") and request.freed == 1
 
 
 def test_losses_are_forgotten_in_the_end() -> None:
@@ -382,7 +386,7 @@ def test_losses_are_forgotten_in_the_end() -> None:
 
 def test_withdrawing_all_frees_what_is_settling(client: Client) -> None:
     first_request, second_request = Request(client, number=1), Request(client, number=2)
-    client.receive(failed(1, early=True))
+    client.receive(failure_message(1, early=True))
     assert client.withdraw_all() == [second_request]
     assert (first_request.freed, second_request.freed, bool(client)) == (1, 0, False)
 
@@ -406,11 +410,11 @@ def test_each_request_is_ended_once_and_its_memory_freed_once(
             case "finished":
                 client.handle(endpoint, m.Finished(number, b"", []))
             case "responded" | "final":
-                client.handle(endpoint, responded(number, final=event == "final"))
+                client.handle(endpoint, response_message(number, final=event == "final"))
             case "failed" | "early":
-                client.handle(endpoint, failed(number, early=event == "early"))
+                client.handle(endpoint, failure_message(number, early=event == "early"))
             case "unavailable":
-                client.handle(endpoint, failed(number, "UNAVAILABLE"))
+                client.handle(endpoint, failure_message(number, "UNAVAILABLE"))
             case "settled":
                 client.handle(endpoint, m.Settled(number))
             case "left":

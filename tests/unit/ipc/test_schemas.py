@@ -44,7 +44,7 @@ def tensors(datas: list[bytes | Range]) -> tuple[TensorRef, ...]:
 def test_requests_of_one_kind_have_one_schema(
     sizes: list[int], parameters: dict[str, int], data: st.DataObject
 ) -> None:
-    def drawn() -> Inference:
+    def draw_request() -> Inference:
         offsets = st.integers(0, 1000)
         datas: list[bytes | Range] = [
             data.draw(st.binary(min_size=size, max_size=size))
@@ -56,7 +56,7 @@ def test_requests_of_one_kind_have_one_schema(
         outputs = (RequestedOutput("A"), RequestedOutput("B", memory_range, or_input=True))
         return Inference(tensors(datas), outputs, parameters)
 
-    first_request, second_request = drawn(), drawn()
+    first_request, second_request = draw_request(), draw_request()
     (schema, first_data), (equal, second_data) = (
         pack_inference(first_request),
         pack_inference(second_request),
@@ -72,11 +72,11 @@ def test_requests_of_one_kind_have_one_schema(
 
 @given(SIZES, st.data())
 def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataObject) -> None:
-    def drawn() -> Inferred:
+    def draw_response() -> Inferred:
         datas = [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
         return Inferred(tensors(list(datas)), {"p": 1})
 
-    first_response, second_response = drawn(), drawn()
+    first_response, second_response = draw_response(), draw_response()
     (schema, first_data), (equal, second_data) = (
         pack_inferred(first_response),
         pack_inferred(second_response),

@@ -12,7 +12,7 @@ from tests.rigs.arrivals import framed
 HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"me")
 
 
-def fed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
+def feed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
     """Return a decoder that received `data` in pieces, and the decoded messages."""
     decoder = zmtp.Decoder()
     messages: list[bytes] = []
@@ -30,7 +30,7 @@ CUTS = st.lists(st.integers(0, 100_000), max_size=12)
 @given(BODIES, CUTS)
 def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]) -> None:
     data = HANDSHAKE + b"".join(map(framed, bodies))
-    decoder, messages = fed(data, cuts)
+    decoder, messages = feed(data, cuts)
     assert not decoder.violation and messages == bodies
     assert decoder.properties == {"socket-type": b"DEALER", "identity": b"me"}
 
@@ -38,14 +38,14 @@ def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]
 @given(st.binary(max_size=400), CUTS)
 def test_any_bytes_are_a_broken_connection_or_nothing(data: bytes, cuts: list[int]) -> None:
     for start in (b"", zmtp.GREETING, HANDSHAKE):
-        decoder, messages = fed(start + data, cuts)
+        decoder, messages = feed(start + data, cuts)
         assert decoder.violation or decoder.properties is not None or not messages
 
 
 def test_messages_of_several_parts_and_commands_are_dropped() -> None:
     ping = b"\x04\x07\x04PING\x00\x00"
     data = HANDSHAKE + b"\x01\x01a\x01\x01b\x00\x01c" + ping + framed(b"one")
-    decoder, messages = fed(data, [])
+    decoder, messages = feed(data, [])
     assert messages == [b"one"] and decoder.dropped == 1 and not decoder.violation
 
 
@@ -65,7 +65,7 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
     ],
 )
 def test_unsupported_zmtp_is_refused(data: bytes, reason: str) -> None:
-    decoder, messages = fed(data, [])
+    decoder, messages = feed(data, [])
     assert reason in decoder.violation and messages == []
 
 

@@ -100,19 +100,21 @@ def test_resolves_instances(
 def test_the_servers_defaults_fill_only_unset_fields() -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
 
-    def filled(text: str) -> ModelConfig:
+    def fill_defaults(text: str) -> ModelConfig:
         return normalise(parse_pbtxt(text), "m", 0, defaults)
 
-    open_ = filled("")
+    open_ = fill_defaults("")
     assert open_.max_batch_size == 4
     assert list(open_.dynamic_batching.preferred_batch_size) == [4]
     assert open_.dynamic_batching.max_queue_delay_microseconds == 7
-    assert not filled("max_batch_size: 0").HasField("dynamic_batching")
-    assert filled("max_batch_size: 2").max_batch_size == 2
-    set_ = filled("dynamic_batching { max_queue_delay_microseconds: 0 }")
+    assert not fill_defaults("max_batch_size: 0").HasField("dynamic_batching")
+    assert fill_defaults("max_batch_size: 2").max_batch_size == 2
+    set_ = fill_defaults("dynamic_batching { max_queue_delay_microseconds: 0 }")
     assert set_.dynamic_batching.max_queue_delay_microseconds == 0
-    assert filled("sequence_batching {}").WhichOneof("scheduling_choice") == "sequence_batching"
-    assert filled('platform: "ensemble" ensemble_scheduling {}').max_batch_size == 0
+    assert (
+        fill_defaults("sequence_batching {}").WhichOneof("scheduling_choice") == "sequence_batching"
+    )
+    assert fill_defaults('platform: "ensemble" ensemble_scheduling {}').max_batch_size == 0
     assert normalise(parse_pbtxt(""), "m", 0, ModelDefaults()).max_batch_size == 0
     assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
 

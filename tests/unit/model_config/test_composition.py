@@ -16,7 +16,7 @@ CONTROL = "sequence_batching.control_input[0].control[0]"
 FIRST = "sequence_batching.state[0].initial_state[0]"
 
 
-def at(text: str, field: str) -> str:
+def mark_field(text: str, field: str) -> str:
     """Return `text` with its only mark, "@", moved before `field`."""
     return text.replace("@", "").replace(field, "@" + field, 1)
 
@@ -28,7 +28,7 @@ def at(text: str, field: str) -> str:
         (SEQUENCE % "CORRID data_type: TYPE_STRING", "", ""),
         (STATE % ("-1, 2", INITIAL % "3, 2"), "", ""),
         (
-            at(SEQUENCE % "CORRID data_type: TYPE_FP32", "data_type"),
+            mark_field(SEQUENCE % "CORRID data_type: TYPE_FP32", "data_type"),
             f"{CONTROL}.data_type",
             "unexpected data type for control CONTROL_SEQUENCE_CORRID for m. Allowed data types "
             "are TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING",
@@ -40,25 +40,27 @@ def at(text: str, field: str) -> str:
             "'bool_false_true' for CONTROL_SEQUENCE_START for m",
         ),
         (
-            at(SEQUENCE % "START int32_false_true: [0,1] fp32_false_true: [0,1]", "fp32"),
+            mark_field(SEQUENCE % "START int32_false_true: [0,1] fp32_false_true: [0,1]", "fp32"),
             f"{CONTROL}.fp32_false_true",
             "sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' "
             "and 'bool_false_true' for CONTROL_SEQUENCE_START for m",
         ),
         (
-            at(SEQUENCE % "END int32_false_true: [0,1,2]", "int32"),
+            mark_field(SEQUENCE % "END int32_false_true: [0,1,2]", "int32"),
             f"{CONTROL}.int32_false_true",
             "sequence batching control 'int32_false_true' must have exactly 2 entries for "
             "CONTROL_SEQUENCE_END for m",
         ),
         (
-            at(SEQUENCE % "CORRID data_type: TYPE_INT32 int32_false_true: [0,1]", "int32"),
+            mark_field(SEQUENCE % "CORRID data_type: TYPE_INT32 int32_false_true: [0,1]", "int32"),
             f"{CONTROL}.int32_false_true",
             "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or "
             "'bool_false_true' for CONTROL_SEQUENCE_CORRID for m",
         ),
         (
-            at(SEQUENCE.replace('name: "C"', "") % "END int32_false_true: [0,1]", "control_input"),
+            mark_field(
+                SEQUENCE.replace('name: "C"', "") % "END int32_false_true: [0,1]", "control_input"
+            ),
             "sequence_batching.control_input[0].name",
             "sequence batching control tensor must have a name for m",
         ),
@@ -71,7 +73,7 @@ def at(text: str, field: str) -> str:
             "sequence batching specifies multiple CONTROL_SEQUENCE_END tensors for m",
         ),
         (
-            at(
+            mark_field(
                 SEQUENCE.replace("} }", "} control { kind: CONTROL_SEQUENCE_START %s } }", 1)
                 % ("END int32_false_true: [0,1]", "int32_false_true: [0,1]"),
                 'name: "C"',
@@ -123,24 +125,28 @@ def at(text: str, field: str) -> str:
             "sequence batching preferred batch size must be positive for m",
         ),
         (
-            at(STATE % ("1", INITIAL % "1" + INITIAL % "1"), "initial_state"),
+            mark_field(STATE % ("1", INITIAL % "1" + INITIAL % "1"), "initial_state"),
             "sequence_batching.state[0].initial_state",
             "initial_state field for state input 's' must contain exactly one or zero element. "
             "Found '2' elements.",
         ),
         (
-            at(STATE % ("1", (INITIAL % "1").replace('name: "i"', "")), "initial_state"),
+            mark_field(STATE % ("1", (INITIAL % "1").replace('name: "i"', "")), "initial_state"),
             f"{FIRST}.name",
             "Field 'name' must be set when using initial_state for state input 's'.",
         ),
         (
-            at(STATE % ("1", (INITIAL % "1").replace("INT32", "FP32")), "data_type: TYPE_FP32"),
+            mark_field(
+                STATE % ("1", (INITIAL % "1").replace("INT32", "FP32")), "data_type: TYPE_FP32"
+            ),
             f"{FIRST}.data_type",
             "The data type used for 'initial_state' field of state 's' does not match the state "
             "data type.",
         ),
         (
-            at(STATE % ("1", (INITIAL % "1").replace("zero_data: true", "")), "initial_state"),
+            mark_field(
+                STATE % ("1", (INITIAL % "1").replace("zero_data: true", "")), "initial_state"
+            ),
             FIRST,
             "initial_state setting expects state's' to have state_data set",
         ),
@@ -151,12 +157,12 @@ def at(text: str, field: str) -> str:
             "for state input 's'. 2 != 1",
         ),
         (
-            at(STATE % ("1, -1", INITIAL % "1, -1"), "-1] zero"),
+            mark_field(STATE % ("1, -1", INITIAL % "1, -1"), "-1] zero"),
             f"{FIRST}.dims[1]",
             "'initial_state' field for state input name 's' contains variable dimensions.",
         ),
         (
-            at(STATE % ("1, 1", INITIAL % "1, 2"), "2] zero"),
+            mark_field(STATE % ("1, 1", INITIAL % "1, 2"), "2] zero"),
             f"{FIRST}.dims[1]",
             "'initial_state' dim for input name 's' doesn't match 'state' dim description. 2 != 1",
         ),

@@ -55,7 +55,9 @@ def step(name: str, inputs: str, outputs: str, version: int = -1) -> str:
     return f'step {{ model_name: "{name}" model_version: {version} {maps} }}'
 
 
-def composed(*steps: str, fields: str = "", outputs: tuple[str, ...] = ("OUT",)) -> ModelConfig:
+def build_ensemble(
+    *steps: str, fields: str = "", outputs: tuple[str, ...] = ("OUT",)
+) -> ModelConfig:
     """Return the ensemble "e" from IN to OUT, after checking it against the available models."""
     output_texts = "".join(
         f'output {{ name: "{o}" data_type: TYPE_FP32 dims: [ -1 ] }} ' for o in outputs
@@ -148,22 +150,24 @@ def test_steps_that_do_not_fit_are_refused(
     steps: tuple[str, ...], fields: str, key: str, expected: str
 ) -> None:
     with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$") as caught:
-        composed(*steps, fields=fields)
+        build_ensemble(*steps, fields=fields)
     assert key_text(caught.value.key).removeprefix("ensemble_scheduling.") == key
 
 
 def test_an_optional_input_need_not_be_mapped() -> None:
-    composed(step("opt", "X=IN", "Y=OUT"))
+    build_ensemble(step("opt", "X=IN", "Y=OUT"))
 
 
 def test_models_that_batch_and_models_that_do_not_may_mix() -> None:
     """Section 3.7: a composing model's max_batch_size is 0 or at least the ensemble's."""
-    composed(step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), fields="max_batch_size: 2")
+    build_ensemble(
+        step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), fields="max_batch_size: 2"
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), [("add", False), ("dec", True)])
 def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> None:
-    ensemble = composed(step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
+    ensemble = build_ensemble(step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
     assert ensemble.model_transaction_policy.decoupled is expected
     assert ensemble.HasField("model_transaction_policy")
 
@@ -173,4 +177,4 @@ def test_a_decoupled_tensor_may_meet_single_tensors() -> None:
 
     Triton rejects this, because it counts the ensemble's inputs as another stream.
     """
-    composed(step("dec", "X=IN", "Y=m"), step("two", "X=m Z=IN", "Y=OUT"))
+    build_ensemble(step("dec", "X=IN", "Y=m"), step("two", "X=m Z=IN", "Y=OUT"))

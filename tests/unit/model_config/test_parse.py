@@ -53,7 +53,7 @@ def refusal(text: str) -> list[str]:
 # --- comparison with Triton --------------------------------------------------------------------
 
 
-def with_numbers(value: Any) -> Any:
+def convert_numbers(value: Any) -> Any:
     """Convert the int64 values that Triton prints as strings to numbers."""
     if isinstance(value, dict):
         return {
@@ -61,11 +61,11 @@ def with_numbers(value: Any) -> Any:
             if key in ("dims", "dim")
             else int(member)
             if key == "device_id"
-            else with_numbers(member)
+            else convert_numbers(member)
             for key, member in value.items()
         }
     if isinstance(value, list):
-        return [with_numbers(item) for item in value]
+        return [convert_numbers(item) for item in value]
     return value
 
 
@@ -83,7 +83,7 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
     validate(config, gpu_count=0, complete=True)
     if "config" not in recorded:
         return
-    expected = with_numbers(recorded["config"])
+    expected = convert_numbers(recorded["config"])
     # One field is newer than the recorded server, the other is not supported.
     if name == "ensemble":
         expected["ensemble_scheduling"]["max_inflight_requests"] = 0
@@ -156,11 +156,13 @@ def messages(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
         if is_map(field):
             assert field.message_type is not None
             entry = field.message_type.fields_by_name
-            return st.dictionaries(single(entry["key"]), single(entry["value"]), max_size=2)
-        element = single(field)
+            return st.dictionaries(
+                single_value(entry["key"]), single_value(entry["value"]), max_size=2
+            )
+        element = single_value(field)
         return st.lists(element, max_size=2) if is_repeated(field) else element
 
-    def single(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    def single_value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         if field.message_type is None:
             return scalar(field)
         cls: Any = message_factory.GetMessageClass(field.message_type)
@@ -327,12 +329,12 @@ def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
     )
 
 
-def as_numbers(value: Any) -> Any:
+def parse_int_strings(value: Any) -> Any:
     """Convert the int64 strings in protobuf's JSON to numbers; no name consists of digits."""
     if isinstance(value, dict):
-        return {key: as_numbers(member) for key, member in value.items()}
+        return {key: parse_int_strings(member) for key, member in value.items()}
     if isinstance(value, list):
-        return [as_numbers(item) for item in value]
+        return [parse_int_strings(item) for item in value]
     if isinstance(value, str) and value.lstrip("-").isdigit() and value.isascii():
         return int(value)
     return value
@@ -348,7 +350,7 @@ def test_prints_what_protobuf_prints(config: ModelConfig) -> None:
     protobuf_dict = json_format.MessageToDict(
         config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    assert as_numbers(to_dict(config)) == as_numbers(protobuf_dict)
+    assert parse_int_strings(to_dict(config)) == parse_int_strings(protobuf_dict)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ FILES = sorted(
 )
 
 
-def pointed(text: str, position: str) -> str:
+def text_at(text: str, position: str) -> str:
     """Return the text from a position on, which must be inside the text."""
     line, column = map(int, position.split(":"))
     lines = text.split("\n")
@@ -39,10 +39,10 @@ def of_map(key: Key) -> bool:
     return "key" in key or "value" in key
 
 
-def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
+def check_positions(text: str, source: Source, quote: str = "") -> None:
     """Check that each position is that of the key's name, or that of an element."""
     for key, position in source.positions.items():
-        remaining, name = pointed(text, position), key[-1]
+        remaining, name = text_at(text, position), key[-1]
         if isinstance(name, str) and name[0] != "[":
             assert remaining.startswith(f"{quote}{name}{quote}") or of_map(key)
         elif isinstance(name, int) and not quote:
@@ -59,12 +59,12 @@ def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
 def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> None:
     text = path.read_text().replace("\n", newline)
     config, source = read_pbtxt(text)
-    names_what_is_there(text, source)
+    check_positions(text, source)
     flat = " ".join(line.partition("#")[0] for line in path.read_text().splitlines())
     reparsed, in_one_line = read_pbtxt(flat)
     assert reparsed == config
     assert in_one_line.positions.keys() == source.positions.keys()
-    names_what_is_there(flat, in_one_line)
+    check_positions(flat, in_one_line)
 
 
 @given(configs, st.booleans(), st.booleans())
@@ -74,7 +74,7 @@ def test_every_key_of_a_text_is_found_in_it(
     text = text_format.MessageToString(
         config, as_one_line=flat, use_short_repeated_primitives=short_repeated
     )
-    names_what_is_there(text, read_pbtxt(text)[1])
+    check_positions(text, read_pbtxt(text)[1])
 
 
 @given(configs, st.sampled_from([None, 1, "\t"]), st.booleans())
@@ -83,7 +83,7 @@ def test_every_key_of_json_is_found_in_it(
 ) -> None:
     json_dict = json_format.MessageToDict(config, preserving_proto_field_name=True)
     text = json.dumps(json_dict, indent=indent, ensure_ascii=ascii_only)
-    names_what_is_there(text, read_json(text)[1], '"')
+    check_positions(text, read_json(text)[1], '"')
 
 
 @given(
@@ -103,7 +103,7 @@ def test_every_error_has_a_position_in_the_text(
             match = re.match(r"f:((\d+:\d+): |(?! \d))", line)
             assert match, line
             if match[2]:
-                pointed(text + ".", match[2])  # also for a position at the very end of the text
+                text_at(text + ".", match[2])  # also for a position at the very end of the text
 
 
 @pytest.mark.parametrize(

@@ -58,14 +58,14 @@ def test_a_shape_of_any_size_is_asked_for() -> None:
 
 
 def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() -> None:
-    class Refusing:
+    class RefusingTransport:
         def config(self, *_: str) -> dict[str, Any]:
             raise TransportError("this token has no access to 'model-config'")
 
         def inputs(self, *_: str) -> dict[str, ModelTensor]:
             return dict(PLAIN.inputs)
 
-    model = data.read_interface(Refusing(), "m", "")
+    model = data.read_interface(RefusingTransport(), "m", "")
     with pytest.raises(InvalidArgument) as caught:
         data.read_requests(model, DataOptions())
     assert str(caught.value).endswith(

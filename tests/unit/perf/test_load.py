@@ -19,7 +19,7 @@ from shmserve.protocols import LaneObserver
 from shmserve.protocols.connection import Poller
 
 
-class InstantDoor:
+class InstantTransport:
     """A transport that answers in the next turn: with an error for an error, and never for None."""
 
     streams = False
@@ -39,7 +39,7 @@ class InstantDoor:
 
 
 class InstantLane:
-    def __init__(self, lane_door: InstantDoor, observer: LaneObserver) -> None:
+    def __init__(self, lane_door: InstantTransport, observer: LaneObserver) -> None:
         self.door, self.observer = lane_door, observer
 
     def send(self, request: Any) -> None:
@@ -55,31 +55,35 @@ class InstantLane:
 
 
 @pytest.fixture
-def door() -> Iterator[InstantDoor]:
+def transport() -> Iterator[InstantTransport]:
     with contextlib.closing(Poller()) as poller:
-        yield InstantDoor(poller)
+        yield InstantTransport(poller)
 
 
-def load(door: InstantDoor, requests: list[Any], slots: int, schedule: Any = None) -> LoadGenerator:
+def load(
+    door: InstantTransport, requests: list[Any], slots: int, schedule: Any = None
+) -> LoadGenerator:
     return LoadGenerator(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
 
 
-def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(door: InstantDoor) -> None:
-    generator = load(door, ["a", "b", "c"], 2)
+def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(
+    transport: InstantTransport,
+) -> None:
+    generator = load(transport, ["a", "b", "c"], 2)
     generator.begin()
-    assert door.sent == ["a", "a"]
-    while len(door.sent) < 6:
+    assert transport.sent == ["a", "a"]
+    while len(transport.sent) < 6:
         generator.run(0)
     generator.finish()
-    assert door.sent[:6] == ["a", "a", "b", "b", "c", "c"]
-    assert generator.mark().requests == len(door.sent) == len(generator.records.delays_ns)
+    assert transport.sent[:6] == ["a", "a", "b", "b", "c", "c"]
+    assert generator.mark().requests == len(transport.sent) == len(generator.records.delays_ns)
 
 
 def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_scheduled_time(
-    door: InstantDoor,
+    transport: InstantTransport,
 ) -> None:
     # Four are due at once, and the next never.
-    generator = load(door, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
+    generator = load(transport, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
     generator.begin()
     until = time.monotonic() + 10
     while generator.mark().requests < 4 and time.monotonic() < until:
@@ -87,42 +91,42 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     generator.finish()
     assert len(set(generator.records.scheduled_ns)) == 1
     assert list(generator.records.delays_ns) == sorted(generator.records.delays_ns)
-    assert door.sent == ["a"] * 4
+    assert transport.sent == ["a"] * 4
 
 
-def test_errors_are_counted_by_text_and_no_latency_is_theirs(door: InstantDoor) -> None:
-    generator = load(door, ["a", "error one", "error two"], 1)
+def test_errors_are_counted_by_text_and_no_latency_is_theirs(transport: InstantTransport) -> None:
+    generator = load(transport, ["a", "error one", "error two"], 1)
     generator.begin()
     while generator.mark().failed < 4:
         generator.run(0)
     generator.finish()
     assert set(generator.records.errors) == {"error one", "error two"}
-    assert generator.mark().requests == door.sent.count("a")
+    assert generator.mark().requests == transport.sent.count("a")
 
 
-def test_a_load_against_a_silent_server_ends(door: InstantDoor) -> None:
-    generator = load(door, [None], 1)
+def test_a_load_against_a_silent_server_ends(transport: InstantTransport) -> None:
+    generator = load(transport, [None], 1)
     generator.begin()
     with pytest.raises(Unavailable, match=r"not responded to a request for 0\.2 s"):
         generator.run(60)
     with pytest.raises(Unavailable, match=r"not responded within 0\.1 s"):
-        probe(door.poller, door, None, 0.1)
-    assert probe(door.poller, door, "error!", 5) == "error!"
+        probe(transport.poller, transport, None, 0.1)
+    assert probe(transport.poller, transport, "error!", 5) == "error!"
 
 
 RATES = st.floats(0.5, 1e6)
 
 
-def first(schedule: Iterator[int], count: int) -> list[int]:
+def take_first(schedule: Iterator[int], count: int) -> list[int]:
     return list(itertools.islice(schedule, count))
 
 
 @given(RATES, st.sampled_from(sorted(SCHEDULES)), st.integers(0, 9))
 def test_a_schedule_is_monotonic_and_reproducible(rate: float, kind: str, seed: int) -> None:
-    intervals = first(SCHEDULES[kind](rate, seed), 50)
+    intervals = take_first(SCHEDULES[kind](rate, seed), 50)
     assert intervals == sorted(intervals)
     assert intervals[0] >= 0
-    assert intervals == first(SCHEDULES[kind](rate, seed), 50)
+    assert intervals == take_first(SCHEDULES[kind](rate, seed), 50)
 
 
 @given(RATES, st.integers(1, 100_000))
@@ -132,7 +136,7 @@ def test_a_constant_schedule_does_not_drift(rate: float, number: int) -> None:
 
 
 def test_random_arrivals_are_poisson() -> None:
-    intervals = first(poisson(1000.0, 1), 20_001)
+    intervals = take_first(poisson(1000.0, 1), 20_001)
     gaps = [next_ns - previous_ns for previous_ns, next_ns in itertools.pairwise(intervals)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1e6, rel=0.03)

@@ -125,12 +125,12 @@ def test_the_best_is_measured_once_more_and_may_fall() -> None:
     lucky = Search(measure, TARGET_MS, SPACE, 60).run(START)
     assert lucky is not None
 
-    def once(candidate: Candidate) -> Trial:
+    def measure_once(candidate: Candidate) -> Trial:
         measurements[candidate] = measurements.get(candidate, 0) + 1
         is_repeated = candidate == lucky.candidate and measurements[candidate] > 1
         return measure(candidate)._replace(p99_ms=99.0) if is_repeated else measure(candidate)
 
-    best_trial = Search(once, TARGET_MS, SPACE, 60).run(START)
+    best_trial = Search(measure_once, TARGET_MS, SPACE, 60).run(START)
     assert best_trial is not None
     assert best_trial.candidate != lucky.candidate
     assert measurements[best_trial.candidate] == 2
@@ -158,11 +158,11 @@ instance_group {{ kind: KIND_CPU count: 2 }} {IO}
 """
 
 
-def in_force(text: str) -> dict[str, Any]:
+def normalised(text: str) -> dict[str, Any]:
     return to_dict(normalise(parse_pbtxt(text), "m", 0))
 
 
-CONFIG = in_force(BATCHING)
+CONFIG = normalised(BATCHING)
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> 
     validate(config, gpu_count=0, complete=True)
     assert search.current_candidate(to_dict(config)) == candidate
     assert ("target_p99_ms" in text) == (candidate.strategy == "adaptive")
-    assert in_force(BATCHING) == CONFIG  # the former configuration is not changed
+    assert normalised(BATCHING) == CONFIG  # the former configuration is not changed
 
 
 def test_models_without_batching_keep_that_setting() -> None:
-    config = in_force(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {IO}')
+    config = normalised(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {IO}')
     start = search.current_candidate(config)
     assert (start.batch, start.strategy) == (0, "")
     space = search.search_space(config, 30, 4, 3, 64)

@@ -161,7 +161,9 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
     assert processes.signal_all(members, 9) == []
 
 
-def soaked(memory: list[float], descriptors: list[int], shm: list[float]) -> list[resources.Sample]:
+def soak_samples(
+    memory: list[float], descriptors: list[int], shm: list[float]
+) -> list[resources.Sample]:
     return [
         resources.Sample({"gateway": mb}, {"gateway": count}, {"gateway": 3}, in_shm)
         for mb, count, in_shm in zip(memory, descriptors, shm, strict=True)
@@ -182,15 +184,17 @@ def test_growth_in_a_soak_is_reported(
     memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
 ) -> None:
     """The last third against the one before; in the first one caches fill."""
-    assert resources.growth(soaked(memory, descriptors, shm)) == grown
+    assert resources.growth(soak_samples(memory, descriptors, shm)) == grown
 
 
 def test_too_short_a_soak_is_reported() -> None:
-    assert resources.growth(soaked([1.0], [1], [0.0])) == ["the run was too short to say what grew"]
+    assert resources.growth(soak_samples([1.0], [1], [0.0])) == [
+        "the run was too short to say what grew"
+    ]
 
 
 def test_processes_started_later_are_ignored() -> None:
-    samples = soaked([50.0] * 6, [9] * 6, [0.0] * 6)
+    samples = soak_samples([50.0] * 6, [9] * 6, [0.0] * 6)
     samples[-1].memory_mb["worker"] = 900.0
     assert resources.growth(samples) == []
 

@@ -26,7 +26,7 @@ USES = {
 }
 
 
-def named(value: object) -> str:
+def parameter_id(value: object) -> str:
     return value.stem if isinstance(value, Path) else str(getattr(value, "use", value))
 
 
@@ -65,7 +65,7 @@ def test_the_readme_is_a_front_page() -> None:
     assert len(PAGES[0].read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page):
         assert link.startswith("https://") or (page.parent / link).exists(), link
@@ -75,7 +75,7 @@ def test_the_contents_name_every_page() -> None:
     assert {GUIDE / link for link in links(CONTENTS)} >= set(PAGES[1:]) - {CONTENTS}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_each_block_has_a_purpose(page: Path) -> None:
     fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
     assert len(fences) == 2 * len(blocks(page))
@@ -85,7 +85,7 @@ def test_each_block_has_a_purpose(page: Path) -> None:
     assert "\n\n    " not in prose, "indented code says nothing of itself"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_commands_have_the_flags_that_there_are(page: Path) -> None:
     code_blocks = [block.text for block in blocks(page) if block.language == "sh"]
     inline = re.findall(r"`(shmserve [^`]+)`", page.read_text())
@@ -98,7 +98,7 @@ def test_commands_have_the_flags_that_there_are(page: Path) -> None:
             assert flag in known_flags(verb) | {"--help"}, f"shmserve {verb} {flag}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_flags_in_the_text_are_there(page: Path) -> None:
     verbs = ("check", "doctor", "client infer", "events", "perf", "profile", "systemd", "tune")
     valid_flags = set().union(*map(known_flags, verbs))
@@ -110,7 +110,7 @@ def test_flags_in_the_text_are_there(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "block"),
     [named_block for named_block in BLOCKS if named_block[1].language == "pbtxt"],
-    ids=named,
+    ids=parameter_id,
 )
 def test_configurations_are_valid(page: Path, block: Block) -> None:
     is_complete = re.search("^(backend|platform):", block.text, re.MULTILINE)

@@ -78,7 +78,9 @@ NEVER_PASSES = "def test_fails(): assert False, 'in no way'"
 DIES = "import os\ndef test_dies(): os._exit(0)"
 
 
-def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[int, str, str]:
+def run_files(
+    folder: Path, capfd: pytest.CaptureFixture[str], **files: str
+) -> tuple[int, str, str]:
     """Run these files; return the exit status, the last line, and the other output."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "some").mkdir()
@@ -98,7 +100,7 @@ def test_every_file_is_in_one_piece() -> None:
 def test_a_pass_on_the_second_try_is_a_pass_and_is_listed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, summary, output = ran(tmp_path, capfd, some=TESTS, late=IS_IMPORTED_LATE)
+    status, summary, output = run_files(tmp_path, capfd, some=TESTS, late=IS_IMPORTED_LATE)
     assert (status, summary) == (0, "5 passed, 0 failed, 1 skipped")
     table = output.partition("== passed only on the second try: 3\n")[2]
     listed = [line for line in table.splitlines() if not line.startswith("    |")]
@@ -112,7 +114,7 @@ def test_a_pass_on_the_second_try_is_a_pass_and_is_listed(
 
 
 def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, summary, output = ran(tmp_path, capfd, some=TESTS, never=NEVER_PASSES)
+    status, summary, output = run_files(tmp_path, capfd, some=TESTS, never=NEVER_PASSES)
     assert (status, summary) == (1, "4 passed, 1 failed, 1 skipped")
     assert output.count("in no way") >= 2
 
@@ -120,19 +122,19 @@ def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_process_that_dies_is_tried_again_as_a_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, summary, output = ran(tmp_path, capfd, dies=DIES_ONCE)
+    status, summary, output = run_files(tmp_path, capfd, dies=DIES_ONCE)
     assert (status, summary) == (0, "2 passed, 0 failed, 0 skipped")
     assert "some/test_dies.py\n    | the process of these files did not come to its end" in output
 
 
 def test_a_process_that_dies_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert ran(tmp_path, capfd, dies=DIES)[:2] == (1, "0 passed, 1 failed, 0 skipped")
+    assert run_files(tmp_path, capfd, dies=DIES)[:2] == (1, "0 passed, 1 failed, 0 skipped")
 
 
 def test_very_many_failures_are_not_tried_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tests = "\n".join(f"def test_{n}(): assert 0" for n in range(MAX_RETRIED + 1))
-    status, summary, output = ran(tmp_path, capfd, many=tests)
+    status, summary, output = run_files(tmp_path, capfd, many=tests)
     assert (status, summary) == (1, f"0 passed, {MAX_RETRIED + 1} failed, 0 skipped")
     assert "nothing is tried again" in output

@@ -13,7 +13,7 @@ MAPS = (
 )
 
 
-def named(package: Path) -> set[str]:
+def listed_names(package: Path) -> set[str]:
     """Return the files and folders (with a slash) that a package's docstring names."""
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
     return set(re.findall(r"\b\w+\.py\b|\b\w+/(?=[\w\s,;:.]|$)", text))
@@ -24,7 +24,7 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.py")} | packages
 
 
-def somewhere() -> set[str]:
+def all_entries() -> set[str]:
     packages = (ROOT, ROOT / "ipc", ROOT / "workers")
     return {
         name
@@ -37,11 +37,11 @@ def somewhere() -> set[str]:
 @pytest.mark.parametrize("package", ["gateway", "gateway/grpc", "scheduler", "client", "protocols"])
 def test_a_map_names_every_module(package: str) -> None:
     folder = ROOT / package
-    assert named(folder) >= entries(folder) - {"__init__.py"}
+    assert listed_names(folder) >= entries(folder) - {"__init__.py"}
 
 
 @pytest.mark.parametrize(
     "package", ["", "gateway", "gateway/grpc", "scheduler", "client", "protocols"]
 )
 def test_a_map_names_what_is_there(package: str) -> None:
-    assert named(ROOT / package) <= somewhere()
+    assert listed_names(ROOT / package) <= all_entries()

@@ -21,7 +21,7 @@ from tests.rigs.gateway_rig import SIMPLE
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def calls(folder: str) -> list[tuple[Path, ast.Call]]:
+def find_calls(folder: str) -> list[tuple[Path, ast.Call]]:
     """Return every call in the Python files of a folder at the root."""
     return [
         (Path(path, name), node)
@@ -36,7 +36,7 @@ def calls(folder: str) -> list[tuple[Path, ast.Call]]:
 @pytest.mark.parametrize("folder", ["shmserve", "workers", "ipc"])
 def test_weights_are_loaded_as_weights_only(folder: str) -> None:
     """R19: torch.load reads nothing but tensors, in workers alone."""
-    for path, call in calls(folder):
+    for path, call in find_calls(folder):
         if ast.unparse(call.func) == "torch.load":
             assert folder == "workers", path
             only = {word.arg: ast.unparse(word.value) for word in call.keywords}
@@ -70,7 +70,7 @@ def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
     assert HttpRequestParser is not HttpRequestParserPy
 
 
-def read(header: Any, tail_size: int = 0) -> None:
+def read_request(header: Any, tail_size: int = 0) -> None:
     wire = parse_request(header, tail_size, "simple", 1 << 20)
     tensors = [TensorRef(t.name, t.datatype, t.shape, bytes(64)) for t in wire.inputs]
     Signature(ModelSpec.of(SIMPLE), "1").check(wire.id, tensors, [])
@@ -98,7 +98,7 @@ def tensor(name: str, **members: Any) -> dict[str, Any]:
 def test_numbers_and_names_are_checked_before_memory_is_taken(inputs: list[Any]) -> None:
     """R12: doubled names, booleans and floats for numbers, huge numbers, two sources."""
     with pytest.raises((InvalidArgument, JsonFault)):
-        read({"inputs": inputs})
+        read_request({"inputs": inputs})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_numbers_and_names_are_checked_before_memory_is_taken(inputs: list[Any])
 def test_reserved_parameters_are_refused(key: str) -> None:
     """R16: a client cannot set parameters that the server adds to a request."""
     with pytest.raises(ShmserveError, match="reserved for Triton usage"):
-        read({"inputs": [tensor("INPUT0"), tensor("INPUT1")], "parameters": {key: True}})
+        read_request({"inputs": [tensor("INPUT0"), tensor("INPUT1")], "parameters": {key: True}})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered
 
 
-def adaptive(
+def adaptive_batcher(
     target_ms: float = 60, max_batch_size: int = 32, delay_ms: float = 0
 ) -> AdaptiveBatcher:
     """Return an adaptive batcher with this maximum batch size."""
@@ -30,7 +30,7 @@ def adaptive(
     return AdaptiveBatcher(rules)
 
 
-def fixed(delay_ms: float, max_batch_size: int = 32) -> DynamicBatcher:
+def fixed_batcher(delay_ms: float, max_batch_size: int = 32) -> DynamicBatcher:
     """Return a batcher with this delay. 0 means prefer_latency."""
     return DynamicBatcher(Batching(max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS)))
 
@@ -183,7 +183,7 @@ def test_the_better_way_may_change() -> None:
 # --- decisions ------------------------------------------------------------------------------------
 
 
-def learned(
+def learn_load(
     target_ms: float, delay_ms: float = 0, gap_ms: float = 1
 ) -> tuple[AdaptiveBatcher, int]:
     """Return a batcher that has learned a model and its load, and the time at the end of a batch.
@@ -191,7 +191,7 @@ def learned(
     The model takes 10 ms, and 1 ms per request. Requests arrive in bursts of 16 at this interval.
     The queue is empty.
     """
-    batcher = adaptive(target_ms, delay_ms=delay_ms)
+    batcher = adaptive_batcher(target_ms, delay_ms=delay_ms)
     clock, now_ns = random.Random(3), 0
     for _ in range(60):
         size = clock.randint(1, 16)
@@ -205,7 +205,7 @@ def learned(
 
 
 def test_the_batcher_waits_for_a_burst_and_not_past_its_end() -> None:
-    batcher, now_ns = learned(1000, gap_ms=0.1)
+    batcher, now_ns = learn_load(1000, gap_ms=0.1)
     queue: list[Item] = []
     for queued in range(1, 16):
         now_ns += MS // 10
@@ -219,7 +219,7 @@ def test_the_batcher_waits_for_a_burst_and_not_past_its_end() -> None:
 
 
 def test_the_batcher_waits_no_longer_than_the_setup_of_an_execution() -> None:
-    batcher, now_ns = learned(1000, gap_ms=1)
+    batcher, now_ns = learn_load(1000, gap_ms=1)
     start_ns, queue, queued = now_ns, [], 0
     while True:
         now_ns, queued = now_ns + MS, queued + 1
@@ -232,7 +232,7 @@ def test_the_batcher_waits_no_longer_than_the_setup_of_an_execution() -> None:
 
 
 def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
-    batcher, now_ns = learned(14, gap_ms=0.1)
+    batcher, now_ns = learn_load(14, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     assert isinstance(batcher.decide(now_ns, [Item(now_ns)], 0), WaitUntil)
     late_items = [Item(now_ns - 4 * MS)]
@@ -240,14 +240,14 @@ def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
 
 
 def test_a_configured_delay_is_the_most_it_waits() -> None:
-    batcher, now_ns = learned(1000, delay_ms=0.05, gap_ms=0.1)
+    batcher, now_ns = learn_load(1000, delay_ms=0.05, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     assert batcher.decide(now_ns, [Item(now_ns)], 0) == WaitUntil(now_ns + MS // 20)
     assert batcher.decide(now_ns + MS // 20, [Item(now_ns)], 0) == Batch(1, CloseReason.IDLE)
 
 
 def test_a_deadline_and_a_drain_end_the_wait() -> None:
-    batcher, now_ns = learned(1000, gap_ms=0.1)
+    batcher, now_ns = learn_load(1000, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     item = Item(now_ns, flush_by_ns=now_ns + 15 * MS)
     assert batcher.decide(now_ns, [item], 15 * MS) == Batch(1, CloseReason.DEADLINE)
@@ -260,7 +260,7 @@ def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
     """The model takes 10 ms and 1 ms per request: 12 requests take 22 ms; 9 take 19 ms, and the
     other 3 take 13 ms.
     """
-    batcher, now_ns = learned(42, gap_ms=0.1)
+    batcher, now_ns = learn_load(42, gap_ms=0.1)
     older_items = [Item(now_ns - 22 * MS) for _ in range(4)]
     new_items = [Item(now_ns) for _ in range(8)]
     assert batcher.decide(now_ns, older_items + new_items, 0) == Batch(9, CloseReason.TARGET)
@@ -270,10 +270,10 @@ def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
+def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     """Draw a batcher that has learned any load, the time, and a queue."""
     max_batch_size = draw(st.integers(1, 12))
-    batcher: Batcher = adaptive(draw(st.sampled_from([1, 20, 500])), max_batch_size)
+    batcher: Batcher = adaptive_batcher(draw(st.sampled_from([1, 20, 500])), max_batch_size)
     now_ns = queued = 0
     for step in draw(st.lists(st.integers(0, 30), max_size=120)):
         now_ns += step * MS
@@ -293,7 +293,7 @@ def situations(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     return batcher, now_ns, draw(st.lists(item, min_size=1, max_size=14))
 
 
-@given(situations())
+@given(batcher_states())
 def test_every_decision_is_legal_and_every_wait_ends(
     drawn_case: tuple[Batcher, int, list[Item]],
 ) -> None:
@@ -326,7 +326,7 @@ def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
             clients, 200 * clients, about(0.4)
         )
-        for batcher in (adaptive(60), fixed(0), fixed(5))
+        for batcher in (adaptive_batcher(60), fixed_batcher(0), fixed_batcher(5))
     ]
     assert runs[0].per_second > 1.05 * max(runs[1].per_second, runs[2].per_second)
     assert runs[0].percentile_ms(99) < 60
@@ -339,7 +339,7 @@ def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) ->
         Simulation(batcher, linear(4.3, 0.4, noise=0.3)).closed_loop(
             clients, 300 * clients, scattered(pause_ms)
         )
-        for batcher in (adaptive(30), fixed(0))
+        for batcher in (adaptive_batcher(30), fixed_batcher(0))
     ]
     assert runs[0].per_second > 0.97 * runs[1].per_second
 
@@ -347,7 +347,7 @@ def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) ->
 def test_a_single_client_is_not_delayed() -> None:
     run, eager = (
         Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, about(0.4))
-        for batcher in (adaptive(100), fixed(0))
+        for batcher in (adaptive_batcher(100), fixed_batcher(0))
     )
     assert run.per_second > 0.98 * eager.per_second
 
@@ -355,16 +355,16 @@ def test_a_single_client_is_not_delayed() -> None:
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
 def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
-    run = Simulation(adaptive(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
     assert run.percentile_ms(99) < 40
-    waiting_simulation = Simulation(fixed(30), linear(10, 0.5, noise=0.3)).open_loop(
+    waiting_simulation = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(
         per_second, 3000
     )
     assert waiting_simulation.percentile_ms(99) > 40
 
 
 def test_an_overload_is_served_in_full_batches() -> None:
-    run = Simulation(adaptive(20), linear(10, 0.5)).open_loop(2000, 4000)
-    eager = Simulation(fixed(0), linear(10, 0.5)).open_loop(2000, 4000)
+    run = Simulation(adaptive_batcher(20), linear(10, 0.5)).open_loop(2000, 4000)
+    eager = Simulation(fixed_batcher(0), linear(10, 0.5)).open_loop(2000, 4000)
     assert run.per_second > 0.98 * eager.per_second
     assert sum(run.sizes) / len(run.sizes) > 30

@@ -16,7 +16,7 @@ CURVES = {curve.name: curve for curve in NAMED}
 SCATTERED = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
 
 
-def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
+def learn_times(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
     """Return the estimates for a model that has run batches of these sizes."""
     times, timer = SizeTimes(32), curve.timer(1, 1.0)
     for number in range(batches):
@@ -40,14 +40,14 @@ def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
 def test_the_best_size_is_that_which_does_most_rows_in_a_time(
     name: str, best_sizes: dict[int, int]
 ) -> None:
-    times = learned(CURVES[name], list(range(1, 33)), 640)
+    times = learn_times(CURVES[name], list(range(1, 33)), 640)
     assert {units: times.best_size(units) for units in best_sizes} == best_sizes
     for size in (1, 8, 32):
         assert times.expected_ns(size) == pytest.approx(CURVES[name].ms[size - 1] * MS, rel=0.15)
 
 
 def test_a_cliff_is_found_by_bisection() -> None:
-    times, timer = learned(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
+    times, timer = learn_times(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
     tries: list[int] = []
     while (size := times.find_trial(32)[0]) and len(tries) < 32:
         tries.append(size)
@@ -56,7 +56,7 @@ def test_a_cliff_is_found_by_bisection() -> None:
 
 
 def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
-    times = learned(CURVES["line"], list(range(1, 33)), 640)
+    times = learn_times(CURVES["line"], list(range(1, 33)), 640)
     before_ns = times.expected_ns(32)
     for number in range(400):
         size = 1 + number % 8
@@ -67,7 +67,7 @@ def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -> None:
-    curve, times = SCATTERED, learned(SCATTERED, [4, 32], 200)
+    curve, times = SCATTERED, learn_times(SCATTERED, [4, 32], 200)
     before_ns, timer = times.expected_ns(32), curve.timer(seed, 1.0)
     for number in range(2000):
         size = 1 + number % 7
@@ -76,7 +76,7 @@ def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -
 
 
 def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
-    times = learned(SCATTERED, [7] * 10 + [32] * 10, 20)
+    times = learn_times(SCATTERED, [7] * 10 + [32] * 10, 20)
     assert times.best_size(32) == 32 and times.best_size(32, out_of_reach=True) == 7
 
 

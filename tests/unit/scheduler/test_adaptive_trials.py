@@ -12,7 +12,7 @@ from tests.rigs.batching_simulation import MS
 MOMENT = TrialState(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, is_overloaded=False)
 
 
-def settled() -> Account:
+def settled_account() -> Account:
     """Return an account after the learning period."""
     account = Account()
     account.end_learning()
@@ -20,7 +20,7 @@ def settled() -> Account:
 
 
 def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
-    account = settled()
+    account = settled_account()
     account.spend(1000)
     assert Sizes(account).start_trial(9, 50 * MS, MOMENT, 100)
     assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
@@ -39,25 +39,25 @@ def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
 
 
 def test_of_clients_that_wait_no_more_are_late_than_there_are() -> None:
-    account = settled()
+    account = settled_account()
     assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
     assert Sizes(account).start_trial(9, 100 * MS, replace(MOMENT, max_in_flight=12.0), 100)
 
 
 def test_a_necessary_trial_runs_at_any_price() -> None:
-    sizes = Sizes(settled())
+    sizes = Sizes(settled_account())
     assert sizes.start_trial(32, 1000 * MS, replace(MOMENT, is_overloaded=True), 100)
     assert not sizes.is_due(101) and sizes.is_due(102)
 
 
 def test_sizes_are_tried_seldom_once_there_was_time_to_learn() -> None:
-    sizes = Sizes(settled())
+    sizes = Sizes(settled_account())
     assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
     assert not sizes.is_due(115) and sizes.is_due(116)
 
 
 def test_a_trial_costs_exactly_its_own_misses() -> None:
-    account = settled()
+    account = settled_account()
     credit_before, sizes = account.credit, Sizes(account)
     assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
     sizes.record_batch(9, 100 * MS, 9, 25, 9)
@@ -72,7 +72,7 @@ def test_a_trial_costs_exactly_its_own_misses() -> None:
 
 
 def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
-    account = settled()
+    account = settled_account()
     account.spend(20)
     credit_before = account.credit
     for _ in range(100):
@@ -84,7 +84,7 @@ def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
 
 
 def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
-    account = settled()
+    account = settled_account()
     choice, alternative_count = WaitingChoice(account), 0
     for _ in range(20_000):
         late_count = 0 if choice.waits else 4

@@ -20,19 +20,19 @@ def rig(instances: int = 1, **settings: Any) -> Rig:
     return scheduler_rig
 
 
-def line(pid: int, batch: inference.Execute, model: str = "m") -> str:
+def caller_line(pid: int, batch: inference.Execute, model: str = "m") -> str:
     return Caller(pid, batch.requests[0].key, model).line
 
 
-def failures(scheduler_rig: Rig) -> list[str]:
+def failure_texts(scheduler_rig: Rig) -> list[str]:
     return [answer.message for answer in scheduler_rig.answers() if isinstance(answer, Failed)]
 
 
 def test_a_call_of_its_only_instance_fails_at_once() -> None:
     caller_rig = rig()
     _, batch = caller_rig.begin()
-    caller_rig.submit(callers=f"{line(100, batch)}\n7/7/other model")
-    assert failures(caller_rig) == [
+    caller_rig.submit(callers=f"{caller_line(100, batch)}\n7/7/other model")
+    assert failure_texts(caller_rig) == [
         "deadlock: the call of model 'm' waits for its instances, which its callers hold (m -> "
         "other model -> m)"
     ]
@@ -44,8 +44,8 @@ def test_a_call_waits_while_an_instance_may_become_free() -> None:
     caller_rig = rig(2)
     _, first_batch = caller_rig.begin()
     _, second_batch = caller_rig.begin()
-    caller_rig.submit(callers=line(100, first_batch))
-    assert failures(caller_rig) == []
+    caller_rig.submit(callers=caller_line(100, first_batch))
+    assert failure_texts(caller_rig) == []
     caller_rig.finish(b"1.101", second_batch)
     assert caller_rig.execute()[0] == b"1.101"
 
@@ -57,11 +57,11 @@ def test_two_callers_that_wait_for_each_other() -> None:
     """
     caller_rig = rig(2)
     (_, first_batch), (_, second_batch) = caller_rig.begin(), caller_rig.begin()
-    caller_rig.submit(callers=line(100, first_batch))
-    caller_rig.submit(callers=line(101, second_batch))
-    assert len(failures(caller_rig)) == 1
+    caller_rig.submit(callers=caller_line(100, first_batch))
+    caller_rig.submit(callers=caller_line(101, second_batch))
+    assert len(failure_texts(caller_rig)) == 1
     caller_rig.finish(b"1.101", second_batch)
-    assert caller_rig.execute()[1].requests[0].callers == line(100, first_batch)
+    assert caller_rig.execute()[1].requests[0].callers == caller_line(100, first_batch)
 
 
 def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
@@ -70,40 +70,40 @@ def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
     caller_rig.submit(callers=f"100/999/m\n200/{batch.requests[0].key}/m")
     caller_rig.finish(b"0.100", batch)
     caller_rig.execute()
-    assert failures(caller_rig) == []
+    assert failure_texts(caller_rig) == []
 
 
 def test_a_decoupled_instance_that_has_returned_is_free() -> None:
     caller_rig = rig(decoupled=True)
     _, batch = caller_rig.begin()
     caller_rig.returned(b"0.100", batch)
-    caller_rig.submit(callers=line(100, batch))
-    assert failures(caller_rig) == [] and caller_rig.execute()
+    caller_rig.submit(callers=caller_line(100, batch))
+    assert failure_texts(caller_rig) == [] and caller_rig.execute()
 
 
 def test_an_expected_instance_may_run_it() -> None:
     caller_rig = rig()
     _, batch = caller_rig.begin()
     caller_rig.supervisor(InstanceExpected(1, 101))
-    caller_rig.submit(callers=line(100, batch))
-    assert failures(caller_rig) == []
+    caller_rig.submit(callers=caller_line(100, batch))
+    assert failure_texts(caller_rig) == []
 
 
 def test_a_call_in_the_sequence_of_its_caller_fails() -> None:
     """The sequence is bound to the caller's instance, although another instance is free."""
     caller_rig = rig(2, sequences={})
     _, batch = caller_rig.begin(correlation_id=5, flags=START)
-    caller_rig.submit(correlation_id=5, callers=line(100, batch))
-    assert len(failures(caller_rig)) == 1
-    caller_rig.submit(correlation_id=6, flags=START, callers=line(100, batch))
-    assert failures(caller_rig) == []
+    caller_rig.submit(correlation_id=5, callers=caller_line(100, batch))
+    assert len(failure_texts(caller_rig)) == 1
+    caller_rig.submit(correlation_id=6, flags=START, callers=caller_line(100, batch))
+    assert failure_texts(caller_rig) == []
 
 
 def test_a_response_in_order_waits_for_its_callers_response() -> None:
     caller_rig = rig(2, dynamic={"preserve_ordering": True})
     _, batch = caller_rig.begin()
-    caller_rig.submit(callers=line(100, batch))
-    assert len(failures(caller_rig)) == 1
+    caller_rig.submit(callers=caller_line(100, batch))
+    assert len(failure_texts(caller_rig)) == 1
 
 
 @pytest.mark.parametrize("callers", ["x", "1/2", "1//m", "\n\n", "-1/2/m", f"{'9' * 30}/1/m"])
@@ -112,7 +112,7 @@ def test_malformed_callers_are_none(callers: str) -> None:
     caller_rig = rig()
     caller_rig.begin()
     caller_rig.submit(callers=callers)
-    assert failures(caller_rig) == []
+    assert failure_texts(caller_rig) == []
 
 
 def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
@@ -123,7 +123,7 @@ def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
     caller_rig.supervisor(
         control_requests.ResourcesHeld(99), control_requests.ResourcesHeld(check.key)
     )
-    assert failures(caller_rig) == [
+    assert failure_texts(caller_rig) == [
         "deadlock: the call of model 'm' waits for resources of the rate limiter, which its "
         "callers hold (holder -> m)"
     ]
@@ -132,7 +132,7 @@ def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
 def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     caller_rig = rig(2)
     (_, first_batch), (_, second_batch) = caller_rig.begin(), caller_rig.begin()
-    callers = line(200, first_batch, "other")
+    callers = caller_line(200, first_batch, "other")
     caller_rig.submit(callers=callers)
     caller_rig.submit(5)  # requests of clients are not reported
     caller_rig.pass_time(150 * MS)
@@ -147,7 +147,7 @@ def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     assert caller_rig.to_supervisor(control_requests.CallsWaiting) == [report]
     chain = "other -> m -> other"
     caller_rig.supervisor(control_requests.CallDeadlocked(key, chain))
-    assert failures(caller_rig) == [
+    assert failure_texts(caller_rig) == [
         f"deadlock: the call of model 'm' waits for requests that wait for its callers ({chain})"
     ]
     caller_rig.supervisor(control_requests.CallDeadlocked(key, chain))

@@ -37,7 +37,7 @@ from tests.support.texts import EXPIRED
 OTHER_PEER = b"7001.cd"
 
 
-def failed(number: int, code: str, message: str, early: bool = False) -> m.Failed:
+def failure(number: int, code: str, message: str, early: bool = False) -> m.Failed:
     """Return an error without a retry hint."""
     return m.Failed(number, code, message, 0, early)
 
@@ -100,7 +100,7 @@ def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok(keys[0]))
     assert rig.answers() == [
         m.Finished(first_id, b"done", [b"done"]),
-        failed(second_id, "INVALID_ARG", "bad row"),
+        failure(second_id, "INVALID_ARG", "bad row"),
     ]
 
 
@@ -129,7 +129,7 @@ def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> Non
     rig.finish(peer1, batch1)
     assert rig.answers() == [
         m.Finished(first_id, b"done", [b"done"]),
-        failed(second_id, "INTERNAL", "no"),
+        failure(second_id, "INTERNAL", "no"),
         m.Finished(third_id, b"done", [b"done"]),
     ]
 
@@ -145,7 +145,7 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     assert rig.answers() == []
     rig.pass_time(6 * MS)
     assert rig.answers() == [
-        failed(first_id, "UNAVAILABLE", EXPIRED, early=True),
+        failure(first_id, "UNAVAILABLE", EXPIRED, early=True),
         m.Finished(second_id, b"done", [b"done"]),
     ]
 
@@ -162,9 +162,9 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     ((peer2, batch3),) = rig.executes()
     rig.finish(peer2, batch3, ok(batch3.requests[0].key, response_in_arena(101, 256)))
     rig.pass_time(6 * MS)
-    assert rig.answers() == [failed(second_id, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED)]
     rig.client(m.Cancel(third_id))
-    assert rig.answers() == [failed(third_id, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [failure(third_id, "CANCELLED", "request cancelled")]
     assert rig.workers.take() == [
         (peer2, m.ReleaseOutputs(7000, [64, 192])),
         (peer2, m.ReleaseOutputs(7000, [256])),
@@ -303,7 +303,7 @@ def test_expired_requests_are_removed_from_a_full_queue() -> None:
     rig.core.from_control(InstanceExpected(0, 100), rig.now)
     rig.core.results.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
     (number,) = rig.submit()
-    assert rig.answers() == [failed(expiring_id, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED)]
     rig.finish(*rig.execute())
     assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
 
@@ -341,9 +341,9 @@ def test_a_failed_pool_rejects_queued_and_new_requests() -> None:
     rig.supervisor(InstanceExpected(0, 100))
     (waiting,) = rig.submit()
     rig.supervisor(InstanceGone(0, "model 'm' failed"))
-    assert rig.answers() == [failed(waiting, "UNAVAILABLE", "model 'm' failed")]
+    assert rig.answers() == [failure(waiting, "UNAVAILABLE", "model 'm' failed")]
     (new_id,) = rig.submit()
-    assert rig.answers() == [failed(new_id, "UNAVAILABLE", "model 'm' failed")]
+    assert rig.answers() == [failure(new_id, "UNAVAILABLE", "model 'm' failed")]
     rig.start()
     rig.submit()
     assert rig.execute()
@@ -378,7 +378,7 @@ def test_many_idle_clients_are_forgotten() -> None:
         rig.client(m.Cancel(1), peer=b"%d.x" % index)
     assert len(rig.scheduler._clients) <= 1025
     rig.client(m.Cancel(number))
-    assert rig.answers() == [failed(number, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [failure(number, "CANCELLED", "request cancelled")]
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_a_deadline_passes_in_the_queue() -> None:
     rig.pass_time(5 * MS)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
     assert rig.wake_ns == NEVER
 
 
@@ -402,14 +402,14 @@ def test_a_deadline_expires_while_the_instance_is_busy() -> None:
     (number,) = rig.submit()
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
-    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
 
 
 def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:
     rig, peer = ready_rig({})
     number, batch = rig.begin(timeout_ns=5 * MS)
     rig.pass_time(5 * MS + 1)
-    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED, early=True)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
     rig.finish(peer, batch, ok(batch.requests[0].key, response_in_arena(100, 64)))
@@ -487,7 +487,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     assert rig.wake_ns == rig.now + 500 * MS
     rig.pass_time(500 * MS)
     text = "execution of the request exceeded the limit of 0.5 seconds"
-    assert rig.answers() == [failed(number, "INTERNAL", text, early=True)]
+    assert rig.answers() == [failure(number, "INTERNAL", text, early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance) and kill.process == 100
     (waiting,) = rig.submit()
@@ -513,7 +513,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
     rig.pass_time(2_000 * MS)
     text = "execution of the request exceeded the limit of 2 seconds"
-    assert rig.answers() == [failed(second_id, "INTERNAL", text, early=True)]
+    assert rig.answers() == [failure(second_id, "INTERNAL", text, early=True)]
     assert rig.report()["shmserve"]["overruns"] == 2
 
 
@@ -522,7 +522,7 @@ def test_a_request_that_does_not_fit_the_model_is_refused(batch_size: int) -> No
     rig, _ = ready_rig()
     (number,) = rig.submit(batch_size=batch_size, request_id="me")
     text = "[request id: me] inference request batch-size must be <= 8 for 'm'"
-    assert rig.answers() == [failed(number, "INVALID_ARG", text)]
+    assert rig.answers() == [failure(number, "INVALID_ARG", text)]
     rig.submit(batch_size=0)
     assert rig.executes()
 
@@ -530,7 +530,7 @@ def test_a_request_that_does_not_fit_the_model_is_refused(batch_size: int) -> No
 def test_a_schema_that_cannot_be_read_is_an_internal_error() -> None:
     rig, _ = ready_rig()
     (number,) = rig.submit(work=(b"\xc1", [b"data"]))
-    assert rig.answers() == [failed(number, "INTERNAL", "internal error")]
+    assert rig.answers() == [failure(number, "INTERNAL", "internal error")]
 
 
 # --- endings --------------------------------------------------------------------------------------
@@ -542,7 +542,7 @@ def test_a_queued_request_is_cancelled() -> None:
     rig.client(m.Cancel(first_id))
     rig.client(m.Cancel(first_id))
     rig.client(m.Cancel(99))
-    assert rig.answers() == [failed(first_id, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [failure(first_id, "CANCELLED", "request cancelled")]
     rig.start()
     assert rig.execute()[1].requests[0].data == [b"w2"]
     assert second_id
@@ -558,7 +558,7 @@ def test_cancelling_an_executing_request_does_not_affect_other_requests() -> Non
     assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
     rig.finish(peer, batch, ok(keys[0], response_in_arena(100, 0)), ok(keys[1]))
     assert rig.answers() == [
-        failed(first_id, "CANCELLED", "request cancelled"),
+        failure(first_id, "CANCELLED", "request cancelled"),
         m.Finished(second_id, b"done", [b"done"]),
     ]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0]))]
@@ -626,7 +626,7 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     rig.execute()
     rig.supervisor(ProcessExited(101, "signal 11"))
     text = "the model's worker died while running this request (signal 11)"
-    assert rig.answers() == [failed(fatal_id, "INTERNAL", text)]
+    assert rig.answers() == [failure(fatal_id, "INTERNAL", text)]
     peer = rig.start(0, 102)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(harmless_id, b"done", [b"done"])]
@@ -644,7 +644,7 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
         "the model's worker died while running this request (signal 9); its outputs overlap "
         "its inputs, which may have changed"
     )
-    assert rig.answers() == [failed(number, "INTERNAL", text) for number in executing_ids]
+    assert rig.answers() == [failure(number, "INTERNAL", text) for number in executing_ids]
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(waiting, b"done", [b"done"])]
@@ -660,7 +660,7 @@ def test_a_cancelled_request_is_not_retried() -> None:
     rig.client(m.Cancel(2))
     rig.answers()
     rig.supervisor(ProcessExited(100, "signal 9"))
-    assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [m.Settled(1), failure(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
     assert [request.data[0] for request in rig.execute()[1].requests] == [b"w3"]
 
@@ -685,8 +685,8 @@ def test_replies_that_do_not_match_fail_only_their_batch(corrupt) -> None:
     replies = corrupt([ok(request.key) for request in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
     assert rig.answers() == [
-        failed(first_id, "INTERNAL", "internal error"),
-        failed(second_id, "INTERNAL", "internal error"),
+        failure(first_id, "INTERNAL", "internal error"),
+        failure(second_id, "INTERNAL", "internal error"),
     ]
     rig.submit()
     rig.finish(peer, rig.execute()[1])
@@ -698,7 +698,7 @@ def test_a_worker_that_returns_an_unknown_batch_is_replaced() -> None:
     number, batch = rig.begin()
     for wrong_value in (batch.batch + 1, -5, 0):
         rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
-    assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
+    assert rig.answers() == [failure(number, "INTERNAL", "internal error", early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)
     rig.supervisor(ProcessExited(100, "signal 9"))
@@ -762,13 +762,13 @@ def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
         "[request id: late] Server is stopping, scheduler for model has stopped accepting new "
         "inference requests"
     )
-    assert rig.answers() == [failed(refused_id, "UNAVAILABLE", text)]
-    assert not drained(rig)
+    assert rig.answers() == [failure(refused_id, "UNAVAILABLE", text)]
+    assert not has_drained(rig)
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
-    assert drained(rig)
+    assert has_drained(rig)
     rig.supervisor(Drain())
-    assert drained(rig)
+    assert has_drained(rig)
 
 
 def test_draining_waits_for_requests_that_are_not_settled() -> None:
@@ -777,12 +777,12 @@ def test_draining_waits_for_requests_that_are_not_settled() -> None:
     _, batch = rig.execute()
     rig.pass_time(2 * MS)
     rig.supervisor(Drain())
-    assert not drained(rig)
+    assert not has_drained(rig)
     rig.finish(peer, batch)
-    assert drained(rig)
+    assert has_drained(rig)
 
 
-def drained(rig: Rig) -> bool:
+def has_drained(rig: Rig) -> bool:
     """Return whether `Drained` was sent since the last call; the counts must precede it."""
     messages = rig.to_supervisor()
     assert {type(message) for message in messages[:-1]} <= {InstanceServed, StatisticsSnapshot}
@@ -811,21 +811,21 @@ def test_metrics_are_an_instances_own_and_stay_counted() -> None:
     peers = [rig.start(0, 100), rig.start(1, 101)]
     for number, peer in enumerate(peers, 1):
         rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [number], []]]]]))
-    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+    assert reported_families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
     rig.supervisor(ProcessExited(100, ""))
     rig.worker(peers[0], m.MetricsReported([["c", "", "COUNTER", [[[], [50], []]]]]))
-    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+    assert reported_families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
 
 
 def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
     rig, peer = ready_rig()
     rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
     rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))
-    assert families(rig) == []
+    assert reported_families(rig) == []
     assert rig.report()["shmserve"]["malformed"] == 2
 
 
-def families(rig: Rig) -> Any:
+def reported_families(rig: Rig) -> Any:
     return rig.report()["shmserve"]["families"]
 
 

@@ -17,14 +17,14 @@ from tests.support.texts import EXPIRED
 DIED = "the model's worker died before this request's last response"
 
 
-def started(**options: Any) -> tuple[Rig, bytes, int, int]:
+def start_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
     """Start a decoupled model with one request at its worker; return also its number and key."""
     rig, peer = ready_rig(decoupled=True, **options)
     number, batch = rig.begin()
     return rig, peer, number, batch.requests[0].key
 
 
-def part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
+def response_part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
     return m.Responded(number, "", "", *packed(response), final)
 
 
@@ -32,12 +32,12 @@ def part(number: int, response: bytes = b"part", final: bool = False) -> m.Respo
 
 
 def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     for text in (b"a", b"b"):
         rig.respond(peer, key, text)
-        assert rig.answers() == [part(number, text)]
+        assert rig.answers() == [response_part(number, text)]
     rig.respond(peer, key, b"c", final=True)
-    assert rig.answers() == [part(number, b"c", final=True)]
+    assert rig.answers() == [response_part(number, b"c", final=True)]
     rig.respond(peer, key, b"late")
     assert rig.answers() == []
     assert rig.report()["shmserve"]["malformed"] == 1
@@ -45,7 +45,7 @@ def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() ->
 
 def test_an_end_before_execute_returns_contains_the_duration() -> None:
     """An ensemble sums the durations of its steps."""
-    rig, peer, _, key = started()
+    rig, peer, _, key = start_stream()
     rig.pass_time(3 * MS)
     rig.respond(peer, key, b"", final=True)
     (end,) = rig.answers()
@@ -54,18 +54,18 @@ def test_an_end_before_execute_returns_contains_the_duration() -> None:
 
 
 def test_an_end_may_arrive_without_any_response() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.respond(peer, key, b"", final=True)
-    assert rig.answers() == [part(number, b"", final=True)]
+    assert rig.answers() == [response_part(number, b"", final=True)]
 
 
 def test_an_error_may_be_in_the_middle() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.respond(peer, key, b"", code="NOT_FOUND", message="not this one")
     rig.respond(peer, key, final=True)
     assert rig.answers() == [
         m.Responded(number, "NOT_FOUND", "not this one", b"", [], False),
-        part(number, final=True),
+        response_part(number, final=True),
     ]
     stats = rig.report()["inference_stats"]
     assert (stats["success"]["count"], stats["fail"]["count"]) == (1, 0)
@@ -73,7 +73,7 @@ def test_an_error_may_be_in_the_middle() -> None:
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(failed: bool) -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.respond(peer, key)
     rig.respond(peer, key, b"", code="INTERNAL", message="no", final=True, failed=failed)
     assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no", b"", [], True)
@@ -85,7 +85,7 @@ def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(failed
 
 
 def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
-    rig, peer, first_id, key = started()
+    rig, peer, first_id, key = start_stream()
     (second_id,) = rig.submit()
     assert rig.executes() == []
     rig.returned(peer, m.Execute(1, []))
@@ -95,25 +95,25 @@ def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
     rig.respond(peer, batch.requests[0].key, b"of the second")
     rig.respond(peer, key, b"", final=True)
     assert rig.answers() == [
-        part(first_id, b"of the first"),
-        part(second_id, b"of the second"),
-        part(first_id, b"", final=True),
+        response_part(first_id, b"of the first"),
+        response_part(second_id, b"of the second"),
+        response_part(first_id, b"", final=True),
     ]
     assert rig.report()["shmserve"]["executing"] == 1
 
 
 def test_all_responses_may_arrive_before_execute_returns() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)
     rig.returned(peer, m.Execute(1, []))
-    assert rig.answers() == [part(number), part(number, final=True)]
+    assert rig.answers() == [response_part(number), response_part(number, final=True)]
     rig.submit()
     assert len(rig.execute()[1].requests) == 1
 
 
 def test_a_reply_ends_a_request_too() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read"))
     assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", [], True)]
     assert rig.scheduler.live_requests == 0
@@ -150,7 +150,7 @@ def test_an_ordinary_model_has_one_response() -> None:
 
 
 def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> None:
-    rig, _, number, key = started()
+    rig, _, number, key = start_stream()
     other_worker = rig.start(1, 101)
     rig.respond(b"0.77", key)
     rig.respond(other_worker, key)
@@ -164,7 +164,7 @@ def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> Non
 
 
 def test_credit_of_a_client_reaches_the_worker() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     for _ in range(3):
         rig.respond(peer, key)
     rig.client(m.Credit(number, 2))
@@ -174,7 +174,7 @@ def test_credit_of_a_client_reaches_the_worker() -> None:
 
 @pytest.mark.parametrize("absurd", [1 << 62, (1 << 64) - 1])
 def test_credit_is_limited_to_the_responses_sent(absurd: int) -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.client(m.Credit(number, 5))
     rig.respond(peer, key)
     for responses in (-3, 0, absurd, absurd):
@@ -190,7 +190,7 @@ def test_credit_is_limited_to_the_responses_sent(absurd: int) -> None:
 @pytest.mark.parametrize("returned", [True, False])
 @pytest.mark.parametrize("responses", [0, 2])
 def test_a_cancelled_request_ends_when_the_model_ends_it(returned: bool, responses: int) -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     for _ in range(responses):
         rig.respond(peer, key)
     if returned:
@@ -208,7 +208,7 @@ def test_a_cancelled_request_ends_when_the_model_ends_it(returned: bool, respons
 
 
 def test_an_exited_client_ends_only_its_own_requests() -> None:
-    rig, peer, _, key = started()
+    rig, peer, _, key = start_stream()
     rig.respond(peer, key)
     rig.returned(peer, m.Execute(1, []))
     rig.answers()
@@ -230,7 +230,10 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
         rig.returned(peer, batch)
     assert rig.wake_ns < NEVER
     rig.pass_time(6 * MS)
-    assert rig.answers() == [part(number), m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True)]
+    assert rig.answers() == [
+        response_part(number),
+        m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True),
+    ]
     assert rig.to_workers() == [m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.answers() == []
@@ -242,11 +245,11 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
 
 
 def test_a_request_with_a_response_is_never_retried() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.respond(peer, key)
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
-        part(number),
+        response_part(number),
         m.Failed(number, "INTERNAL", f"{DIED} (signal 9)", 0, False),
     ]
     rig.start(0, 101)
@@ -254,7 +257,7 @@ def test_a_request_with_a_response_is_never_retried() -> None:
 
 
 def test_an_open_request_is_never_retried() -> None:
-    rig, peer, number, _ = started()
+    rig, peer, number, _ = start_stream()
     rig.returned(peer, m.Execute(1, []))
     rig.supervisor(ProcessExited(100, ""))
     assert rig.answers() == [m.Failed(number, "INTERNAL", DIED, 0, False)]
@@ -270,28 +273,28 @@ def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() ->
     rig.respond(peer, keys[1])
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
-        part(completed_id, final=True),
-        part(responding_id),
+        response_part(completed_id, final=True),
+        response_part(responding_id),
         m.Failed(responding_id, "INTERNAL", f"{DIED} (signal 9)", 0, False),
     ]
     peer = rig.start(0, 101)
     _, retried_batch = rig.execute()
     rig.respond(peer, retried_batch.requests[0].key, final=True)
-    assert rig.answers() == [part(silent_id, final=True)]
+    assert rig.answers() == [response_part(silent_id, final=True)]
 
 
 def test_the_limit_is_execute_s_alone() -> None:
-    rig, peer, number, key = started(execution_timeout_s=1)
+    rig, peer, number, key = start_stream(execution_timeout_s=1)
     rig.pass_time(500 * MS)
     rig.returned(peer, m.Execute(1, []))
     rig.pass_time(60_000 * MS)
     assert rig.control.take() == []
     rig.respond(peer, key, final=True)
-    assert rig.answers() == [part(number, final=True)]
+    assert rig.answers() == [response_part(number, final=True)]
 
 
 def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
-    rig, peer, number, key = started(execution_timeout_s=1)
+    rig, peer, number, key = start_stream(execution_timeout_s=1)
     rig.respond(peer, key)
     rig.pass_time(1000 * MS)
     ((_, kill),) = rig.control.take()
@@ -306,7 +309,7 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
 
 
 def test_draining_waits_for_what_is_open() -> None:
-    rig, peer, _, key = started()
+    rig, peer, _, key = start_stream()
     rig.returned(peer, m.Execute(1, []))
     rig.supervisor(Drain())
     assert not rig.to_supervisor(Drained)
@@ -315,7 +318,7 @@ def test_draining_waits_for_what_is_open() -> None:
 
 
 def test_stopping_fails_what_is_open() -> None:
-    rig, peer, number, key = started()
+    rig, peer, number, key = start_stream()
     rig.respond(peer, key)
     rig.supervisor(Stop())
     _, failed = rig.answers()
@@ -328,7 +331,7 @@ def test_stopping_fails_what_is_open() -> None:
 
 @pytest.mark.parametrize("first_event", ["the end", "the return"])
 def test_a_request_is_counted_once_in_either_order(first_event: str) -> None:
-    rig, peer, _, key = started()
+    rig, peer, _, key = start_stream()
     rig.pass_time(MS)
     if first_event == "the return":
         rig.returned(peer, m.Execute(1, []))

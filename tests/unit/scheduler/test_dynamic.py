@@ -143,7 +143,7 @@ def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
+def queue_states(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
     """Draw a queue of admitted requests, rules, and a reserve."""
     max_batch_size = draw(st.integers(1, 12))
     batching = Batching(
@@ -169,7 +169,7 @@ def fits(queue: list[Item], count: int, batching: Batching) -> bool:
     )
 
 
-def reached(queue: list[Item], batching: Batching) -> int:
+def max_batch(queue: list[Item], batching: Batching) -> int:
     """Return the maximum number of requests that may run together."""
     count = 0
     while count < len(queue) and fits(queue, count + 1, batching):
@@ -177,14 +177,14 @@ def reached(queue: list[Item], batching: Batching) -> int:
     return count
 
 
-@given(situations())
+@given(queue_states())
 def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batching, int]) -> None:
     queue, batching, reserve = drawn_case
     decision = decide(NOW, queue, batching, reserve)
     if not isinstance(decision, Batch):
         return
     count, total = decision.count, sum(item.units for item in queue[: decision.count])
-    limit = reached(queue, batching)
+    limit = max_batch(queue, batching)
     next_item = queue[count] if count < len(queue) else None
     oldest = min(item.enqueued_ns for item in queue[:limit])
     waited_enough = batching.delay_ns > 0 and NOW - oldest >= batching.delay_ns
@@ -214,7 +214,7 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
             pytest.fail("the batcher knows no retries")
 
 
-@given(situations())
+@given(queue_states())
 def test_waiting_is_bounded_and_ends_in_a_batch(
     drawn_case: tuple[list[Item], Batching, int],
 ) -> None:
@@ -230,7 +230,7 @@ def test_waiting_is_bounded_and_ends_in_a_batch(
         assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
 
 
-@given(situations())
+@given(queue_states())
 def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
     drawn_case: tuple[list[Item], Batching, int],
 ) -> None:

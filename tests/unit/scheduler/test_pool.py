@@ -21,7 +21,7 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     return Execution(number, [request], CloseReason.IDLE, started_ns, started_ns)
 
 
-def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
+def register_instance(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
     """Announce and register an instance; return its address."""
     peer = b"%d.%d" % (index, pid)
     pool.announce(index, pid)
@@ -49,7 +49,7 @@ def test_an_offer_ahead_of_its_announcement_is_kept(pool: Pool) -> None:
 
 
 def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     batch = execution()
     pool.assign(batch)
     pool.register_worker(0, b"0.101", 101)
@@ -91,15 +91,15 @@ def test_only_who_was_announced_is_taken() -> None:
 
 
 def test_repeated_offers_and_announcements_change_nothing(pool: Pool) -> None:
-    peer = ready(pool)
-    ready(pool)
+    peer = register_instance(pool)
+    register_instance(pool)
     pool.assign(execution())
-    ready(pool)
+    register_instance(pool)
     assert not pool.free and pool.by_peer(peer) is not None
 
 
 def test_batches_go_to_who_has_been_free_for_longest(pool: Pool) -> None:
-    first_worker, second_worker = ready(pool, 0, 100), ready(pool, 1, 101)
+    first_worker, second_worker = register_instance(pool, 0, 100), register_instance(pool, 1, 101)
     slot = pool.assign(execution(1))
     assert slot.peer == first_worker
     pool.finish(slot, NOW)
@@ -110,7 +110,7 @@ def test_batches_go_to_who_has_been_free_for_longest(pool: Pool) -> None:
 
 
 def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
-    peer = ready(pool)
+    peer = register_instance(pool)
     batch = execution()
     pool.assign(batch)
     assert pool.process_exited(999) is None
@@ -120,12 +120,12 @@ def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
 
 
 def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     assert pool.process_exited(100) == LostWork([], []) and not pool.free
 
 
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     slot = pool.assign(execution())
     slot.meet("doom")
     pool.finish(slot, NOW)
@@ -135,7 +135,7 @@ def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None
 def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     pool = Pool(LIMIT)
     assert pool.due_ns == NEVER
-    ready(pool)
+    register_instance(pool)
     slot = pool.assign(execution(started_ns=NOW))
     assert pool.due_ns == NOW + LIMIT
     assert pool.overdue(NOW + LIMIT - 1) == [] and pool.due_ns == NOW + LIMIT
@@ -145,15 +145,15 @@ def test_the_limit_counts_from_the_start_of_the_batch() -> None:
 
 
 def test_without_a_limit_nothing_is_overdue(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     pool.assign(execution(started_ns=0))
     assert pool.due_ns == NEVER
 
 
 def test_a_pool_fails_while_it_has_no_instance(pool: Pool) -> None:
     assert pool.failure == ""
-    ready(pool, 0, 100)
-    ready(pool, 1, 101)
+    register_instance(pool, 0, 100)
+    register_instance(pool, 1, 101)
     pool.process_exited(100)
     pool.process_exited(101)
     assert pool.failure == "" and counts(pool) == {"expected": 2}
@@ -166,12 +166,12 @@ def test_a_pool_fails_while_it_has_no_instance(pool: Pool) -> None:
     pool.instance_failed(0, "again")
     pool.announce(2, 103)
     pool.retire(2)
-    assert pool.failure == "" and retired(pool) == [103]
+    assert pool.failure == "" and take_retired(pool) == [103]
     assert pool.failure == "again"
 
 
 def test_requests_and_pids_are_found(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     batch = execution()
     slot = pool.assign(batch)
     (request,) = batch.requests
@@ -187,7 +187,7 @@ def test_an_exit_makes_every_slot_expected(state: SlotState) -> None:
 
 def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:
     pool = Pool(LIMIT)
-    ready(pool)
+    register_instance(pool)
     assert not pool.least_busy(4), "an idle instance is no busy one"
     first_execution, second_execution = execution(1), execution(2, NOW)
     slot = pool.assign(first_execution)
@@ -202,7 +202,7 @@ def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:
 
 
 def test_a_batch_ahead_is_sent_to_the_least_busy_instance(pool: Pool) -> None:
-    ready(pool, 0, 100), ready(pool, 1, 101)
+    register_instance(pool, 0, 100), register_instance(pool, 1, 101)
     slots = []
     for number in range(6):
         prefetch_slot = None if pool.free else pool.least_busy(4)
@@ -211,7 +211,7 @@ def test_a_batch_ahead_is_sent_to_the_least_busy_instance(pool: Pool) -> None:
 
 
 def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
         pool.assign(batch, pool.least_busy(4))
@@ -219,7 +219,7 @@ def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
 
 
 def test_an_exit_returns_what_was_open_apart(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     first_execution, second_execution = execution(1), execution(2)
     pool.finish(pool.assign(first_execution), NOW)
     pool.assign(second_execution)
@@ -231,22 +231,22 @@ def test_an_exit_returns_what_was_open_apart(pool: Pool) -> None:
 # --- instances that retire ------------------------------------------------------------------------
 
 
-def retired(pool: Pool) -> list[int]:
+def take_retired(pool: Pool) -> list[int]:
     return pool.take_retired(lambda slot: False)
 
 
 def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) -> None:
-    peer = ready(pool)
+    peer = register_instance(pool)
     slot = pool.assign(execution())
     pool.retire(0)
     assert not pool.free and not pool.least_busy(2)
-    assert retired(pool) == []
+    assert take_retired(pool) == []
     pool.finish(slot, NOW)
     assert not pool.free
-    assert retired(pool) == []  # the open request of a decoupled model prevents the retirement
+    assert take_retired(pool) == []  # the open request of a decoupled model prevents the retirement
     slot.requests.clear()
     assert pool.take_retired(lambda slot: True) == []  # the open sequences prevent the retirement
-    assert retired(pool) == [100]
+    assert take_retired(pool) == [100]
     assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
 
 
@@ -254,12 +254,12 @@ def test_an_instance_that_retires_before_its_start_is_gone_at_once(pool: Pool) -
     pool.announce(0, 100)
     pool.retire(0)
     pool.retire(1)
-    assert retired(pool) == [100, 0]
+    assert take_retired(pool) == [100, 0]
     assert counts(pool) == {}
 
 
 def test_an_instance_that_exits_while_it_retires_is_gone(pool: Pool) -> None:
-    ready(pool)
+    register_instance(pool)
     batch = execution()
     pool.assign(batch)
     pool.retire(0)
@@ -273,7 +273,7 @@ def test_an_instance_that_exits_while_it_retires_is_gone(pool: Pool) -> None:
 def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
     """Further requests of the decoupled model wait in the queue."""
     pool = Pool(0, None, 2)
-    ready(pool)
+    register_instance(pool)
     batches = [execution(1), execution(2)]
     for batch in batches:
         slot = pool.assign(batch)
@@ -289,7 +289,7 @@ def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
 def test_an_offer_after_its_instance_was_taken_back_is_forgotten_with_its_process(
     pool: Pool,
 ) -> None:
-    ready(pool, 0, 100)
+    register_instance(pool, 0, 100)
     pool.announce(1, 101)
     pool.retire(1)
     assert pool.take_retired(lambda _: False) == [101]

@@ -17,7 +17,7 @@ def request(key: int, level: int) -> ScheduledRequest:
     return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, DONE, level)
 
 
-class AgainstAList(RuleBasedStateMachine):
+class ComparedQueue(RuleBasedStateMachine):
     """A model of the queue: a plain list of requests with sort keys."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class AgainstAList(RuleBasedStateMachine):
                 self.naive.append(((request.level, request.delayed, -self.memory_ranges), request))
 
     @invariant()
-    def is_the_same(self) -> None:
+    def check_equality(self) -> None:
         """Check that the order and the counts equal those of the list."""
         expected = self._expected()
         assert list(self.queue) == expected
@@ -92,5 +92,5 @@ class AgainstAList(RuleBasedStateMachine):
         )
 
 
-AgainstAList.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestAgainstAList = AgainstAList.TestCase
+ComparedQueue.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstAList = ComparedQueue.TestCase

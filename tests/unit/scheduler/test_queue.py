@@ -17,7 +17,7 @@ NOW = 1_000_000_000
 CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
-def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
+def make_queue(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
     """Return the queue of a model with batches up to 8 and this queue policy."""
     config = {
         "name": "m",
@@ -48,7 +48,7 @@ def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledReq
 
 
 def test_requests_are_dequeued_in_order_of_arrival() -> None:
-    queue = backlog()
+    queue = make_queue()
     admitted = [admit(queue) for _ in range(4)]
     assert list(queue.in_order) == admitted
     assert queue.take(3) == admitted[:3] and len(queue) == 1
@@ -56,7 +56,7 @@ def test_requests_are_dequeued_in_order_of_arrival() -> None:
 
 
 def test_a_request_may_leave_from_the_middle() -> None:
-    queue = backlog()
+    queue = make_queue()
     first_request, second_request, third_request = (admit(queue) for _ in range(3))
     queue.remove(second_request)
     queue.remove(second_request)
@@ -64,7 +64,7 @@ def test_a_request_may_leave_from_the_middle() -> None:
 
 
 def test_the_policys_bound_overrides_the_servers() -> None:
-    for queue in (backlog({"max_queue_size": 2}, 5), backlog({}, 2)):
+    for queue in (make_queue({"max_queue_size": 2}, 5), make_queue({}, 2)):
         admit(queue)
         admit(queue)
         with pytest.raises(QueueFull) as caught:
@@ -78,23 +78,23 @@ def test_the_policys_bound_overrides_the_servers() -> None:
 
 
 def test_a_request_of_a_model_that_does_not_batch_is_one_unit() -> None:
-    assert admit(backlog(), batch_size=0).units == 1
+    assert admit(make_queue(), batch_size=0).units == 1
 
 
 def test_a_request_with_an_expired_timeout_is_refused() -> None:
     with pytest.raises(Unavailable, match=r"^Request timeout expired \(0 microseconds"):
-        admit(backlog(), deadline_ns=NOW - 1)
+        admit(make_queue(), deadline_ns=NOW - 1)
 
 
 def test_a_clients_clock_is_believed_only_as_far_as_it_can_be_true() -> None:
-    queue = backlog()
+    queue = make_queue()
     assert admit(queue, arrived_ns=NOW - 5).arrived_ns == NOW - 5
     for nonsense in (0, -4, NOW + 1, 2**63):
         assert admit(queue, arrived_ns=nonsense).arrived_ns == NOW
 
 
 def test_a_request_expires_strictly_after_its_timeout() -> None:
-    queue = backlog({"default_timeout_microseconds": 100})
+    queue = make_queue({"default_timeout_microseconds": 100})
     request = admit(queue)
     deadline_passed = NOW + 100_000
     assert queue.timers.due_ns == deadline_passed + 1
@@ -111,7 +111,7 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     override: bool, timeout_us: int, limit_us: int
 ) -> None:
     policy = {"default_timeout_microseconds": 100, "allow_timeout_override": override}
-    assert admit(backlog(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
+    assert admit(make_queue(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
 
 
 def test_no_request_is_delayed_behind_others_with_preserved_order() -> None:
@@ -126,21 +126,21 @@ def test_no_request_is_delayed_behind_others_with_preserved_order() -> None:
 
 
 def test_an_override_without_a_default_timeout_is_shorter_than_none() -> None:
-    request = admit(backlog({"allow_timeout_override": True}), timeout_us=40)
+    request = admit(make_queue({"allow_timeout_override": True}), timeout_us=40)
     assert request.queue_limit_ns == NOW + 40_000
-    assert admit(backlog({"allow_timeout_override": True})).queue_limit_ns == 0
+    assert admit(make_queue({"allow_timeout_override": True})).queue_limit_ns == 0
 
 
 def test_a_batch_hurries_for_a_deadline_but_not_for_the_queue_policy() -> None:
     policy = {"default_timeout_microseconds": 100, "allow_timeout_override": True}
     deadline = NOW + 40_000
-    assert admit(backlog(), deadline_ns=deadline, timeout_us=40).flush_by_ns == deadline
-    assert admit(backlog(policy), deadline_ns=deadline, timeout_us=40).flush_by_ns == NEVER
-    assert admit(backlog(policy)).flush_by_ns == NEVER
+    assert admit(make_queue(), deadline_ns=deadline, timeout_us=40).flush_by_ns == deadline
+    assert admit(make_queue(policy), deadline_ns=deadline, timeout_us=40).flush_by_ns == NEVER
+    assert admit(make_queue(policy)).flush_by_ns == NEVER
 
 
 def test_the_queue_limit_ends_with_the_queue_and_the_deadline_does_not() -> None:
-    queue = backlog({"default_timeout_microseconds": 100})
+    queue = make_queue({"default_timeout_microseconds": 100})
     request = admit(queue, deadline_ns=NOW + 500_000)
     queue.take(1)
     assert queue.expired(NOW + 200_000) == []
@@ -148,7 +148,7 @@ def test_the_queue_limit_ends_with_the_queue_and_the_deadline_does_not() -> None
 
 
 def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() -> None:
-    queue = backlog({"default_timeout_microseconds": 100})
+    queue = make_queue({"default_timeout_microseconds": 100})
     first_request = admit(queue, deadline_ns=NOW + 500_000)
     admit(queue)
     queue.take(1)
@@ -160,7 +160,7 @@ def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() ->
 
 
 def test_timers_of_done_requests_do_not_pile_up() -> None:
-    queue = backlog()
+    queue = make_queue()
     for _ in range(5000):
         admit(queue, deadline_ns=NOW + 60_000_000_000)
         (request,) = queue.take(1)

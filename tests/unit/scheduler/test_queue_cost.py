@@ -15,7 +15,7 @@ _PARAMETERS = {
 }
 
 
-def calls_a_request(queued: int, config: dict[str, Any]) -> float:
+def calls_per_request(queued: int, config: dict[str, Any]) -> float:
     """Return the number of function calls per request, in Python and in C."""
     busy, calls = BusyQueue(queued, config), 0
 
@@ -39,5 +39,5 @@ def test_a_request_costs_no_more_with_many_queued(parameters: dict[str, Any]) ->
     queue.
     """
     config = {**CONFIG, "parameters": parameters}
-    few_cost, many_cost = (calls_a_request(queued, config) for queued in (100, 20_000))
+    few_cost, many_cost = (calls_per_request(queued, config) for queued in (100, 20_000))
     assert many_cost < few_cost * 1.15

@@ -43,7 +43,7 @@ def arena() -> Iterator[Arena]:
     new_arena.close()
 
 
-def cached(
+def cached_rig(
     byte_size: int = 1 << 20,
     arena_byte_size: int = 1 << 20,
     dynamic: dict[str, Any] | None = None,
@@ -60,23 +60,23 @@ def cached(
     return Rig(dynamic, cache=cache, **server)
 
 
-def released(memory_range: Range) -> m.Release:
+def release_message(memory_range: Range) -> m.Release:
     """Return the message that releases a memory range."""
     return m.Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
 
 
-def work(data: bytes | Range = b"x", output: Range | None = None, **fields: Any) -> Packed:
+def pack_request(data: bytes | Range = b"x", output: Range | None = None, **fields: Any) -> Packed:
     shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
     outputs = () if output is None else (RequestedOutput("O", output),)
     return pack_inference(Inference((TensorRef("I", "INT8", shape, data),), outputs, **fields))
 
 
-def body(data: bytes | Range) -> Packed:
+def pack_response(data: bytes | Range) -> Packed:
     shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
     return pack_inferred(Inferred((TensorRef("O", "INT8", shape, data),), {"p": 1}))
 
 
-def placed(arena: Arena, data: bytes) -> Range:
+def place_data(arena: Arena, data: bytes) -> Range:
     memory_range = arena.allocate(len(data))
     arena.view(memory_range)[:] = data
     return memory_range
@@ -91,12 +91,12 @@ def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
     return number
 
 
-def answer_of(message: m.Finished) -> Packed:
+def unpack_answer(message: m.Finished) -> Packed:
     """Return the schema and data of a response."""
     return message.schema, message.data
 
 
-def hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
+def submit_hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
     (number,) = rig.submit(work=request, **fields)
     assert rig.executes() == []
     (response,) = rig.answers()
@@ -106,10 +106,10 @@ def hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
 
 def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
     """Rule 3.8.3: a hit counts as success, queue and hit, but not as execution or inference."""
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, work(), body(b"y"))
-    assert answer_of(hit(rig, work())) == body(b"y")
+    run(rig, peer, pack_request(), pack_response(b"y"))
+    assert unpack_answer(submit_hit(rig, pack_request())) == pack_response(b"y")
     report = rig.report()
     stats = report["inference_stats"]
     assert (report["inference_count"], report["execution_count"]) == (1, 1)
@@ -122,126 +122,129 @@ def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
 
 
 def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
-    rig = cached(max_queue_size=1)
+    rig = cached_rig(max_queue_size=1)
     peer = rig.start()
-    run(rig, peer, work(), body(b"y"))
-    rig.submit(3, work=work(b"z"))
+    run(rig, peer, pack_request(), pack_response(b"y"))
+    rig.submit(3, work=pack_request(b"z"))
     (refusal,) = rig.answers()
     assert refusal.message.endswith("Exceeds maximum queue size")
     rig.executes()
-    hit(rig, work())
+    submit_hit(rig, pack_request())
 
 
 def test_hits_keep_the_order_of_requests() -> None:
     """Section 3.8: with preserve_ordering, hits are ordered, too."""
-    rig = cached(dynamic={"preserve_ordering": True})
+    rig = cached_rig(dynamic={"preserve_ordering": True})
     peer = rig.start()
-    run(rig, peer, work(), body(b"y"))
-    (first_id,) = rig.submit(work=work(b"z"))
-    (second_id,) = rig.submit(work=work())
+    run(rig, peer, pack_request(), pack_response(b"y"))
+    (first_id,) = rig.submit(work=pack_request(b"z"))
+    (second_id,) = rig.submit(work=pack_request())
     assert rig.answers() == []
     _, batch = rig.execute()
-    rig.finish(peer, batch, ok(batch.requests[0].key, body(b"w")))
-    assert rig.answers() == [m.Finished(first_id, *body(b"w")), m.Finished(second_id, *body(b"y"))]
+    rig.finish(peer, batch, ok(batch.requests[0].key, pack_response(b"w")))
+    assert rig.answers() == [
+        m.Finished(first_id, *pack_response(b"w")),
+        m.Finished(second_id, *pack_response(b"y")),
+    ]
 
 
 def test_errors_are_not_kept() -> None:
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    rig.submit(work=work())
+    rig.submit(work=pack_request())
     _, batch = rig.execute()
     rig.finish(peer, batch, m.Reply(batch.requests[0].key, "INTERNAL", "no"))
     rig.answers()
-    run(rig, peer, work(), body(b"y"))
+    run(rig, peer, pack_request(), pack_response(b"y"))
     assert rig.report()["inference_stats"]["cache_miss"]["count"] == 1
 
 
 def test_the_body_of_a_request_is_hashed_where_a_gateway_has_put_it(arena: Arena) -> None:
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, work(placed(arena, b"a" * LARGE)), body(b"y"))
-    hit(rig, work(placed(arena, b"a" * LARGE)))
-    run(rig, peer, work(placed(arena, b"a" * LARGE + b"b")), body(b"z"))
+    run(rig, peer, pack_request(place_data(arena, b"a" * LARGE)), pack_response(b"y"))
+    submit_hit(rig, pack_request(place_data(arena, b"a" * LARGE)))
+    run(rig, peer, pack_request(place_data(arena, b"a" * LARGE + b"b")), pack_response(b"z"))
 
 
 def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     """No reader can change the cached bytes, and the copies are released."""
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    placed_body = placed(arena, b"l" * LARGE)
-    run(rig, peer, work(), body(placed_body))
+    placed_body = place_data(arena, b"l" * LARGE)
+    run(rig, peer, pack_request(), pack_response(placed_body))
     arena.view(placed_body)[:] = b"!" * LARGE  # the worker may reuse the memory of its response
     for _ in range(30):  # 3 MB in total, through an arena of 1 MB
-        (output,) = inferred_of(hit(rig, work())).outputs
+        (output,) = inferred_of(submit_hit(rig, pack_request())).outputs
         assert isinstance(output.data, Range)
         view = Mappings().view(output.data)
         assert bytes(view) == b"l" * LARGE
         view[:] = b"?" * LARGE
-        rig.client(released(output.data))
+        rig.client(release_message(output.data))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
 def test_an_exited_reader_releases_all_blocks(arena: Arena) -> None:
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
-    hit(rig, work(), peer=b"7001.cd")
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    submit_hit(rig, pack_request(), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
     rig.supervisor(ProcessExited(7001, ""))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
 def test_a_reader_cannot_release_blocks_it_was_not_lent(arena: Arena) -> None:
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
-    (output,) = inferred_of(hit(rig, work())).outputs
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    (output,) = inferred_of(submit_hit(rig, pack_request())).outputs
     assert isinstance(output.data, Range)
-    rig.client(released(output.data), peer=b"7001.cd")
+    rig.client(release_message(output.data), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
 
 
 def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
-    rig = cached(dynamic={"preserve_ordering": True})
+    rig = cached_rig(dynamic={"preserve_ordering": True})
     peer = rig.start()
-    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
-    rig.submit(work=work(b"z"))
-    (executed,) = rig.submit(work=work())
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    rig.submit(work=pack_request(b"z"))
+    (executed,) = rig.submit(work=pack_request())
     rig.client(m.Cancel(executed))
     assert [answer.code for answer in rig.answers()] == ["CANCELLED"]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
 def test_a_refused_hit_releases_its_copy(arena: Arena) -> None:
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
-    rig.submit(work=work(), deadline_ns=1)
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    rig.submit(work=pack_request(), deadline_ns=1)
     assert [type(answer) for answer in rig.answers()] == [m.Failed]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
 def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
-    rig = cached(arena_byte_size=128 * 1024)
+    rig = cached_rig(arena_byte_size=128 * 1024)
     peer = rig.start()
-    placed_body = body(placed(arena, b"l" * LARGE))
-    run(rig, peer, work(), placed_body)
-    hit(rig, work())
-    run(rig, peer, work(), placed_body)
+    placed_body = pack_response(place_data(arena, b"l" * LARGE))
+    run(rig, peer, pack_request(), placed_body)
+    submit_hit(rig, pack_request())
+    run(rig, peer, pack_request(), placed_body)
 
 
-def regions(arena: Arena) -> dict[str, Packed]:
+def region_requests(arena: Arena) -> dict[str, Packed]:
     """Return requests whose inputs or outputs are in memory that schedulers do not read."""
-    memory_range = placed(arena, b"r" * 64)
+    memory_range = place_data(arena, b"r" * 64)
     memory, copied = memory_range.memory, memory_range.memory
     cached_memory = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
     copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
     unsealed = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
     return {
-        "a client's region": work(Range(cached_memory, memory_range.offset, 64)),
-        "an untrusted client's": work(Range(copied, memory_range.offset, 64)),
-        "an object that may shrink": work(Range(unsealed, memory_range.offset, 64)),
-        "an output's place": work(b"x", Range(cached_memory, memory_range.offset, 64)),
+        "a client's region": pack_request(Range(cached_memory, memory_range.offset, 64)),
+        "an untrusted client's": pack_request(Range(copied, memory_range.offset, 64)),
+        "an object that may shrink": pack_request(Range(unsealed, memory_range.offset, 64)),
+        "an output's place": pack_request(b"x", Range(cached_memory, memory_range.offset, 64)),
     }
 
 
@@ -256,45 +259,45 @@ def regions(arena: Arena) -> dict[str, Packed]:
 )
 def test_requests_with_client_regions_are_not_cached(arena: Arena, region_kind: str) -> None:
     """A client could change its region between the hash and the execution, and poison the cache."""
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
     for _ in range(2):
-        run(rig, peer, regions(arena)[region_kind], body(b"y"))
+        run(rig, peer, region_requests(arena)[region_kind], pack_response(b"y"))
     stats = rig.report()["inference_stats"]
     assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (0, 0)
 
 
 def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     """Rule 3.8.4: the response is not inserted, which is logged."""
-    rig = cached(byte_size=1000)
+    rig = cached_rig(byte_size=1000)
     peer = rig.start()
-    run(rig, peer, work(), body(b"small"))
+    run(rig, peer, pack_request(), pack_response(b"small"))
     for _ in range(5):
-        run(rig, peer, work(b"z"), body(b"y" * 1000))
+        run(rig, peer, pack_request(b"z"), pack_response(b"y" * 1000))
     stats = rig.report()["inference_stats"]
     assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (0, 6)
     assert caplog.text.count("Failed to insert key") == 3  # the 1st, 2nd and 4th refusal are logged
-    hit(rig, work())
+    submit_hit(rig, pack_request())
 
 
 def test_a_smaller_share_holds_at_once() -> None:
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, work(), body(b"y" * 1000))
+    run(rig, peer, pack_request(), pack_response(b"y" * 1000))
     rig.supervisor(ResizeCache(500))
     assert rig.report()["shmserve"]["cache"]["bytes"] == 0
-    run(rig, peer, work(), body(b"y" * 1000))
+    run(rig, peer, pack_request(), pack_response(b"y" * 1000))
 
 
 def test_counts_go_on_in_a_successor() -> None:
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, work(), body(b"y"))
-    hit(rig, work())
+    run(rig, peer, pack_request(), pack_response(b"y"))
+    submit_hit(rig, pack_request())
     snapshots = rig.to_supervisor(StatisticsSnapshot)
     report_before = rig.report()
     assert snapshots == []
-    heir = cached()
+    heir = cached_rig()
     heir.scheduler.restore([rig.snapshot(), []], [])
     stats = heir.report()["inference_stats"]
     assert stats == report_before["inference_stats"]
@@ -303,20 +306,20 @@ def test_counts_go_on_in_a_successor() -> None:
 def test_without_a_cache_nothing_is_asked_for() -> None:
     rig, peer = ready_rig()
     for _ in range(2):
-        run(rig, peer, work(), body(b"y"))
+        run(rig, peer, pack_request(), pack_response(b"y"))
     assert rig.report()["shmserve"]["cache"] == {}
 
 
 def test_arrays_of_other_shapes_have_other_keys() -> None:
     """Section 3.8: the same bytes with the shapes [1, 4] and [4] are two entries."""
-    rig = cached()
+    rig = cached_rig()
     peer = rig.start()
     data = np.arange(4, dtype=np.int8).tobytes()
     flat = pack_inference(Inference((TensorRef("I", "INT8", (4,), data),)))
     row = pack_inference(Inference((TensorRef("I", "INT8", (1, 4), data),)))
-    run(rig, peer, flat, body(b"flat"))
-    run(rig, peer, row, body(b"row"))
-    assert answer_of(hit(rig, flat)) == body(b"flat")
+    run(rig, peer, flat, pack_response(b"flat"))
+    run(rig, peer, row, pack_response(b"row"))
+    assert unpack_answer(submit_hit(rig, flat)) == pack_response(b"flat")
 
 
 A = TensorRef("A", "INT32", (1, 2), b"12345678")
@@ -327,7 +330,7 @@ REQUEST = Inference((A, B), (RequestedOutput("Y"),), {"p": 1})
 NO_SEQUENCE = (0, "", 0)
 
 
-def key(
+def request_key(
     request: Inference,
     model: str = "m",
     version: str = "1",
@@ -360,19 +363,21 @@ def key(
 )
 def test_requests_that_differ_have_different_keys(other_request: Inference) -> None:
     """Rule 3.8.2."""
-    assert key(other_request) != key(REQUEST)
+    assert request_key(other_request) != request_key(REQUEST)
 
 
 def test_another_sequence_or_position_has_another_key() -> None:
     """Rule 3.8.2."""
     memory_ranges = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
-    assert len({key(REQUEST, sequence=memory_range) for memory_range in memory_ranges}) == len(
-        memory_ranges
-    )
+    assert len(
+        {request_key(REQUEST, sequence=memory_range) for memory_range in memory_ranges}
+    ) == len(memory_ranges)
 
 
 def test_another_model_or_version_has_another_key() -> None:
-    assert len({key(REQUEST), key(REQUEST, "n"), key(REQUEST, "m", "2")}) == 3
+    assert (
+        len({request_key(REQUEST), request_key(REQUEST, "n"), request_key(REQUEST, "m", "2")}) == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -383,12 +388,14 @@ def test_another_model_or_version_has_another_key() -> None:
     ],
 )
 def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) -> None:
-    assert key(replace(REQUEST, **fields)) == key(REQUEST)
+    assert request_key(replace(REQUEST, **fields)) == request_key(REQUEST)
 
 
 def test_the_order_of_parameters_does_not_matter() -> None:
     ordered_request = replace(REQUEST, parameters={"p": 1, "q": 2})
-    assert key(ordered_request) == key(replace(REQUEST, parameters={"q": 2, "p": 1}))
+    assert request_key(ordered_request) == request_key(
+        replace(REQUEST, parameters={"q": 2, "p": 1})
+    )
 
 
 STEPS = st.lists(

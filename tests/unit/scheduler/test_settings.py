@@ -9,7 +9,7 @@ from shmserve.ipc.model_spec import LevelPolicy, ModelSpec
 from shmserve.scheduler.settings import Batching, QueuePolicies, Settings
 
 
-def read(config: dict[str, Any], **server: Any) -> Settings:
+def read_settings(config: dict[str, Any], **server: Any) -> Settings:
     """Decode a configuration with a name and a maximum of 8."""
     return Settings.read(
         ModelSpec.of({"name": "m", "max_batch_size": 8, **config}), "3", SchedulingLimits(**server)
@@ -17,7 +17,7 @@ def read(config: dict[str, Any], **server: Any) -> Settings:
 
 
 def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
-    settings = read({}, max_queue_size=100, delay_scheduler=4)
+    settings = read_settings({}, max_queue_size=100, delay_scheduler=4)
     assert settings == Settings(
         "m", "3", 8, None, QueuePolicies(LevelPolicy(max_queue_size=100)), False, 0
     )
@@ -38,7 +38,7 @@ def test_everything_is_read() -> None:
         },
         "priority_queue_policy": {"1": {"max_queue_size": 1}},
     }
-    settings = read(
+    settings = read_settings(
         {
             "dynamic_batching": block,
             "parameters": {"execution_timeout_seconds": {"string_value": "0.25"}},
@@ -67,7 +67,7 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
         "default_queue_policy": {"max_queue_size": 9},
         "priority_queue_policy": {"3": {"default_timeout_microseconds": 7}},
     }
-    policies = read({"dynamic_batching": block}, max_queue_size=100).policies
+    policies = read_settings({"dynamic_batching": block}, max_queue_size=100).policies
     assert list(map(policies.level, (0, 1, 2, 3, 4, 2**64 - 1))) == [2, 1, 2, 3, 2, 2]
     assert policies.policy(1) == policies.policy(2) == LevelPolicy(max_queue_size=9)
     assert policies.policy(3) == LevelPolicy(default_timeout_microseconds=7, max_queue_size=100)
@@ -95,15 +95,17 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
 )
 def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], limited: bool) -> None:
     """Rule 3.1.8: batches then form only when an instance is free."""
-    assert read({"dynamic_batching": block}, max_queue_size=100).policies.limited is limited
+    assert (
+        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited is limited
+    )
 
 
 @pytest.mark.parametrize("preferred", [None, [], [0]])
 def test_the_default_preferred_size_is_the_maximum(preferred: list[int] | None) -> None:
     config = {"max_batch_size": 0, "dynamic_batching": {"preferred_batch_size": preferred}}
-    assert read(config).batching == Batching(1, frozenset({1}), 0)
+    assert read_settings(config).batching == Batching(1, frozenset({1}), 0)
     config["max_batch_size"] = 8
-    assert read(config).batching == Batching(8, frozenset({8}), 0)
+    assert read_settings(config).batching == Batching(8, frozenset({8}), 0)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +123,15 @@ def test_the_strategy_is_read(strategy: str, delay_ns: int, target_ns: int) -> N
         "dynamic_batching": {"max_queue_delay_microseconds": 7},
         "parameters": {name: {"string_value": text} for name, text in parameters.items()},
     }
-    assert read(config).batching == Batching(8, frozenset({8}), delay_ns, target_ns)
+    assert read_settings(config).batching == Batching(8, frozenset({8}), delay_ns, target_ns)
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-1", "inf", "nan", None])
 def test_an_invalid_execution_timeout_keeps_the_servers(value: str | None) -> None:
     config = {"parameters": {"execution_timeout_seconds": {"string_value": value}}}
-    assert read(config, execution_timeout_s=1.5).execution_limit_ns == 1_500_000_000
+    assert read_settings(config, execution_timeout_s=1.5).execution_limit_ns == 1_500_000_000
 
 
 def test_a_limit_of_zero_is_none() -> None:
     config = {"parameters": {"execution_timeout_seconds": {"string_value": "0"}}}
-    assert read(config, execution_timeout_s=60).execution_limit_ns == 0
+    assert read_settings(config, execution_timeout_s=60).execution_limit_ns == 0

@@ -232,7 +232,7 @@ def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> N
     old_rig.submit(2)
     _, batch = old_rig.execute()
     old_rig.supervisor(Drain())
-    old_report = told_supervisor(old_rig)
+    old_report = last_snapshot(old_rig)
     assert old_report["inference_count"] == 0
     new_rig = Rig({})
     new_rig.supervisor(BaseCounters(total(old_report)))
@@ -240,11 +240,11 @@ def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> N
     new_rig.finish(new_worker, run_one(new_rig))
     old_rig.pass_time(MS)
     old_rig.finish(peer, batch)
-    last_report = told_supervisor(old_rig)
+    last_report = last_snapshot(old_rig)
     new_rig.supervisor(BaseCounters(total(last_report)))
     report = new_rig.report()
     assert report["inference_count"] == 1
-    counted = told_supervisor(new_rig)
+    counted = last_snapshot(new_rig)
     totals = total(counted)
     assert totals.items() <= report["shmserve"].items()
     assert totals["inference_count"] == 3
@@ -278,7 +278,7 @@ def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
     assert changed_sum["first_response_ms"]["counts"] == [1, 0]
 
 
-def told_supervisor(rig: Rig) -> dict[str, Any]:
+def last_snapshot(rig: Rig) -> dict[str, Any]:
     """Return the last snapshot that a scheduler has sent for its successor."""
     snapshots = [
         message for _, message in rig.control.take() if type(message) is StatisticsSnapshot

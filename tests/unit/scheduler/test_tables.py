@@ -26,14 +26,16 @@ def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
-def begun(**options: Any) -> tuple[Rig, bytes, int, int]:
+def begin_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
     """Start a decoupled model and send a request to its worker; return also its number and key."""
     rig, peer = ready_rig(decoupled=True, **options)
     (number,) = rig.submit()
     return rig, peer, number, rig.execute()[1].requests[0].key
 
 
-def give(rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **fields: Any) -> None:
+def send_response(
+    rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **fields: Any
+) -> None:
     """Send a response with these compute and output times."""
     rig.now += infer_ns + output_ns
     elapsed_ns = rig.now - output_ns
@@ -41,10 +43,10 @@ def give(rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **field
 
 
 def test_each_response_counts_from_the_one_before_it() -> None:
-    rig, peer, _, key = begun()
-    give(rig, peer, key, 3 * MS, 1)
-    give(rig, peer, key, 2 * MS, 2)
-    give(rig, peer, key, 5 * MS, 0, response=b"", final=True)
+    rig, peer, _, key = begin_stream()
+    send_response(rig, peer, key, 3 * MS, 1)
+    send_response(rig, peer, key, 2 * MS, 2)
+    send_response(rig, peer, key, 5 * MS, 0, response=b"", final=True)
     assert stats(rig) == {
         "0": {"compute_infer": (1, 3 * MS), "compute_output": (1, 1), "success": (1, 3 * MS + 1)},
         "1": {"compute_infer": (1, 2 * MS), "compute_output": (1, 2), "success": (1, 2 * MS + 2)},
@@ -56,22 +58,22 @@ def test_each_response_counts_from_the_one_before_it() -> None:
 
 
 def test_the_last_response_may_be_the_end_as_well() -> None:
-    rig, peer, _, key = begun()
-    give(rig, peer, key, MS, 1, final=True)
+    rig, peer, _, key = begin_stream()
+    send_response(rig, peer, key, MS, 1, final=True)
     (row,) = stats(rig).values()
     assert row["success"] == (1, MS + 1)
 
 
 def test_an_error_is_a_response_that_failed() -> None:
-    rig, peer, _, key = begun()
-    give(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
+    rig, peer, _, key = begin_stream()
+    send_response(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.respond(peer, key, final=True)
     assert stats(rig)["0"] == {"compute_infer": (1, MS), "fail": (1, MS)}
 
 
 def test_a_cancelled_request_counts_once_where_it_was() -> None:
-    rig, peer, number, key = begun()
-    give(rig, peer, key, MS, 0)
+    rig, peer, number, key = begin_stream()
+    send_response(rig, peer, key, MS, 0)
     rig.client(m.Cancel(number))
     rig.respond(peer, key)
     rig.pass_time(MS)
@@ -80,17 +82,19 @@ def test_a_cancelled_request_counts_once_where_it_was() -> None:
 
 
 def test_a_model_may_report_its_own_cancellation() -> None:
-    rig, peer, _, key = begun()
-    give(rig, peer, key, MS, 0)
-    give(rig, peer, key, MS, 0, response=b"", code="CANCELLED", message="no more", final=True)
+    rig, peer, _, key = begin_stream()
+    send_response(rig, peer, key, MS, 0)
+    send_response(
+        rig, peer, key, MS, 0, response=b"", code="CANCELLED", message="no more", final=True
+    )
     assert stats(rig)["1"] == {"cancel": (1, MS)}
 
 
 def test_requests_add_up_by_index() -> None:
-    rig, peer, _, key = begun()
+    rig, peer, _, key = begin_stream()
     for batch, count in ((1, 3), (2, 2)):
         for _ in range(count):
-            give(rig, peer, key, 10, 1)
+            send_response(rig, peer, key, 10, 1)
         rig.respond(peer, key, b"", final=True)
         rig.returned(peer, m.Execute(batch, []))
         rig.submit()
@@ -103,7 +107,7 @@ def test_requests_add_up_by_index() -> None:
 
 
 def test_times_that_cannot_be_are_cut() -> None:
-    rig, peer, _, key = begun()
+    rig, peer, _, key = begin_stream()
     for computed_ns, written_ns in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
         rig.respond(peer, key, computed_ns=computed_ns, written_ns=written_ns)
@@ -113,7 +117,7 @@ def test_times_that_cannot_be_are_cut() -> None:
 
 
 def test_the_table_has_an_end() -> None:
-    rig, peer, _, key = begun()
+    rig, peer, _, key = begin_stream()
     for _ in range(LAST_INDEX + 5):
         rig.respond(peer, key)
     figures = stats(rig)
@@ -122,11 +126,11 @@ def test_the_table_has_an_end() -> None:
 
 
 def test_counts_are_carried_to_the_next_scheduler() -> None:
-    rig, peer, _, key = begun()
-    give(rig, peer, key, MS, 1)
+    rig, peer, _, key = begin_stream()
+    send_response(rig, peer, key, MS, 1)
     counts = CarriedCounters(lambda _: None)
     first_report, first_snapshot = rig.report(), rig.snapshot()
-    give(rig, peer, key, MS, 1, final=True)
+    send_response(rig, peer, key, MS, 1, final=True)
     rig.control.take()
     rig.scheduler.from_control(SnapshotStatistics(), rig.now)
     ((_, snapshot),) = rig.control.take()
@@ -151,9 +155,9 @@ def test_ordinary_models_have_none() -> None:
 
 
 def test_the_first_response_of_a_request_is_observed() -> None:
-    rig, peer, _, key = begun()
-    give(rig, peer, key, 300 * MS, 0)
-    give(rig, peer, key, 9_000 * MS, 0, final=True)
+    rig, peer, _, key = begin_stream()
+    send_response(rig, peer, key, 300 * MS, 0)
+    send_response(rig, peer, key, 9_000 * MS, 0, final=True)
     assert rig.report()["shmserve"]["first_response_ms"] == {
         "buckets": [100, 500, 2000, 5000],
         "counts": [0, 1, 0, 0, 0],
@@ -163,15 +167,15 @@ def test_the_first_response_of_a_request_is_observed() -> None:
 
 
 def test_an_end_alone_is_no_first_response() -> None:
-    rig, peer, _, key = begun()
+    rig, peer, _, key = begin_stream()
     rig.respond(peer, key, b"", final=True)
     assert rig.report()["shmserve"]["first_response_ms"]["count"] == 0
 
 
 def test_a_successor_counts_on() -> None:
-    rig, peer, number, key = begun()
-    give(rig, peer, key, MS, 1)
-    give(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
+    rig, peer, number, key = begin_stream()
+    send_response(rig, peer, key, MS, 1)
+    send_response(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.client(m.Cancel(number))
     rig.respond(peer, key, b"", final=True)
     report, counted = rig.report(), rig.snapshot()

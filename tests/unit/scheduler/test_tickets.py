@@ -10,7 +10,7 @@ from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
-def messages(rig: Rig) -> list[Any]:
+def take_messages(rig: Rig) -> list[Any]:
     """Return the messages to the supervisor since the last call: requests and returns of
     tickets.
     """
@@ -18,7 +18,7 @@ def messages(rig: Rig) -> list[Any]:
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
 
-def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **settings: Any) -> Rig:
+def limited_rig(dynamic: dict[str, Any] | None = None, instances: int = 1, **settings: Any) -> Rig:
     rig = Rig(dynamic, rate_limited=True, **settings)
     for index in range(instances):
         rig.start(index, 100 + index)
@@ -27,47 +27,47 @@ def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **setting
 
 def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
     """Section 3.9."""
-    rig = limited({})
+    rig = limited_rig({})
     rig.submit()
-    assert (messages(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
+    assert (take_messages(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
     rig.submit(2)  # the batch grows while it waits for the ticket
-    assert messages(rig) == []
+    assert take_messages(rig) == []
     rig.supervisor(m.TicketGranted(1))
     peer, batch = rig.execute()
     assert len(batch.requests) == 3
     rig.finish(peer, batch)
-    assert messages(rig) == [m.TicketReturned(1, True)]
+    assert take_messages(rig) == [m.TicketReturned(1, True)]
 
 
 def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
     """Rule 3.9.3: otherwise a waiting model would always be next, whatever its share so far."""
-    rig = limited()
+    rig = limited_rig()
     rig.submit(2)
     rig.supervisor(m.TicketGranted(1))
     peer, batch = rig.execute()
-    messages(rig)
+    take_messages(rig)
     rig.finish(peer, batch)
-    assert messages(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
+    assert take_messages(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
 
 
 def test_no_instance_is_asked_for_without_a_request() -> None:
-    assert messages(limited({}, 3)) == []
+    assert take_messages(limited_rig({}, 3)) == []
 
 
 def test_as_many_are_asked_for_as_could_run() -> None:
-    rig = limited(None, 3)
+    rig = limited_rig(None, 3)
     rig.submit(2)
-    assert messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
 
 def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
-    rig = limited({"max_queue_delay_microseconds": 1000})
+    rig = limited_rig({"max_queue_delay_microseconds": 1000})
     rig.submit()
-    assert messages(rig) == []
+    assert take_messages(rig) == []
     rig.pass_time(2 * MS)
-    assert messages(rig) == [m.AskTicket(1, 0)]
+    assert take_messages(rig) == [m.AskTicket(1, 0)]
 
 
 def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
@@ -75,10 +75,10 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
 
     This must not restart the wait.
     """
-    rig = limited({}, max_batch_size=64, parameters=ADAPTIVE)
+    rig = limited_rig({}, max_batch_size=64, parameters=ADAPTIVE)
 
-    def grant() -> None:
-        requests = [message for message in messages(rig) if isinstance(message, m.AskTicket)]
+    def grant_ticket() -> None:
+        requests = [message for message in take_messages(rig) if isinstance(message, m.AskTicket)]
         rig.supervisor(*[m.TicketGranted(message.ticket) for message in requests])
 
     for _ in range(60):  # bursts of 8 requests at intervals of 2 ms; a batch takes 60 ms
@@ -86,12 +86,12 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
             rig.pass_time(2 * MS)
             rig.submit()
         while rig.scheduler.live_requests:
-            grant()
+            grant_ticket()
             for peer, batch in rig.executes():
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
     rig.core._dispatch._batcher._waiting.waits = True  # type: ignore[attr-defined]
-    messages(rig)
+    take_messages(rig)
     start_ns = rig.now
     last_id = rig.submit(2)[1]
     requests: list[Any] = []
@@ -99,53 +99,53 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
         rig.pass_time(2 * MS)
         (new_id,) = rig.submit()
         rig.client(Cancel(last_id))
-        last_id, requests = new_id, messages(rig)
+        last_id, requests = new_id, take_messages(rig)
     assert 10 * MS < rig.now - start_ns <= 62 * MS
     for _ in range(5):  # the ticket is granted late
         rig.pass_time(2 * MS)
         (new_id,) = rig.submit()
         rig.client(Cancel(last_id))
         last_id = new_id
-        assert messages(rig) == []
+        assert take_messages(rig) == []
     rig.supervisor(m.TicketGranted(requests[0].ticket))
     assert len(rig.executes()) == 1
 
 
 def test_an_unneeded_ticket_is_returned() -> None:
-    rig = limited()
+    rig = limited_rig()
     (number,) = rig.submit()
     rig.client(Cancel(number))
     rig.supervisor(m.TicketGranted(1))
-    assert messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
 
 
 def test_tickets_of_an_exited_worker_are_returned() -> None:
-    rig = limited(None, 2)
+    rig = limited_rig(None, 2)
     rig.submit()
     rig.supervisor(m.TicketGranted(1))
     rig.execute()
-    messages(rig)
+    take_messages(rig)
     rig.supervisor(ProcessExited(100, "signal 9"))
     # The request is retried with a new ticket.
-    assert messages(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]
+    assert take_messages(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
 
 def test_a_ticket_for_an_exited_process_is_returned() -> None:
-    rig = limited()
+    rig = limited_rig()
     rig.submit()
     rig.supervisor(ProcessExited(100, "signal 9"), m.TicketGranted(1))
-    assert messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
     rig.start(0, 105)
-    assert messages(rig) == [m.AskTicket(2, 0)]
+    assert take_messages(rig) == [m.AskTicket(2, 0)]
 
 
 def test_sequences_ask_for_the_instance_of_their_slot() -> None:
-    rig = limited(None, 2, max_batch_size=1, sequences={"direct": {}})
+    rig = limited_rig(None, 2, max_batch_size=1, sequences={"direct": {}})
     rig.submit(correlation_id=1, flags=1)
     rig.submit(correlation_id=2, flags=1)
-    assert messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
     rig.supervisor(m.TicketGranted(1))
@@ -156,4 +156,4 @@ def test_without_the_limiter_no_tickets_are_requested() -> None:
     rig, _ = ready_rig()
     rig.submit()
     rig.execute()
-    assert messages(rig) == []
+    assert take_messages(rig) == []

@@ -33,7 +33,7 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.fixture
-def low_descriptors_taken() -> Iterator[None]:
+def occupied_descriptors() -> Iterator[None]:
     """Occupy all descriptors up to 1,023."""
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -83,7 +83,7 @@ def test_a_pipe_that_is_no_longer_watched(pipes: list[tuple[int, int]]) -> None:
     assert list(waiter.handlers) == [second_reader]
 
 
-@pytest.mark.usefixtures("low_descriptors_taken")
+@pytest.mark.usefixtures("occupied_descriptors")
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
 def test_a_process_with_many_descriptors(pipes: list[tuple[int, int]], wait_ns: int) -> None:
     waiter = DescriptorWaiter()

@@ -30,7 +30,7 @@ class Execution:
         self.call: Number | None = None  # the call that it waits for
 
 
-class World:
+class CallSimulation:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.rigs = [Rig(max_batch_size=1) for _ in range(self.random.randint(2, 4))]
@@ -64,10 +64,10 @@ class World:
                 self.running.append(execution)
             for answer in rig.answers():
                 self.open -= 1
-                self.answered((model, answer.id), isinstance(answer, Failed))
+                self.on_answered((model, answer.id), isinstance(answer, Failed))
             self.reports += [(model, report) for report in rig.to_supervisor(CallsWaiting)]
 
-    def answered(self, number: Number, failed: bool) -> None:
+    def on_answered(self, number: Number, failed: bool) -> None:
         if failed:
             self.failed.append(number)
         for request in self.running:
@@ -102,14 +102,14 @@ class World:
         deadlocks = self.waits.report(model, report, self.rigs[0].now)
         self.collect()
         if deadlocks is not None:
-            deadlocked, failures = self.deadlocked(), len(self.failed)
+            deadlocked, failures = self.find_deadlocked(), len(self.failed)
             self.rigs[model].supervisor(deadlocks)
             self.collect()
             assert len(self.failed) == failures + 1
             assert self.failed[-1] in deadlocked, "the call could have gone on"
             self.ended += 1
 
-    def deadlocked(self) -> set[Number]:
+    def find_deadlocked(self) -> set[Number]:
         """Return the calls that wait for ever in the true state of all schedulers."""
         by_number = {request.number: request for request in self.running}
         stuck = {request.number for request in self.running if request.call is not None}
@@ -133,7 +133,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_calls_end_and_only_deadlocked_ones_fail(seed: int) -> None:
-    world = World(seed)
+    world = CallSimulation(seed)
     for _ in range(20_000):
         world.step()
         if world.roots == ROOTS and not world.open:
@@ -142,7 +142,7 @@ def test_random_calls_end_and_only_deadlocked_ones_fail(seed: int) -> None:
 
 
 def test_the_random_calls_have_deadlocks() -> None:
-    worlds = [World(seed) for seed in range(40)]
+    worlds = [CallSimulation(seed) for seed in range(40)]
     for world in worlds:
         for _ in range(1_500):
             world.step()

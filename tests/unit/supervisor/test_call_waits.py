@@ -25,12 +25,12 @@ def report(model: str, *waits: tuple[list[Call], list[list[int]]]) -> CallsWaiti
     return CallsWaiting(model, [[list(map(list, calls)), call_id] for calls, call_id in waits])
 
 
-class Graph:
+class CallGraph:
     def __init__(self, tickets: Tickets | None = None) -> None:
         self.waits = CallWaits((tickets or Tickets(False, {}, lambda *_: None)).holders)
         self.now_ns = 0
 
-    def rounds(self, reports: dict[int, CallsWaiting], count: int = 4) -> list[tuple[int, Any]]:
+    def run_rounds(self, reports: dict[int, CallsWaiting], count: int = 4) -> list[tuple[int, Any]]:
         """Return the calls that fail in these rounds of reports, by scheduler."""
         failed = []
         for _ in range(count):
@@ -47,14 +47,14 @@ CALL_OF_B = report("b", ([call(9, (10, 5, "a"))], [[20, 6]]))
 
 
 def test_one_call_of_two_requests_that_wait_for_each_other_fails_with_the_chain() -> None:
-    failed = Graph().rounds({A: CALL_OF_A, B: CALL_OF_B}, 2)
+    failed = CallGraph().run_rounds({A: CALL_OF_A, B: CALL_OF_B}, 2)
     assert failed == [(B, CallDeadlocked(9, "a -> b -> a"))]
 
 
 def test_after_the_failure_the_other_call_waits() -> None:
-    graph = Graph()
-    assert len(graph.rounds({A: CALL_OF_A, B: CALL_OF_B}, 2)) == 1
-    assert graph.rounds({A: CALL_OF_A}, 5) == []
+    graph = CallGraph()
+    assert len(graph.run_rounds({A: CALL_OF_A, B: CALL_OF_B}, 2)) == 1
+    assert graph.run_rounds({A: CALL_OF_A}, 5) == []
 
 
 def test_a_cycle_of_three_with_nested_callers() -> None:
@@ -63,8 +63,8 @@ def test_a_cycle_of_three_with_nested_callers() -> None:
         B: report("b", ([call(2, (10, 5, "a"), (50, 1, "m"))], [[20, 6]])),
         C: report("c", ([call(3, (20, 6, "b"))], [[30, 7, 8, 9]])),
     }
-    assert Graph().rounds(reports, 2) == [(C, CallDeadlocked(3, "b -> c -> a -> b"))]
-    failed = Graph().rounds({model: reports[model] for model in (C, A, B)}, 2)
+    assert CallGraph().run_rounds(reports, 2) == [(C, CallDeadlocked(3, "b -> c -> a -> b"))]
+    failed = CallGraph().run_rounds({model: reports[model] for model in (C, A, B)}, 2)
     assert failed == [(B, CallDeadlocked(2, "a -> m -> b -> c -> a"))]
 
 
@@ -72,36 +72,38 @@ def test_a_cycle_of_three_with_nested_callers() -> None:
 def test_a_call_waits_while_an_instance_may_become_free(instances: list[list[int]]) -> None:
     """An instance runs something else, or has none to run, or the execution has ended."""
     call_of_b = report("b", ([call(9, (10, 5, "a"))], instances))
-    assert Graph().rounds({A: CALL_OF_A, B: call_of_b}) == []
+    assert CallGraph().run_rounds({A: CALL_OF_A, B: call_of_b}) == []
 
 
 def test_a_call_that_only_waits_behind_a_deadlock_does_not_fail() -> None:
     """The call of C is not in the cycle of A and B, and is the older one."""
     queued_report = report("a", ([call(1, (30, 7, "c")), call(8, (20, 6, "b"))], [[10, 5]]))
     waits_report = report("c", ([call(2, (40, 1, "d"))], [[30, 7]]))
-    failed = Graph().rounds({C: waits_report, B: CALL_OF_B, A: queued_report}, 2)
+    failed = CallGraph().run_rounds({C: waits_report, B: CALL_OF_B, A: queued_report}, 2)
     assert failed == [(A, CallDeadlocked(8, "b -> a -> b"))]
 
 
 def test_a_deadlock_that_has_ended_between_the_reports_fails_no_call() -> None:
-    graph = Graph()
-    assert graph.rounds({A: CALL_OF_A, B: CALL_OF_B}, 1) == []
-    assert graph.rounds({A: CALL_OF_A}, 9) == []  # B has no calls that wait any more
-    assert graph.rounds({A: CALL_OF_A, B: report("b", ([call(9, (10, 5, "a"))], [[20, 7]]))}) == []
+    graph = CallGraph()
+    assert graph.run_rounds({A: CALL_OF_A, B: CALL_OF_B}, 1) == []
+    assert graph.run_rounds({A: CALL_OF_A}, 9) == []  # B has no calls that wait any more
+    assert (
+        graph.run_rounds({A: CALL_OF_A, B: report("b", ([call(9, (10, 5, "a"))], [[20, 7]]))}) == []
+    )
 
 
 def test_a_report_expires() -> None:
-    graph = Graph()
-    assert graph.rounds({B: CALL_OF_B}, 1) == []
+    graph = CallGraph()
+    assert graph.run_rounds({B: CALL_OF_B}, 1) == []
     graph.now_ns += 6 * SECOND
-    assert graph.rounds({A: CALL_OF_A}, 9) == []
+    assert graph.run_rounds({A: CALL_OF_A}, 9) == []
 
 
 def test_each_sequence_waits_for_its_own_instance() -> None:
     """A different instance of B is free, but the sequence cannot move there."""
     own_wait = ([call(9, (10, 5, "a"))], [[20, 6]])
     general = ([call(7, (90, 1, "z"))], [[20, 6], [21]])
-    failed = Graph().rounds({B: report("b", general, own_wait), A: CALL_OF_A}, 2)
+    failed = CallGraph().run_rounds({B: report("b", general, own_wait), A: CALL_OF_A}, 2)
     assert failed == [(A, CallDeadlocked(8, "b -> a -> b"))]
 
 
@@ -116,5 +118,5 @@ def test_a_deadlock_over_an_instance_and_a_resource(capacity: int) -> None:
     call_of_c = report("c", ([call(8, (20, 6, "b"))], [[30]]))
     for order, key, chain in (((C, B), 9, "a -> b -> c"), ((B, C), 8, "b -> c -> a -> b")):
         reports = {B: CALL_OF_B, C: call_of_c}
-        failed = Graph(tickets).rounds({model: reports[model] for model in order}, 2)
+        failed = CallGraph(tickets).run_rounds({model: reports[model] for model in order}, 2)
         assert failed == ([(order[1], CallDeadlocked(key, chain))] if capacity == 1 else [])

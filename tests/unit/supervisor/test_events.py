@@ -41,7 +41,7 @@ def run_dir() -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def published(
+async def open_publisher(
     run_dir: Path, on_subscription: Callable[[str, bool], None] = lambda prefix, subscribed: None
 ) -> AsyncIterator[EventPublisher]:
     publisher = EventPublisher()
@@ -83,7 +83,7 @@ def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
 
 async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
     records: list[tuple[str, bool]] = []
-    async with published(run_dir, lambda *change: records.append(change)) as publisher:
+    async with open_publisher(run_dir, lambda *change: records.append(change)) as publisher:
         publisher.publish(STARTED)  # number 1 is the first that is sent
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
             await until_async(lambda: publisher.is_followed(publications.PROCESSES))
@@ -99,13 +99,13 @@ async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
 
 
 async def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
-    async with published(run_dir):
+    async with open_publisher(run_dir):
         assert (run_dir / "events").stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Only the events are missing then."""
-    async with published(run_dir / "none") as publisher:
+    async with open_publisher(run_dir / "none") as publisher:
         publisher.publish(STARTED)
     assert "the event socket cannot be opened: [Errno 2] No such file or directory" in caplog.text
 
@@ -129,14 +129,14 @@ def test_missing_events_are_counted(arrived: set[int]) -> None:
 def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
     count = 50_000
 
-    async def live() -> tuple[int, int]:
-        async with published(run_dir) as publisher:
+    async def run_reader() -> tuple[int, int]:
+        async with open_publisher(run_dir) as publisher:
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):  # the publisher does not wait for subscribers
                     publisher.publish(m.ProcessStarted(number, "x"))
 
-                def read() -> tuple[int, int]:
+                def count_events() -> tuple[int, int]:
                     read_count = lost_count = 0
                     for received in reader.follow():
                         read_count, lost_count = read_count + 1, lost_count + received.lost
@@ -144,13 +144,13 @@ def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
                             return read_count, lost_count
                     raise AssertionError
 
-                reading = asyncio.ensure_future(asyncio.to_thread(read))
+                reading = asyncio.ensure_future(asyncio.to_thread(count_events))
                 while not reading.done():  # until an event arrives, when the queue has space again
                     publisher.publish(m.ProcessStarted(-1, "x"))
                     await asyncio.sleep(0.01)
                 return await reading
 
-    read_count, lost_count = asyncio.run(live())
+    read_count, lost_count = asyncio.run(run_reader())
     assert 0 < read_count < count
     assert lost_count >= count + 1 - read_count
 
@@ -159,16 +159,18 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     """Nothing follows them that could show a gap."""
     count = 50_000
 
-    async def live() -> tuple[int, int]:
+    async def run_reader() -> tuple[int, int]:
         holder: list[EventFeed] = []
-        async with published(run_dir, lambda *change: holder[0].subscribed(*change)) as publisher:
+        async with open_publisher(
+            run_dir, lambda *change: holder[0].subscribed(*change)
+        ) as publisher:
             holder.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):
                     publisher.publish(m.ProcessStarted(number, "x"))
 
-                def read() -> tuple[int, int]:
+                def count_events() -> tuple[int, int]:
                     read_count = lost_count = 0
                     for received in reader.follow():
                         read_count, lost_count = (
@@ -179,9 +181,9 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
                             return read_count, lost_count
                     raise AssertionError
 
-                return await asyncio.to_thread(read)
+                return await asyncio.to_thread(count_events)
 
-    read_count, lost_count = asyncio.run(live())
+    read_count, lost_count = asyncio.run(run_reader())
     assert 0 < read_count < count
     assert read_count + lost_count == count
 
@@ -223,7 +225,7 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
     pending_calls: list[str] = []
     holder: list[EventFeed] = []
-    async with published(run_dir, lambda *change: holder[0].subscribed(*change)) as publisher:
+    async with open_publisher(run_dir, lambda *change: holder[0].subscribed(*change)) as publisher:
         holder.append(feed(publisher, states, pending_calls))
         holder[0].models_changed()  # no process receives it
         with EventReader(run_dir) as reader:
@@ -244,7 +246,7 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
 
 
 async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:
-    async with published(run_dir) as publisher:
+    async with open_publisher(run_dir) as publisher:
         reader = EventReader(run_dir)
         await until_async(lambda: publisher.is_followed(publications.MODELS))
     with reader, pytest.raises(Disconnected, match="the server has exited"):

@@ -16,7 +16,7 @@ def test_a_descriptor_that_fails_to_close_keeps_no_other_open(
     close = os.close
     fds = [os.open(tmp_path / str(number), os.O_CREAT | os.O_RDWR) for number in range(4)]
 
-    def failing(fd: int) -> None:
+    def fail_to_close(fd: int) -> None:
         close(fd)
         if fd == fds[0]:
             raise OSError(5, "Input/output error")
@@ -24,6 +24,6 @@ def test_a_descriptor_that_fails_to_close_keeps_no_other_open(
     def all_closed() -> bool:
         return not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds)
 
-    monkeypatch.setattr(os, "close", failing)
+    monkeypatch.setattr(os, "close", fail_to_close)
     connections.close_all(fds)
     until("all are closed", all_closed)

@@ -13,7 +13,7 @@ from shmserve.supervisor.host.listeners import close, listen, listen_unix
 NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
 
 
-def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     """Let every host name resolve to these addresses."""
     addresses_found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses
@@ -23,7 +23,7 @@ def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
 
 def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """`localhost` is 127.0.0.1 and ::1 also where there is no IPv6."""
-    named(monkeypatch, NOBODYS, "127.0.0.1")
+    resolve_names(monkeypatch, NOBODYS, "127.0.0.1")
     (sock,) = listen("localhost", 0, "--http-address", True)
     with sock:
         assert sock.getsockname()[0] == "127.0.0.1"
@@ -32,19 +32,19 @@ def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch)
 def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = socket.socket
 
-    def without_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    def refuse_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
         if family == socket.AF_INET6:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
         return kernels(family, kind)
 
-    monkeypatch.setattr(socket, "socket", without_ipv6)
+    monkeypatch.setattr(socket, "socket", refuse_ipv6)
     (sock,) = listen("", 0, "--http-address", True)
     with sock:
         assert sock.family == socket.AF_INET
 
 
 def test_no_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    named(monkeypatch, NOBODYS)
+    resolve_names(monkeypatch, NOBODYS)
     with pytest.raises(InvalidArgument, match="cannot listen on x:0: Cannot assign requested"):
         listen("x", 0, "--http-address", True)
 

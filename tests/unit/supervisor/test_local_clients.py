@@ -73,13 +73,13 @@ async def test_one_user_does_not_take_all_places(
         stack.callback(local_clients.connections.close)
         admitted_links = []
         for _ in range(PLACES):
-            link = stack.enter_context(come(folder))
-            if await welcome(link):
+            link = stack.enter_context(join_server(folder))
+            if await is_welcomed(link):
                 admitted_links.append(link)
         assert len(admitted_links) == fd_limits.share_of(PLACES) < PLACES
         admitted_links.pop().close()
         await disconnected.wait()
-        assert await welcome(stack.enter_context(come(folder)))
+        assert await is_welcomed(stack.enter_context(join_server(folder)))
 
 
 async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(folder: Path) -> None:
@@ -151,7 +151,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
         lambda number: None,
         never,
     )
-    with come(folder) as link:
+    with join_server(folder) as link:
         link.send(packet)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(10):
@@ -180,7 +180,7 @@ async def test_a_model_with_many_inputs_ends_no_connection(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
-        link = stack.enter_context(come(folder))
+        link = stack.enter_context(join_server(folder))
         assert _names(await _receive(link, 3)) == {"plain"}
         number = acknowledgements.begin(local_clients.numbers())
         local_clients.announce(replace(wide, acknowledge=number))
@@ -190,7 +190,7 @@ async def test_a_model_with_many_inputs_ends_no_connection(
         while not acknowledgements.is_acknowledged(number):
             await acknowledgements.next_complete()
         models.insert(0, wide)
-        later_link = stack.enter_context(come(folder))
+        later_link = stack.enter_context(join_server(folder))
         assert _names(await _receive(later_link, 4)) == (
             {"plain", "wide"} if all_fit else {"plain"}
         )
@@ -237,14 +237,14 @@ async def _receive(link: socket.socket, count: int, *, hello: bool = True) -> li
         ]
 
 
-def come(folder: Path) -> socket.socket:
+def join_server(folder: Path) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(str(endpoints.listener(folder)))
     link.setblocking(False)
     return link
 
 
-async def welcome(link: socket.socket) -> bool:
+async def is_welcomed(link: socket.socket) -> bool:
     """Return whether a hello is answered with a welcome."""
     with contextlib.suppress(
         BrokenPipeError, ConnectionResetError

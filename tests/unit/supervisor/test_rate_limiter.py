@@ -30,7 +30,7 @@ from shmserve.supervisor.resources.rate_limiter import (
 R, S = ("R", 0), ("S", GLOBAL)
 
 
-def limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
+def make_limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
     new_limiter = RateLimiter({(name, None): count for name, count in explicit.items()})
     for number, instances in enumerate(members):
         new_limiter.join(number, dict(enumerate(instances)))
@@ -39,14 +39,14 @@ def limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
 
 def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
     """Rule 3.9.1."""
-    rate_limiter = limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
+    rate_limiter = make_limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
     assert rate_limiter.capacity() == {R: 3, S: 4}
     rate_limiter.remove(0)
     assert rate_limiter.capacity() == {R: 1, S: 4}
 
 
 def test_the_configured_amount_is_the_capacity() -> None:
-    assert limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
+    assert make_limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
     explicit = RateLimiter({("R", 0): 7, ("R", None): 5})
     explicit.join(0, {0: Needs({R: 2, ("R", 1): 1}, 1)})
     assert explicit.capacity() == {R: 7, ("R", 1): 5}
@@ -55,7 +55,7 @@ def test_the_configured_amount_is_the_capacity() -> None:
 def test_a_model_that_could_never_run_does_not_load() -> None:
     """Rule 3.9.2."""
     with pytest.raises(InvalidArgument) as caught:
-        limiter([Needs({R: 4}, 1)], R=3)
+        make_limiter([Needs({R: 4}, 1)], R=3)
     assert caught.value.message == (
         'Resource count for "R" is limited to 3 which will prevent scheduling of one or more model '
         "instances, the minimum required count is 4"
@@ -66,7 +66,7 @@ def test_a_model_that_could_never_run_does_not_load() -> None:
 def test_a_resource_is_global_or_a_devices(separately: bool) -> None:
     own_needs, other_needs = [Needs({R: 1}, 1)], [Needs({("R", GLOBAL): 1}, 1)]
     with pytest.raises(InvalidArgument, match="both global and device-specific"):
-        limiter(*((own_needs, other_needs) if separately else (own_needs + other_needs,)))
+        make_limiter(*((own_needs, other_needs) if separately else (own_needs + other_needs,)))
 
 
 def test_the_needs_of_each_instance_from_a_configuration() -> None:
@@ -82,7 +82,7 @@ def test_the_needs_of_each_instance_from_a_configuration() -> None:
 
 def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
     """Priority 2 runs half as often."""
-    rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
     run_counts = [0, 0]
     (granted,) = rate_limiter.ask(0, 0, 0)
     rate_limiter.ask(1, 0, 1)
@@ -99,7 +99,7 @@ def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
 
 def test_a_large_request_does_not_block_smaller_ones() -> None:
     """Rule 3.9.3: Triton tries only the first waiting request."""
-    rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
+    rate_limiter = make_limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small_ticket,) = rate_limiter.ask(1, 0, "small")
     assert rate_limiter.ask(0, 0, "large") == []
     assert rate_limiter.ask(2, 0, "other") == [(2, "other")]
@@ -107,7 +107,7 @@ def test_a_large_request_does_not_block_smaller_ones() -> None:
 
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
-    rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
+    rate_limiter = make_limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
     running = [rate_limiter.ask(1, index, (index, 0))[0] for index in range(4)]
     rate_limiter.ask(0, 0, "large")
     for number in range(1, 4 * PATIENCE):
@@ -121,7 +121,7 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
 
 
 def test_newcomers_owe_nothing_for_earlier_executions() -> None:
-    rate_limiter = limiter([Needs({R: 1}, 1)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
         rate_limiter.ask(0, 0, ticket)
         rate_limiter.release(0, ticket, True)
@@ -142,7 +142,7 @@ def test_newcomers_owe_nothing_for_earlier_executions() -> None:
 
 
 def test_an_unused_ticket_counts_as_no_execution() -> None:
-    rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
     for ticket in range(10):
         rate_limiter.ask(0, 0, ticket)
         rate_limiter.release(0, ticket, False)
@@ -161,7 +161,7 @@ NEEDS = st.dictionaries(st.sampled_from([R, S, ("T", 1)]), st.integers(1, 3))
 def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
-    rate_limiter = limiter(
+    rate_limiter = make_limiter(
         *[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members]
     )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
@@ -203,7 +203,7 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
 
 
 def test_instances_join_and_leave_while_their_model_serves() -> None:
-    rate_limiter = limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
     assert rate_limiter.ask(0, 1, "a") == [(0, "a")]
     rate_limiter.join(0, {2: Needs({R: 2}, 1)})
     assert rate_limiter.capacity() == {R: 3}

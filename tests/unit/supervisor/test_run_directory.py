@@ -61,12 +61,12 @@ def test_processes_that_end_remove_their_own(
         (directory.path / f"{number}").touch()
     unlink = os.unlink
 
-    def unlinked_by_another(*name: Any, **folder: Any) -> None:
+    def unlink_first(*name: Any, **folder: Any) -> None:
         unlink(*name, **folder)
         if "lock" not in str(name[0]):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(os, "unlink", unlinked_by_another)
+    monkeypatch.setattr(os, "unlink", unlink_first)
     directory.remove()
     assert not directory.path.exists()
     os.close(directory.lock_fd)
@@ -93,10 +93,10 @@ def test_folders_that_cannot_be_made(tmp_path: Path, path: str) -> None:
 
 
 def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+    def raise_no_space(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", raise_no_space)
     with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
         RunDirectory(tmp_path / "run", patience_s=0)
     assert not list(tmp_path.iterdir())
@@ -105,10 +105,10 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders are full, or belong to another user."""
 
-    def nowhere(prefix: str) -> str:
+    def raise_not_found(prefix: str) -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
+    monkeypatch.setattr(tempfile, "mkdtemp", raise_not_found)
     with pytest.raises(InvalidArgument, match=r"--run-dir: required .*No usable temporary"):
         RunDirectory(None)
 

@@ -96,7 +96,7 @@ def test_notifications_queue_up_without_watchdog_messages(
     count = 40  # more than the kernel queues (net.unix.max_dgram_qlen, 10 by default)
     names = [f"FDSTORE=1\nFDNAME=kept-{number}\nFDPOLL=0" for number in range(count)]
 
-    async def fill(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
+    async def fill_socket(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
         manager = ServiceManager(address)
         received: list[tuple[str, tuple[int, int]]] = []
         for number, fd in enumerate(files):
@@ -119,7 +119,7 @@ def test_notifications_queue_up_without_watchdog_messages(
 
     files = [os.memfd_create(f"kept-{number}") for number in range(count)]
     identities = [(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in files]
-    assert asyncio.run(fill(files)) == list(zip(names, identities, strict=True))
+    assert asyncio.run(fill_socket(files)) == list(zip(names, identities, strict=True))
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
@@ -129,7 +129,7 @@ def test_a_flush_returns_when_no_notification_waits(
     address, sock = address_and_socket
     count = 40  # more than the kernel queues
 
-    async def keep() -> int:
+    async def flush_repeatedly() -> int:
         manager = ServiceManager(address)
         for number in range(count):
             manager.keep(str(number), [0])
@@ -142,7 +142,7 @@ def test_a_flush_returns_when_no_notification_waits(
         manager.close()
         return read_count
 
-    read_count = asyncio.run(asyncio.wait_for(keep(), 5))
+    read_count = asyncio.run(asyncio.wait_for(flush_repeatedly(), 5))
     queued = 0
     with contextlib.suppress(BlockingIOError):
         while sock.recv(1000):
@@ -191,7 +191,7 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
     """Return what a process finds that received these sockets as its first descriptors."""
 
-    def memory_range() -> None:
+    def place_sockets() -> None:
         copies = [
             fcntl.fcntl(socket, fcntl.F_DUPFD, 100) for socket in sockets
         ]  # above the numbers that are passed on
@@ -203,7 +203,7 @@ def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self
         [sys.executable, "-c", _ASK],
         env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
-        preexec_fn=memory_range,
+        preexec_fn=place_sockets,
         capture_output=True,
         text=True,
         check=True,

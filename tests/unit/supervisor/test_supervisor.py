@@ -88,7 +88,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
     """There are as many processes as models, and each would be woken for each that is unloaded."""
     monkeypatch.setattr("shmserve.supervisor.supervisor._EXIT_REPORT_DELAY_S", 0.0)
 
-    async def live() -> list[Any]:
+    async def report_exits() -> list[Any]:
         mocked = supervisor()
         for pid in (7, 8):
             child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
@@ -102,7 +102,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
         await outcomes.wait()
         return list(broadcasts)
 
-    assert asyncio.run(live()) == [
+    assert asyncio.run(report_exits()) == [
         call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)
     ]
 

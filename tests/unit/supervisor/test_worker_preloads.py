@@ -18,11 +18,11 @@ import_torch = "\d"
 
 
 @pytest.fixture(autouse=True)
-def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 
-def _preloads(repository: Path, files: dict[str, str], devices: bool = False) -> list[str]:
+def _find_preloads(repository: Path, files: dict[str, str], devices: bool = False) -> list[str]:
     for name, text in files.items():
         path = repository / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
         "ensemble/config.pbtxt": "",
     }
     (tmp_path / "ensemble" / "1").mkdir(parents=True)
-    assert _preloads(tmp_path, files) == ["shmserve.workers.main"]
+    assert _find_preloads(tmp_path, files) == ["shmserve.workers.main"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
     ["from shmserve.model import FP32", "import importlib", "import cv2, onnxruntime", "import"],
 )
 def test_a_class_without_torch_costs_none_of_its_memory(tmp_path: Path, text: str) -> None:
-    assert _preloads(tmp_path, {"m/1/model.py": text}) == ["shmserve.workers.main"]
+    assert _find_preloads(tmp_path, {"m/1/model.py": text}) == ["shmserve.workers.main"]
     (tmp_path / "own.py").write_text(text)
     assert worker_preloads([], [tmp_path / "own.py"], may_add_models=True) == [
         "shmserve.workers.main"
@@ -65,8 +65,8 @@ def test_a_class_whose_helper_imports_torch_has_it_imported(tmp_path: Path) -> N
 
 
 def test_onnx_files_need_torch_for_devices_only(tmp_path: Path) -> None:
-    assert "torch" not in _preloads(tmp_path, {"m/1/model.onnx": ""})
-    assert "torch" in _preloads(tmp_path, {}, devices=True)
+    assert "torch" not in _find_preloads(tmp_path, {"m/1/model.onnx": ""})
+    assert "torch" in _find_preloads(tmp_path, {}, devices=True)
 
 
 def test_an_empty_repository_with_later_models_preloads_torch(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_nothing_of_torch_is_imported_where_it_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert _preloads(tmp_path, {"m/1/model.pt": ""}) == ["shmserve.workers.main"]
+    assert _find_preloads(tmp_path, {"m/1/model.pt": ""}) == ["shmserve.workers.main"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_nothing_of_torch_is_imported_where_it_is_not_installed(
 def test_one_model_that_may_import_torch_has_it_imported(
     tmp_path: Path, file: str, text: str
 ) -> None:
-    assert "torch" in _preloads(tmp_path, {"a/1/model.py": _PLAIN, f"m/{file}": text})
+    assert "torch" in _find_preloads(tmp_path, {"a/1/model.py": _PLAIN, f"m/{file}": text})
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_one_model_that_may_import_torch_has_it_imported(
 def test_the_library_for_a_kind_of_file_is_imported_after_torch(
     tmp_path: Path, file: str, module: str
 ) -> None:
-    preloads = _preloads(tmp_path, {file: ""})
+    preloads = _find_preloads(tmp_path, {file: ""})
     assert preloads[0] == "torch" and preloads[-1] == module

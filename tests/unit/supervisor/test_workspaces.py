@@ -30,7 +30,7 @@ MB = 1 << 20
 DEVICE = "cuda:1"
 
 
-def memory_of(number: int) -> Memory:
+def device_memory(number: int) -> Memory:
     handle = CudaHandle(number.to_bytes(64, "big"), 1, bytes(16))
     return Memory.on_device(number, 2 * MB, handle, number)
 
@@ -42,7 +42,7 @@ class SentMessages:
     def __call__(self, pid: int, message: Any) -> None:
         self.messages.append((pid, message))
 
-    def granted(self) -> list[tuple[int, int, int, int]]:
+    def take_granted(self) -> list[tuple[int, int, int, int]]:
         """Return the leases granted since the last call: pid, number, the holder's pid and the
         offset.
         """
@@ -50,7 +50,7 @@ class SentMessages:
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
             memory_range = unpack_range(list(message.payload["place"]))
-            assert memory_range.memory == memory_of(memory_range.memory.id)
+            assert memory_range.memory == device_memory(memory_range.memory.id)
             offsets.append((pid, message.id, memory_range.memory.id, memory_range.offset))
         self.messages.clear()
         return offsets
@@ -64,35 +64,35 @@ def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     sent = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent)
     workspaces.handle(10, lease_request(1, MB))
-    assert sent.granted() == []
-    workspaces.allocated(DEVICE, memory_of(77))
+    assert sent.take_granted() == []
+    workspaces.allocated(DEVICE, device_memory(77))
     workspaces.handle(11, lease_request(1, MB))
     workspaces.handle(12, lease_request(1, MB))
-    assert sent.granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
+    assert sent.take_granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
     workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
-    assert sent.granted() == [(12, 1, 77, 0)]
+    assert sent.take_granted() == [(12, 1, 77, 0)]
     workspaces.close()  # the workspaces hold no descriptor of it
 
 
 def test_leases_of_released_memory_are_dropped() -> None:
     sent = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent)
-    workspaces.allocated(DEVICE, memory_of(77))
+    workspaces.allocated(DEVICE, device_memory(77))
     workspaces.handle(10, lease_request(1, 2 * MB))
     workspaces.handle(11, lease_request(1, 2 * MB))
-    assert sent.granted() == [(10, 1, 77, 0)]
+    assert sent.take_granted() == [(10, 1, 77, 0)]
     workspaces.holder_exited(DEVICE)
     workspaces.handle(12, lease_request(5, MB))
-    assert sent.granted() == []
-    workspaces.allocated(DEVICE, memory_of(78))
-    assert sent.granted() == [(11, 1, 78, 0)]
+    assert sent.take_granted() == []
+    workspaces.allocated(DEVICE, device_memory(78))
+    assert sent.take_granted() == [(11, 1, 78, 0)]
     workspaces.handle(11, ReturnWorkspace(DEVICE, 77, 0))  # not of this memory
-    assert sent.granted() == []
+    assert sent.take_granted() == []
     workspaces.process_exited(11)
-    assert sent.granted() == [(12, 5, 78, 0)]
+    assert sent.take_granted() == [(12, 5, 78, 0)]
 
 
-def live(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any:
+def run_test(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any:
     """Run a test in an event loop, on processes that it makes up."""
 
     async def run() -> Any:
@@ -107,13 +107,13 @@ def live(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any
 
 
 def test_a_holder_that_dies_is_started_again() -> None:
-    def allocates(processes: Processes, child: Made) -> None:
+    def allocate_memory(processes: Processes, child: Made) -> None:
         processes._dispatch(child.pid, WorkspaceAllocated(bytes(64), bytes(16)))
 
-    async def test(processes: Processes, holders: WorkspaceHolders) -> None:
+    async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         sent = SentMessages()
         processes.context.workspaces._send = sent
-        processes.at_start = lambda child: allocates(processes, child)
+        processes.at_start = lambda child: allocate_memory(processes, child)
         await holders.start()
         assert [child.title for child in processes.started] == ["workspace cuda:1"]
         processes.started[0].kill()
@@ -131,25 +131,25 @@ def test_a_holder_that_dies_is_started_again() -> None:
         await turns()
         assert len(processes.started) == 2
 
-    live(test, f"--workspace-byte-size={DEVICE}={4 * MB}")
+    run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
 
 def test_a_device_that_has_not_so_much_ends_the_start() -> None:
-    async def test(processes: Processes, holders: WorkspaceHolders) -> None:
+    async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         processes.at_start = lambda child: child.kill()
         with pytest.raises(Unavailable, match="workspace cuda:1 ended during its start"):
             await holders.start()
 
-    live(test, f"--workspace-byte-size={DEVICE}={4 * MB}")
+    run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
 
 def test_host_memory_has_no_holder() -> None:
-    async def test(processes: Processes, holders: WorkspaceHolders) -> None:
+    async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         await holders.start()
         assert processes.started == []
         processes.context.workspaces.close()
 
-    live(test, f"--workspace-byte-size=cpu={4 * MB}")
+    run_test(scenario, f"--workspace-byte-size=cpu={4 * MB}")
 
 
 def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ STEPS = st.lists(
 )
 
 
-def opened() -> WorkspacePool:
+def open_pool() -> WorkspacePool:
     """Return a pool whose memory is allocated."""
     pool = WorkspacePool(CAPACITY)
     assert pool.open() == []
@@ -212,7 +212,7 @@ def opened() -> WorkspacePool:
 
 @given(STEPS)
 def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None:
-    pool = opened()
+    pool = open_pool()
     waiting: deque[tuple[int, int, int]] = deque()
     leases: dict[int, tuple[int, int]] = {}  # offset -> owner, size
 
@@ -256,7 +256,7 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
     the pool is one free range again.
     """
     chance = random.Random(17)
-    pool = opened()
+    pool = open_pool()
     sizes: dict[int, int] = {}
     leased: list[tuple[int, int]] = []
     granted_count = 0
@@ -280,11 +280,11 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
 
 def test_more_than_the_pool_is_an_error_with_both_figures() -> None:
     with pytest.raises(InvalidArgument, match=r"8192 bytes was requested, .* pool has 4096"):
-        opened().ask(1, 1, 8192)
+        open_pool().ask(1, 1, 8192)
 
 
 def test_only_the_owner_ends_a_lease() -> None:
-    pool = opened()
+    pool = open_pool()
     assert pool.ask(1, 7, CAPACITY) == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == []
     assert pool.release(2, 0) == []

@@ -10,7 +10,7 @@ from tests.rigs.worker_rig import Rig, rig
 
 
 @pytest.fixture(autouse=True)
-def no_server_is_left() -> Iterator[None]:
+def closed_backend() -> Iterator[None]:
     """Close the Python backend that a test has created, since a process has only one."""
     yield
     server.install(None)

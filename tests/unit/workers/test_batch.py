@@ -71,7 +71,7 @@ def one_tensor(
 # --- views and copies
 
 
-def gatherer(
+def make_gatherer(
     config: dict[str, Any], mappings: Mappings
 ) -> tuple[Unpacker, Gatherer, list[memoryview]]:
     signature = Signature(ModelSpec.of(config), "1")
@@ -89,25 +89,25 @@ def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
     return [unpacker.request(Work(key, 1, *pack_inference(r))) for key, r in enumerate(requests)]
 
 
-def address(raw: memoryview) -> int:
+def address_of(raw: memoryview) -> int:
     pointer: int = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
     return pointer
 
 
 def test_a_batch_of_one_in_a_region_is_a_view(region: Region) -> None:
     mappings = Mappings()
-    unpacker, gather, buffers = gatherer(one_tensor(max_batch_size=8), mappings)
+    unpacker, gather, buffers = make_gatherer(one_tensor(max_batch_size=8), mappings)
     memory_range = region.write(256, np.arange(8, dtype=F32))
     (request,) = unpack(unpacker, inference(tensor("X", np.zeros((2, 4), F32), memory_range)))
     raw, shape, view = gather.gather("X", [request])
     assert (shape, view, buffers) == ((2, 4), True, [])
-    assert address(raw) == address(mappings.view(memory_range))
+    assert address_of(raw) == address_of(mappings.view(memory_range))
     assert np.array_equal(np.frombuffer(raw, F32), np.arange(8, dtype=F32))
 
 
 def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region) -> None:
     mappings = Mappings()
-    unpacker, gather, buffers = gatherer(one_tensor(max_batch_size=8), mappings)
+    unpacker, gather, buffers = make_gatherer(one_tensor(max_batch_size=8), mappings)
     rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
     memory_ranges = [
         region.write(offset, row) for offset, row in zip((64, 72, 96), rows, strict=True)
@@ -119,7 +119,7 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     requests = unpack(unpacker, *items)
     raw, shape, view = gather.gather("X", requests)
     assert (shape, view, buffers) == ((6, 2), True, [])
-    assert address(raw) == address(mappings.view(memory_ranges[0]))
+    assert address_of(raw) == address_of(mappings.view(memory_ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
     # Rows in another order, or with a gap between them, are not contiguous.
     for shuffled in (requests[::-1], [requests[0], requests[2]]):
@@ -131,7 +131,7 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
 
 
 def test_the_first_buffer_fits_the_largest_batch() -> None:
-    unpacker, gather, buffers = gatherer(one_tensor(dims=(2,), max_batch_size=8), Mappings())
+    unpacker, gather, buffers = make_gatherer(one_tensor(dims=(2,), max_batch_size=8), Mappings())
     for sizes in ((1, 1), (3, 2), (4, 4)):
         rows = [np.random.rand(n, 2).astype(F32) for n in sizes]
         requests = unpack(unpacker, *(inference(tensor("X", row)) for row in rows))
@@ -152,7 +152,7 @@ def test_the_capacity_of_a_buffer(rows: int, row: int, min_capacity: int) -> Non
 
 def test_a_ragged_input_is_flat() -> None:
     config = one_tensor(max_batch_size=8, allow_ragged_batch=True)
-    unpacker, gather, _ = gatherer(config, Mappings())
+    unpacker, gather, _ = make_gatherer(config, Mappings())
     rows = [np.arange(n, dtype=F32).reshape(1, n) for n in (2, 4, 1)]
     requests = unpack(unpacker, *(inference(tensor("X", row)) for row in rows))
     raw, shape, _ = gather.gather("X", requests)
@@ -169,11 +169,11 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     source = region.write(0, data)
     raw_inputs: list[Any] = []
 
-    def look(requests: list[Request]) -> list[Response]:
+    def record_inputs(requests: list[Request]) -> list[Response]:
         raw_inputs.append(requests[0].inputs["X"].raw)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, look), one_tensor())
+    worker.serve(FunctionBackend(worker.context, record_inputs), one_tensor())
     requested_output = RequestedOutput("Y", region.memory_range(20 * MIB, 16 * MIB))
     request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[requested_output])
     tracemalloc.start()
@@ -182,7 +182,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     tracemalloc.stop()
     assert reply.code == "", reply.message
     assert peak < 1 * MIB
-    assert address(raw_inputs[0]) == address(worker.context.mappings.view(source))
+    assert address_of(raw_inputs[0]) == address_of(worker.context.mappings.view(source))
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
     assert reply.answer is not None
     assert reply.answer.outputs[0].data == requested_output.memory_range
@@ -192,11 +192,11 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
 def test_only_inputs_in_regions_are_read_only(worker: Rig, region: Region) -> None:
     flags: list[bool] = []
 
-    def look(requests: list[Request]) -> list[Response]:
+    def record_flags(requests: list[Request]) -> list[Response]:
         flags.append(requests[0].inputs["X"].numpy().flags.writeable)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, look), one_tensor())
+    worker.serve(FunctionBackend(worker.context, record_flags), one_tensor())
     data = np.arange(4, dtype=F32)
     worker.batch(inference(tensor("X", data)))
     worker.batch(inference(tensor("X", data, region.write(0, data))))
@@ -471,12 +471,12 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
 def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
     shapes: list[tuple[int, ...]] = []
 
-    def look(requests: list[Request]) -> list[Response]:
+    def record_shapes(requests: list[Request]) -> list[Response]:
         shapes.extend(request.inputs["X"].shape for request in requests)
         return echo(requests)
 
     config = one_tensor(dims=(4, -1), max_batch_size=8, reshape={"shape": [2, 2, -1]})
-    worker.serve(FunctionBackend(worker.context, look), config)
+    worker.serve(FunctionBackend(worker.context, record_shapes), config)
     replies = worker.batch(*(inference(tensor("X", np.zeros((n, 4, 5), F32))) for n in (1, 3)))
     assert shapes == [(1, 2, 2, 5), (3, 2, 2, 5)]
     assert [reply.array("Y").shape for reply in replies] == [(1, 4, 5), (3, 4, 5)]
@@ -547,7 +547,7 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
 def test_one_text_is_checked_without_a_copy_on_request(
     data: bytes, count: int, copied: bool
 ) -> None:
-    unpacker, *_ = gatherer(one_tensor("STRING", (-1,)), Mappings())
+    unpacker, *_ = make_gatherer(one_tensor("STRING", (-1,)), Mappings())
     unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
     assert unpacker.request(unit_of_work).inputs["X"].array is not None
     unpacked = unpacker.request(unit_of_work, copies_text=False).inputs["X"]
@@ -557,7 +557,7 @@ def test_one_text_is_checked_without_a_copy_on_request(
 
 @pytest.mark.parametrize("data", [b"", b"\1\0\0", b"\2\0\0\0a", b"\0\0\0\0a"])
 def test_a_text_of_the_wrong_length_is_refused_without_a_copy_too(data: bytes) -> None:
-    unpacker, *_ = gatherer(one_tensor("STRING", (1,)), Mappings())
+    unpacker, *_ = make_gatherer(one_tensor("STRING", (1,)), Mappings())
     unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (1,), data))))
     with pytest.raises(InvalidArgument, match="for inference input 'X' for model 'm'"):
         unpacker.request(unit_of_work, copies_text=False)
@@ -618,7 +618,7 @@ def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.Mo
 def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
     sizes: list[int] = []
 
-    def picky(requests: list[Request]) -> list[Response]:
+    def fail_several(requests: list[Request]) -> list[Response]:
         sizes.append(len(requests))
         for request in requests:
             array = request.inputs["X"].numpy()
@@ -627,7 +627,7 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
             array *= 2  # the retry must not see this change
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, picky), one_tensor(max_batch_size=8))
+    worker.serve(FunctionBackend(worker.context, fail_several), one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3)))
     assert sizes == [3, 1, 1, 1]
     assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
@@ -737,10 +737,10 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
     data = np.ones((1, 4), F32)
     copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
-    def full(memory_range: Range) -> memoryview:
+    def raise_memory_error(memory_range: Range) -> memoryview:
         raise MemoryError
 
-    monkeypatch.setattr(worker.context.mappings, "read", full)
+    monkeypatch.setattr(worker.context.mappings, "read", raise_memory_error)
     failed_reply, own_reply = worker.batch(
         inference(tensor("X", data, copied)), inference(tensor("X", data))
     )
@@ -750,13 +750,13 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
 
 
 def test_per_request_errors_and_parameters(worker: Rig) -> None:
-    def mixed(requests: list[Request]) -> list[Response]:
+    def answer_mixed(requests: list[Request]) -> list[Response]:
         good_response, bad_response = echo(requests)
         good_response.parameters = {"n": 1}
         bad_response.error = Internal("not this one")
         return [good_response, bad_response]
 
-    worker.serve(FunctionBackend(worker.context, mixed), one_tensor(max_batch_size=8))
+    worker.serve(FunctionBackend(worker.context, answer_mixed), one_tensor(max_batch_size=8))
     data = tensor("X", np.zeros((1, 1), F32))
     good_reply, bad_reply = worker.batch(inference(data), inference(data))
     assert good_reply.answer is not None
@@ -767,12 +767,12 @@ def test_per_request_errors_and_parameters(worker: Rig) -> None:
 def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None:
     cancelled_flags: list[bool] = []
 
-    def slow(requests: list[Request]) -> list[Response]:
+    def answer_cancelled(requests: list[Request]) -> list[Response]:
         worker.cancel(2)
         cancelled_flags.extend(request.is_cancelled() for request in requests)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, slow), one_tensor(max_batch_size=8))
+    worker.serve(FunctionBackend(worker.context, answer_cancelled), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
     first_reply, second_reply = worker.batch(
         *(
@@ -880,12 +880,12 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     def fill(reader: int) -> list[int]:
         offsets: list[int] = []
 
-        def all_there_is() -> None:
+        def allocate_all() -> None:
             while True:
                 offsets.append(memory.allocate(reader, block)[0].offset)
 
         with pytest.raises(Unavailable, match="this client holds "):
-            all_there_is()
+            allocate_all()
         memory.mark_sent()
         return offsets
 
@@ -917,7 +917,7 @@ def test_outputs_of_a_batch_without_its_scheduler_are_released(worker: Rig, is_l
 
 
 def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) -> None:
-    def huge(requests: list[Request]) -> list[Response]:
+    def answer_huge(requests: list[Request]) -> list[Response]:
         big_array = np.zeros(10 * MIB, F32)
         return [Response([Output("A", "FP32", big_array), Output("B", "FP32", big_array)])]
 
@@ -925,7 +925,7 @@ def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) 
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("A", "FP32", [-1]), tensor_config("B", "FP32", [-1])],
     )
-    worker.serve(FunctionBackend(worker.context, huge), config)
+    worker.serve(FunctionBackend(worker.context, answer_huge), config)
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "UNAVAILABLE"
     assert worker.context.arena.used == 0

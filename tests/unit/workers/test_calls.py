@@ -79,7 +79,7 @@ def values(reply: CallResponse) -> list[float]:
     return output.numpy().ravel().tolist()
 
 
-def doubled(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
+def doubled_response(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
     (call_input,) = work(submit).inputs
     assert isinstance(call_input.data, bytes)
     array = np.frombuffer(call_input.data, np.float32).reshape(call_input.shape)
@@ -109,7 +109,7 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
         7,
         1,
     )
-    scheduler.send(doubled(submit))
+    scheduler.send(doubled_response(submit))
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]
     assert reply.parameters == {"note": "doubled"}
@@ -124,12 +124,12 @@ def test_the_endpoint_of_a_model_is_looked_up_once(
         running = callees.run(call, router, request())
         if not turn:
             callees.answer_find("s1")
-        scheduler.send(doubled(scheduler.next(m.Submit)))
+        scheduler.send(doubled_response(scheduler.next(m.Submit)))
         running.result(10)
     router.invalidate("other")
     running = callees.run(call, router, request())
     callees.answer_find("s1")
-    scheduler.send(doubled(scheduler.next(m.Submit)))
+    scheduler.send(doubled_response(scheduler.next(m.Submit)))
     running.result(10)
 
 
@@ -225,7 +225,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
     scheduler = callees.scheduler("s1")
     big_array = np.zeros(INLINE_LIMIT)
 
-    def offset(expect_question: bool, *settled_first: m.Settled) -> tuple[int, int]:
+    def find_offset(expect_question: bool, *settled_first: m.Settled) -> tuple[int, int]:
         running = callees.run(call, router, request(big_array))
         if expect_question:
             callees.answer_find("s1")
@@ -237,12 +237,12 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
             running.result(10)
         return submit.id, memory_range.offset
 
-    first_id, first_offset = offset(True)
-    _, second_offset = offset(False)
+    first_id, first_offset = find_offset(True)
+    _, second_offset = find_offset(False)
     assert first_offset == 0 < second_offset
     scheduler.send(m.Settled(first_id))
     while True:  # the release is processed by the next call, or by the call after it
-        _, third_offset = offset(False)
+        _, third_offset = find_offset(False)
         if third_offset == 0:
             return
 
@@ -268,12 +268,12 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     resubmit = second_scheduler.next(m.Submit)
     assert resubmit == lost_submit
-    second_scheduler.send(doubled(resubmit))
+    second_scheduler.send(doubled_response(resubmit))
     assert values(running.result(10)) == [2.0, 4.0]
     # New calls are sent to the scheduler that the supervisor names.
     running = callees.run(call, router, request())
     callees.answer_find("s2")
-    second_scheduler.send(doubled(second_scheduler.next(m.Submit)))
+    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
     running.result(10)
 
 
@@ -282,14 +282,14 @@ def test_no_descriptor_for_a_link_to_the_successor(
 ) -> None:
     """The call fails at once, instead of waiting for a response that cannot arrive."""
 
-    def full(endpoint: str, identity: str) -> NoReturn:
+    def raise_no_descriptors(endpoint: str, identity: str) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")
 
     scheduler = callees.scheduler("s1")
     running = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.next(m.Submit)
-    monkeypatch.setattr(dealer, "Dealer", full)
+    monkeypatch.setattr(dealer, "Dealer", raise_no_descriptors)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
         running.result(10)
@@ -316,7 +316,7 @@ def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: Calle
     second_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s2"), ""))
     callees.answer_find("s3")
-    third_scheduler.send(doubled(third_scheduler.next(m.Submit)))
+    third_scheduler.send(doubled_response(third_scheduler.next(m.Submit)))
     assert values(running.result(10)) == [2.0, 4.0]
 
 
@@ -353,11 +353,13 @@ def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) ->
     submit = first_scheduler.next(m.Submit)
     callees.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
     until("it is heard", lambda: not router._targets)
-    first_scheduler.send(doubled(submit))  # a call in flight is answered by its old scheduler
+    first_scheduler.send(
+        doubled_response(submit)
+    )  # a call in flight is answered by its old scheduler
     running.result(10)
     running = callees.run(call, router, request())
     callees.answer_find("s2")
-    second_scheduler.send(doubled(second_scheduler.next(m.Submit)))
+    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
     running.result(10)
 
 
@@ -372,7 +374,7 @@ def test_many_at_once_from_a_coroutine(router: CallRouter, callees: CalledModels
     callees.answer_find("s1")
     submits = [scheduler.next(m.Submit) for _ in range(20)]
     for submit in reversed(submits):
-        scheduler.send(doubled(submit))
+        scheduler.send(doubled_response(submit))
     assert running.result(10) == [[2.0 * n] for n in range(20)]
 
 
@@ -381,13 +383,13 @@ def test_a_coroutine_that_no_longer_waits_cancels(
 ) -> None:
     scheduler = callees.scheduler("s1")
 
-    async def impatient() -> list[float]:
+    async def call_impatiently() -> list[float]:
         reply = call_soon(router, request())
         await asyncio.sleep(0)
         reply.cancel()
         return values(await call_soon(router, request([5])))
 
-    running = callees.run(asyncio.run, impatient())
+    running = callees.run(asyncio.run, call_impatiently())
     callees.answer_find("s1")
     first_submit = scheduler.next(m.Submit)
     # The loop detects the cancellation one iteration later, after the second call has begun.
@@ -395,7 +397,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(
     assert scheduler.next(m.Cancel) == m.Cancel(first_submit.id)
     scheduler.send(
         m.Failed(first_submit.id, "CANCELLED", "request cancelled", 0, False),
-        doubled(second_submit),
+        doubled_response(second_submit),
     )
     assert running.result(10) == [10.0]
 
@@ -417,7 +419,7 @@ def test_a_coroutine_is_notified_of_losses_and_errors(
     first_scheduler.next(m.Submit)
     first_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
-    second_scheduler.send(doubled(second_scheduler.next(m.Submit)))
+    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
     second_scheduler.send(
         m.Failed(second_scheduler.next(m.Submit).id, "INVALID_ARG", "no", 0, False)
     )
@@ -443,7 +445,7 @@ def test_threads_take_answers_for_each_other(router: CallRouter, callees: Called
     until("all are submitted", all_are_submitted)
     assert query_count <= 6
     for submit in submits:
-        scheduler.send(doubled(submit))
+        scheduler.send(doubled_response(submit))
     assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]
 
 
@@ -460,7 +462,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
 
     coroutine_result = callees.run(asyncio.run, call_once())
     second_submit = scheduler.next(m.Submit)
-    scheduler.send(doubled(second_submit), doubled(first_submit))
+    scheduler.send(doubled_response(second_submit), doubled_response(first_submit))
     assert coroutine_result.result() == [4.0]
     assert values(running.result(10)) == [2.0]
 
@@ -472,27 +474,27 @@ def test_the_memory_of_an_exited_process_is_unmapped(
     memory_range = exited_arena.allocate(8)
     running = callees.run(call, router, request())
     callees.answer_find("s1")
-    scheduler.send(doubled(scheduler.next(m.Submit)))
+    scheduler.send(doubled_response(scheduler.next(m.Submit)))
     running.result(10)
-    fds_before = _descriptors()
+    fds_before = _count_descriptors()
 
     running = callees.run(call, router, request())
     answer = TensorRef("Y", "FP32", (1, 2), memory_range)
     scheduler.send(finished(scheduler.next(m.Submit), answer))
     running.result(10)
     scheduler.next(m.Release)
-    assert _descriptors() > fds_before
+    assert _count_descriptors() > fds_before
 
     running = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
     callees.supervisor.send(ProcessExited(exited_arena.memory.pid, ""))
     until("it is heard", lambda: not router.mappings)
-    scheduler.send(doubled(submit))
+    scheduler.send(doubled_response(submit))
     running.result(10)
-    assert _descriptors() == fds_before
+    assert _count_descriptors() == fds_before
     exited_arena.close()
 
 
-def _descriptors() -> int:
+def _count_descriptors() -> int:
     gc.collect()  # collect the objects of earlier tests now, not between two counts
     return len(os.listdir("/proc/self/fd"))

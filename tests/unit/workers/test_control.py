@@ -98,11 +98,11 @@ def test_the_loop_does_not_wait_for_a_message_it_has_read(
     thread.join()
     slept = threading.Event()
 
-    def rescue() -> None:
+    def wake_control() -> None:
         slept.set()
         control.wake()
 
-    timer = threading.Timer(10.0, rescue)
+    timer = threading.Timer(10.0, wake_control)
     timer.start()
     control.wait()
     timer.cancel()

@@ -87,7 +87,7 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 
 @pytest.fixture
-def pump(model: Model) -> Iterator[Callable[[], None]]:
+def start_pump(model: Model) -> Iterator[Callable[[], None]]:
     """Yield a function that starts to read the socket, as the idle loop does."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(model.pumping())
@@ -125,7 +125,7 @@ def test_responses_in_order(model: Model, sends: str, expected: list[Any]) -> No
 def test_a_backend_without_streams_sends_one_response_per_request(model: Model) -> None:
     """For example, a `pytorch` model that is configured as decoupled."""
 
-    def doubled(requests: list[Request]) -> list[Response]:
+    def double_inputs(requests: list[Request]) -> list[Response]:
         arrays = [request.inputs["X"].numpy() * 2 for request in requests]
         return [Response([Output("Y", "FP32", array)]) for array in arrays]
 
@@ -134,7 +134,7 @@ def test_a_backend_without_streams_sends_one_response_per_request(model: Model) 
         [tensor_config("Y", "FP32", [-1])],
         model_transaction_policy={"decoupled": True},
     )
-    model.rig.serve(FunctionBackend(model.rig.context, doubled), config)
+    model.rig.serve(FunctionBackend(model.rig.context, double_inputs), config)
     model.begin(1, 2)
     assert model.responses(1) == [[2], "end"] and model.responses(2) == [[4], "end"]
 
@@ -209,7 +209,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
 
 
 def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
-    model: Model, pump: Callable[[], None]
+    model: Model, start_pump: Callable[[], None]
 ) -> None:
     region = Region(4096)
     model.serve(
@@ -224,7 +224,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
         """
     )
     model.begin(0, output=region.memory_range(0, 4))
-    pump()
+    start_pump()
     (text,) = model.responses(1, 1)
     assert "shared memory size specified with the request for output 'Y' (4 bytes)" in text
     model.credit(1, 1)
@@ -510,7 +510,7 @@ def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
     ids=["responses", "bytes"],
 )
 def test_a_client_that_does_not_read_stops_send(
-    model: Model, pump: Callable[[], None], size: int, count: int, most_unread: int
+    model: Model, start_pump: Callable[[], None], size: int, count: int, most_unread: int
 ) -> None:
     model.serve(
         f"""
@@ -525,7 +525,7 @@ def test_a_client_that_does_not_read_stops_send(
         """
     )
     model.begin(0)
-    pump()
+    start_pump()
     assert len(model.responses(1, most_unread)) == most_unread
     assert model.rig.sent(0.1) == []
     assert len(model.records) == most_unread + 1
@@ -560,7 +560,7 @@ def test_send_waits_for_credit_in_execute_itself(model: Model) -> None:
 
 
 def test_responses_to_one_memory_range_are_sent_one_at_a_time(
-    model: Model, pump: Callable[[], None]
+    model: Model, start_pump: Callable[[], None]
 ) -> None:
     region = Region(64)
     model.serve(
@@ -575,7 +575,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
         """
     )
     model.begin(0, output=region.memory_range(0, 4))
-    pump()
+    start_pump()
     for n in (1, 2):
         assert model.responses(1, n) == ["in its place"] * n
         assert model.rig.sent(0.1) == []
@@ -586,7 +586,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
 
 
 def test_a_client_that_never_reads_is_disconnected(
-    model: Model, pump: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    model: Model, start_pump: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_stream, "MAX_CREDIT_WAIT_S", 0.2)
     model.serve(
@@ -608,7 +608,7 @@ def test_a_client_that_never_reads_is_disconnected(
     assert model.backend._model.sender.is_cancelled()
 
 
-def test_a_cancelled_request_does_not_wait(model: Model, pump: Callable[[], None]) -> None:
+def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[], None]) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -681,11 +681,11 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     opened.window.sent(MAX_UNREAD_BYTES)
     timeouts_s: list[float] = []
 
-    def look(*fds: int, timeout_s: float) -> None:
+    def record_timeout(*fds: int, timeout_s: float) -> None:
         timeouts_s.append(timeout_s)
         readable(*fds, timeout_s=min(timeout_s, 0.05))
 
-    monkeypatch.setattr(scheduler_link, "readable", look)
+    monkeypatch.setattr(scheduler_link, "readable", record_timeout)
     waiter = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
     waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))

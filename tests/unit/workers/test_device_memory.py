@@ -75,7 +75,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake_device
 
 
-def twice(worker: Rig, max_batch_size: int = 8, body: str = "        return x * 2\n") -> Rig:
+def serve_doubling(
+    worker: Rig, max_batch_size: int = 8, body: str = "        return x * 2\n"
+) -> Rig:
     """Serve a torch module that doubles X to Y."""
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
@@ -85,11 +87,11 @@ def twice(worker: Rig, max_batch_size: int = 8, body: str = "        return x * 
     return worker.serve(PytorchBackend(worker.context), config)
 
 
-def at(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
+def device_tensor(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
     return tensor("x", rows, Range(memory, offset, rows.nbytes))
 
 
-def out(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
+def device_output(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
     return (RequestedOutput("y", Range(memory, offset, byte_size)),)
 
 
@@ -130,11 +132,11 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     references = [kept_view]
     del kept_view
 
-    def let_go() -> None:
+    def release_views() -> None:
         references.clear()
         memory.close_unused()
 
-    thread = threading.Thread(target=let_go)
+    thread = threading.Thread(target=release_views)
     thread.start()
     thread.join()
     gc.collect()
@@ -252,7 +254,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
     exported = cuda.export(64)
-    (reply,) = worker.batch(inference(at(exported.memory(), 0, ROW)))
+    (reply,) = worker.batch(inference(device_tensor(exported.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
     assert memory.check(CheckMemory(7, exported.raw, 0, b"", 64)).code == "UNAVAILABLE"
     gc.collect()
@@ -308,13 +310,15 @@ def test_malformed_places(memory_range: Range) -> None:
 def test_a_batch_of_one_is_computed_on_the_device(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     memory = exported.memory()
     for turn in range(3):
         exported.write(0, ROW + turn)
         cuda.calls.clear()
-        (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        (reply,) = worker.batch(
+            inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+        )
         assert reply.code == "", reply.message
         assert reply.answer is not None
         assert reply.answer.outputs[0].data == Range(memory, 32, 16)
@@ -328,14 +332,14 @@ def test_a_batch_of_one_is_computed_on_the_device(
 
 
 def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
-    twice(worker)
+    serve_doubling(worker)
     first_export, second_export = cuda.export(64), cuda.export(64)
     first_memory, second_memory = first_export.memory(), second_export.memory()
     first_export.write(0, ROW)
     second_export.write(0, ROW + 10)
     replies = worker.batch(
-        inference(at(first_memory, 0, ROW), outputs=out(first_memory, 32)),
-        inference(at(second_memory, 0, ROW), outputs=out(second_memory, 48)),
+        inference(device_tensor(first_memory, 0, ROW), outputs=device_output(first_memory, 32)),
+        inference(device_tensor(second_memory, 0, ROW), outputs=device_output(second_memory, 48)),
     )
     assert [reply.code for reply in replies] == ["", ""], replies
     assert (first_export.read(32, ROW) == ROW * 2).all()
@@ -347,7 +351,7 @@ def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: 
 def test_rows_next_to_each_other_are_a_view(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(96)
     memory = exported.memory()
     rows = np.arange(8, dtype=F32).reshape(2, 4)
@@ -355,7 +359,9 @@ def test_rows_next_to_each_other_are_a_view(
     for _ in range(2):
         replies = worker.batch(
             *(
-                inference(at(memory, 16 * n, ROW), outputs=out(memory, 32 + 16 * n))
+                inference(
+                    device_tensor(memory, 16 * n, ROW), outputs=device_output(memory, 32 + 16 * n)
+                )
                 for n in range(2)
             )
         )
@@ -371,12 +377,13 @@ def test_requests_of_both_kinds_in_one_batch(
 
     One output goes to the device, one to the host.
     """
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
     replies = worker.batch(
-        inference(at(memory, 0, ROW)), inference(tensor("x", ROW + 5), outputs=out(memory, 32))
+        inference(device_tensor(memory, 0, ROW)),
+        inference(tensor("x", ROW + 5), outputs=device_output(memory, 32)),
     )
     assert (replies[0].array("y") == ROW * 2).all()
     assert replies[1].code == ""
@@ -386,18 +393,20 @@ def test_requests_of_both_kinds_in_one_batch(
 def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     """The worker unmaps a region between batches. Tensors that it keeps remain usable."""
     body = "        self.last = x\n        return x * 2\n"
-    twice(worker, body=body)
+    serve_doubling(worker, body=body)
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
     for _ in range(2):
-        (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        (reply,) = worker.batch(
+            inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+        )
         assert reply.code == ""
     worker.context.mappings.unmap(memory.id)
     assert cuda.opened == 1, "the model still has its input"
     new_export = cuda.export(64)
     for _ in range(2):
-        worker.batch(inference(at(new_export.memory(), 0, ROW)))
+        worker.batch(inference(device_tensor(new_export.memory(), 0, ROW)))
     gc.collect()
     assert worker.context.device_memory is not None
     worker.context.device_memory.close_unused()
@@ -407,12 +416,12 @@ def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeD
 def test_a_model_that_writes_into_its_inputs_gets_copies(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker, body="        return x.mul_(2)\n")
+    serve_doubling(worker, body="        return x.mul_(2)\n")
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
     for _ in range(3):
-        worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        worker.batch(inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32)))
         assert (exported.read(0, ROW) == ROW).all()
         assert (exported.read(32, ROW) == ROW * 2).all()
 
@@ -420,10 +429,13 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(
 def test_memory_ranges_that_are_too_small_or_unmapped(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     (reply,) = worker.batch(
-        inference(at(exported.memory(), 0, ROW), outputs=out(exported.memory(), 32, 8))
+        inference(
+            device_tensor(exported.memory(), 0, ROW),
+            outputs=device_output(exported.memory(), 32, 8),
+        )
     )
     assert (reply.code, reply.message) == (
         "INTERNAL",
@@ -433,9 +445,9 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
     closed_handle = cuda.export(64)
     cuda.revoke(closed_handle)
     replies = worker.batch(
-        inference(at(closed_handle.memory(), 0, ROW)),
+        inference(device_tensor(closed_handle.memory(), 0, ROW)),
         inference(tensor("x", ROW)),
-        inference(tensor("x", ROW), outputs=out(closed_handle.memory(), 0)),
+        inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 0)),
     )
     assert [reply.code for reply in replies] == ["INVALID_ARG", "", "INVALID_ARG"]
 
@@ -443,46 +455,58 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
 def test_an_unaligned_range_and_an_output_that_is_its_input(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker, body="        return x\n")
+    serve_doubling(worker, body="        return x\n")
     exported = cuda.export(64)
     memory = exported.memory()
     for start in (1, 4):
         for offset in (33, start + 4, start):
             for _ in range(2):
                 exported.write(start, ROW)
-                worker.batch(inference(at(memory, start, ROW), outputs=out(memory, offset)))
+                worker.batch(
+                    inference(
+                        device_tensor(memory, start, ROW), outputs=device_output(memory, offset)
+                    )
+                )
                 assert (exported.read(offset, ROW) == ROW).all()
 
 
 def test_a_device_that_fails_ends_the_process(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     cuda.broken = True
     with pytest.raises(DeviceLost):
-        worker.batch(inference(at(exported.memory(), 0, ROW), outputs=out(exported.memory(), 32)))
+        worker.batch(
+            inference(
+                device_tensor(exported.memory(), 0, ROW),
+                outputs=device_output(exported.memory(), 32),
+            )
+        )
 
 
 def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     closed_handle = cuda.export(64)
     worker.batch(
-        inference(at(closed_handle.memory(), 0, ROW), outputs=out(closed_handle.memory(), 32))
+        inference(
+            device_tensor(closed_handle.memory(), 0, ROW),
+            outputs=device_output(closed_handle.memory(), 32),
+        )
     )
     worker.context.mappings.unmap_all()
     cuda.revoke(closed_handle)
     cuda.broken = True
     with pytest.raises(DeviceLost):
-        worker.batch(inference(tensor("x", ROW), outputs=out(closed_handle.memory(), 32)))
+        worker.batch(inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 32)))
 
 
 # --- other backends
 
 
-class _Lost(RuntimeError):
+class _AcceleratorError(RuntimeError):
     """An exception like torch's AcceleratorError."""
 
 
@@ -495,13 +519,13 @@ def test_a_device_that_is_not_read_any_more(
     worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        raise _Lost("CUDA error: an illegal memory access was encountered")
+        raise _AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.Tensor, "to", fail)
-    request = inference(at(cuda.export(64).memory(), 0, ROW))
+    request = inference(device_tensor(cuda.export(64).memory(), 0, ROW))
     if is_lost:
-        monkeypatch.setattr(torch, "AcceleratorError", _Lost, raising=False)
-        with pytest.raises(_Lost):
+        monkeypatch.setattr(torch, "AcceleratorError", _AcceleratorError, raising=False)
+        with pytest.raises(_AcceleratorError):
             worker.batch(request)
     else:
         (reply,) = worker.batch(request)
@@ -519,7 +543,9 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+    (reply,) = worker.batch(
+        inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+    )
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW).all()
     assert (worker.finished.copied_in, worker.finished.copied_out) == (16, 16)
@@ -537,7 +563,7 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
     wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
     exported.write(0, wire)
     input_tensor = tensor("x", words, Range(memory, 0, wire.nbytes))
-    (reply,) = worker.batch(inference(input_tensor, outputs=out(memory, 32, 20)))
+    (reply,) = worker.batch(inference(input_tensor, outputs=device_output(memory, 32, 20)))
     assert reply.code == "", reply.message
     assert (exported.read(32, wire) == wire).all()
 
@@ -570,7 +596,9 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> N
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+    (reply,) = worker.batch(
+        inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+    )
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
@@ -594,7 +622,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     exported.write(0, ROW)
     name = config["output"][0]["name"]
     requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=requested_outputs))
+    (reply,) = worker.batch(inference(device_tensor(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
 
@@ -609,7 +637,7 @@ def test_an_exporter_sees_its_own_memory() -> None:
 # --- pinned host memory
 
 
-def pinned(region: Region) -> Memory:
+def pinned_memory(region: Region) -> Memory:
     return dataclasses.replace(region.memory, pinned=True)
 
 
@@ -618,7 +646,7 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
 ) -> None:
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
     region = Region(8192)
-    memory = pinned(region)
+    memory = pinned_memory(region)
     kept_view = mappings.view(Range(memory, 4096, 8))
     mappings.view(Range(memory, 0, 8192))
     assert list(cuda.pinned.values()) == [8192] and cuda.calls == [("pin", 1)]
@@ -638,14 +666,14 @@ def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
-    def nobody() -> FakeCuda:
+    def raise_unavailable() -> FakeCuda:
         raise Unavailable("there is no driver")
 
     cuda.broken = True
-    for memory in (cuda.device_memory(), DeviceMemory(nobody)):
+    for memory in (cuda.device_memory(), DeviceMemory(raise_unavailable)):
         mappings = Mappings(None, partial(memory.pin, device=0))
         region = Region(4096)
-        assert len(mappings.view(Range(pinned(region), 0, 8))) == 8
+        assert len(mappings.view(Range(pinned_memory(region), 0, 8))) == 8
         mappings.unmap_all()
         region.close()
     assert not cuda.calls

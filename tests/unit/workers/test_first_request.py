@@ -78,32 +78,32 @@ class Doubling(torch.nn.Module):
         return x * 2
 
 
-def scripted(folder: Path) -> None:
+def save_script(folder: Path) -> None:
     torch.jit.save(torch.jit.script(Doubling()), folder / "model.pt")
 
 
-def exported(folder: Path) -> None:
+def save_exported(folder: Path) -> None:
     torch.export.save(torch.export.export(Doubling(), (torch.ones(SIZE),)), folder / "model.pt2")
 
 
-def written(code: str) -> Callable[[Path], None]:
+def write_code(code: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / "model.py").write_text(code)
 
     return write
 
 
-def onnx(folder: Path) -> None:
+def save_onnx(folder: Path) -> None:
     save(folder, [("Add", "x x", "output")], [("x", FLOAT, [SIZE])], [("output", FLOAT, [SIZE])])
 
 
 CASES = {
-    "python": ("python", written(PYTHON)),
-    "native": ("native", written(NATIVE)),
-    "scripted": ("pytorch", scripted),
-    "exported": ("pytorch", exported),
-    "class": ("pytorch", written(CLASS)),
-    "onnx": ("onnxruntime", onnx),
+    "python": ("python", write_code(PYTHON)),
+    "native": ("native", write_code(NATIVE)),
+    "scripted": ("pytorch", save_script),
+    "exported": ("pytorch", save_exported),
+    "class": ("pytorch", write_code(CLASS)),
+    "onnx": ("onnxruntime", save_onnx),
 }
 
 

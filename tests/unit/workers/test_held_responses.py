@@ -39,7 +39,7 @@ class Clock:
     def close(self) -> None:
         pass
 
-    def pass_ns(self, ns: int) -> None:
+    def advance(self, ns: int) -> None:
         """Advance the time; the timer expires if it is due."""
         self.now_ns += ns
         if self.due_ns is not None and self.due_ns <= self.now_ns:
@@ -70,7 +70,7 @@ class Wire:
         return self.flush()
 
 
-def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[InstanceLink, Wire, Clock]:
+def make_link(monkeypatch: pytest.MonkeyPatch) -> tuple[InstanceLink, Wire, Clock]:
     link, wire = InstanceLink(cast("Any", None), 0, 1, lambda message: None), Wire()
     link._dealer = cast("Any", wire)
     return link, wire, Clock(link, monkeypatch)
@@ -79,10 +79,10 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[InstanceLink, Wire, Clock]:
 @given(st.lists(st.tuples(st.integers(0, 2 * HOLD_NS), st.booleans()), max_size=40))
 def test_all_is_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        link, wire, clock = linked(monkeypatch)
+        link, wire, clock = make_link(monkeypatch)
         posted_ns: list[int] = []
         for number, (pause_ns, at_once) in enumerate(steps):
-            clock.pass_ns(pause_ns)
+            clock.advance(pause_ns)
             assert all(
                 clock.now_ns - posted_ns[queued] < scheduler_link._MAX_HOLD_NS
                 for queued in wire.queued
@@ -94,23 +94,23 @@ def test_all_is_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None
             if at_once or clock.now_ns - flushed_ns >= HOLD_NS:
                 assert not wire.queued
             assert len(wire.frames) - frames <= 1
-        clock.pass_ns(scheduler_link._MAX_HOLD_NS)
+        clock.advance(scheduler_link._MAX_HOLD_NS)
         assert list(chain(*wire.frames)) == list(range(len(steps)))
 
 
 def test_the_next_message_also_sends_the_delayed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    link, wire, clock = linked(monkeypatch)
+    link, wire, clock = make_link(monkeypatch)
     for number in range(3):
         link.post(number)
         link.flush_soon()
     assert wire.frames == [[0]]
-    clock.pass_ns(1)
+    clock.advance(1)
     link.send("a batch")
     assert wire.frames == [[0], [1, 2, "a batch"]]
 
 
 def test_a_lost_scheduler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    link, wire, _ = linked(monkeypatch)
+    link, wire, _ = make_link(monkeypatch)
     link.post(0)
     assert link.flush_soon()
     wire.connected = False
@@ -154,7 +154,7 @@ class Sender(Streams):
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Sender]:
-    class Kept(FunctionBackend):
+    class KeepingBackend(FunctionBackend):
         def execute_decoupled(self, streams: list[OutputStream]) -> None:
             sender.streams = streams
 
@@ -164,7 +164,7 @@ def model(tmp_path: Path) -> Iterator[Sender]:
             [tensor_config("Y", "FP32", [-1])],
             model_transaction_policy={"decoupled": True},
         )
-        model_rig.serve(Kept(model_rig.context, None), config)
+        model_rig.serve(KeepingBackend(model_rig.context, None), config)
         sender = Sender(model_rig)
         yield sender
 
@@ -189,18 +189,18 @@ def test_the_first_response_and_the_end_leave_at_once(model: Sender, clock: Cloc
     assert model.new_messages == [(1, [4]), (1, "end")]
     model.send(8, stream=1)
     assert model.new_messages == []
-    clock.pass_ns(HOLD_NS)
+    clock.advance(HOLD_NS)
     model.send(9, stream=1)
     assert model.new_messages == [(2, [8]), (2, [9])]
     model.send(10, stream=1)
-    clock.pass_ns(2 * HOLD_NS)  # the model computes and sends no response in the meantime
+    clock.advance(2 * HOLD_NS)  # the model computes and sends no response in the meantime
     assert model.new_messages == [(2, [10])]
 
 
 def test_rare_responses_are_sent_at_once(model: Sender, clock: Clock) -> None:
     model.begin(0)
     for number in range(5):
-        clock.pass_ns(HOLD_NS)
+        clock.advance(HOLD_NS)
         model.send(number)
         assert model.new_messages == [(1, [number])]
     assert clock.due_ns is None

@@ -170,10 +170,10 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
         [tensor_config("X", "FP32", [1])], [tensor_config("Y", "FP32", [1])], max_batch_size=8
     )
 
-    def two_rows(requests: list[Request]) -> list[Response]:
+    def answer_two_rows(requests: list[Request]) -> list[Response]:
         return [Response([Output("Y", "FP32", np.ones((2, 1), np.float32))]) for _ in requests]
 
-    worker.serve(FunctionBackend(worker.context, two_rows), config)
+    worker.serve(FunctionBackend(worker.context, answer_two_rows), config)
     for rows, code in [(2, "")] * 4 + [(3, "INTERNAL"), (2, "")]:
         (reply,) = worker.batch(inference(tensor("X", np.ones((rows, 1), np.float32))))
         assert reply.code == code
@@ -190,11 +190,11 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
         executed_work.extend(request.work for request in requests)
         return [Response([Output("A", "FP32", np.zeros(1, "f4"))]) for _ in requests]
 
-    def counted(schema: bytes) -> RequestSchema:
+    def read_counted(schema: bytes) -> RequestSchema:
         read_schemas.append(schema)
         return RequestSchema(schema)
 
-    monkeypatch.setattr(request, "RequestSchema", counted)
+    monkeypatch.setattr(request, "RequestSchema", read_counted)
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     sent = [
         Work(

@@ -33,24 +33,24 @@ def write(worker: Rig, text: str) -> None:
     (worker.context.version_dir / "model.py").write_text(HEAD + text)
 
 
-def blank(**fields: Any) -> dict[str, Any]:
+def blank_config(**fields: Any) -> dict[str, Any]:
     return model_config([], [], **fields)
 
 
 def complete(worker: Rig, config: dict[str, Any] | None = None) -> dict[str, Any]:
-    return NativeBackend(worker.context).complete_config(config or blank())
+    return NativeBackend(worker.context).complete_config(config or blank_config())
 
 
 def serve(worker: Rig, config: dict[str, Any] | None = None) -> Rig:
     backend = NativeBackend(worker.context)
-    return worker.serve(backend, backend.complete_config(config or blank()))
+    return worker.serve(backend, backend.complete_config(config or blank_config()))
 
 
 def test_the_example_serves(worker: Rig) -> None:
     source = EXAMPLES / "native_model.py"
     assert len(source.read_text().splitlines()) < 15
     shutil.copy(source, worker.context.version_dir / "native_model.py")
-    config = blank(
+    config = blank_config(
         default_model_filename="native_model.py", parameters={"class": {"string_value": "Blur"}}
     )
     completed = complete(worker, config)
@@ -236,7 +236,7 @@ class Model:
     assert completed["max_batch_size"] == 4
     assert completed["dynamic_batching"] == {"max_queue_delay_microseconds": 300}
     configured = {"preferred_batch_size": [2]}
-    completed = complete(worker, blank(max_batch_size=2, dynamic_batching=configured))
+    completed = complete(worker, blank_config(max_batch_size=2, dynamic_batching=configured))
     assert completed["max_batch_size"] == 2
     assert completed["dynamic_batching"] == configured
 
@@ -254,7 +254,7 @@ class Model:
     parameters = complete(worker)["parameters"]
     assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target)
     configured = {"target_p99_ms": {"string_value": "3"}}
-    parameters = complete(worker, blank(parameters=configured))["parameters"]
+    parameters = complete(worker, blank_config(parameters=configured))["parameters"]
     assert parameters == {**configured, "batching_strategy": strategy}
     for values, what in (
         (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
@@ -295,7 +295,7 @@ class Model(torch.nn.Module):
     )
     (worker.context.version_dir / "helper.py").write_text("ONE = 1\n")
     backend = NativeBackend(worker.context)
-    config = backend.complete_config(blank(parameters={"shift": {"string_value": "0.5"}}))
+    config = backend.complete_config(blank_config(parameters={"shift": {"string_value": "0.5"}}))
     worker.serve(backend, config)
     (reply,) = worker.batch(inference(tensor("x", np.array([[1]], F32))))
     assert reply.array("output").tolist() == [[2.5]]

@@ -10,7 +10,7 @@ from shmserve.workers.memory.outputs import Copier
 MIB = 1024 * 1024
 
 
-def helpers() -> int:
+def count_helpers() -> int:
     return sum(thread.name == "copier" for thread in threading.enumerate())
 
 
@@ -40,15 +40,15 @@ def test_shapes_and_strides() -> None:
 
 
 def test_threads_start_with_the_first_large_copy() -> None:
-    threads_before = helpers()
+    threads_before = count_helpers()
     copier = Copier(3)
     small_array = np.zeros(MIB, np.uint8)
     copier.copy(small_array, small_array + 1)
-    assert helpers() == threads_before
+    assert count_helpers() == threads_before
     large_array = np.zeros(5 * MIB, np.uint8)
     for _ in range(4):
         copier.copy(large_array, large_array + 1)
-    assert helpers() == threads_before + 2
+    assert count_helpers() == threads_before + 2
 
 
 def test_nothing_of_a_copy_is_kept() -> None:

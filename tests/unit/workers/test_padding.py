@@ -121,7 +121,7 @@ def test_images_of_224_and_336_share_a_batch(worker: Rig, model_kind: str) -> No
             np.testing.assert_allclose(reply.array("SUM", worker), sums, rtol=1e-4)
 
 
-def padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) -> Padder:
+def make_padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) -> Padder:
     configuration = config(padding)
     configuration["input"] = [tensor_config("IMAGE", data_type, dims)]
     configuration["output"] = [tensor_config("FEATURES", data_type, [-1, 2])]
@@ -141,7 +141,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
 
 def test_without_buckets_it_is_the_batchs_maximum() -> None:
     requests = [request(np.ones((1, n), F32)) for n in (1, 3)]
-    padded = padder({"IMAGE": {"lengths": "N"}}).pad(requests)
+    padded = make_padder({"IMAGE": {"lengths": "N"}}).pad(requests)
     assert padded.padded_shapes == {"IMAGE": (3,)}
     assert [r.inputs["IMAGE"].numpy().tolist() for r in requests] == [[[1, 0, 0]], [[1, 1, 1]]]
     assert [r.inputs["N"].numpy().tolist() for r in requests] == [[[1]], [[3]]]
@@ -155,7 +155,7 @@ def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> Non
 
     kind = NUMPY_DTYPES.get(datatype, np.dtype(np.uint16))
     requests = [request(np.zeros((1, n), kind), datatype) for n in (1, 2)]
-    padder({"IMAGE": {"value": value}}, datatype).pad(requests)
+    make_padder({"IMAGE": {"value": value}}, datatype).pad(requests)
     image = requests[0].inputs["IMAGE"].torch()
     assert image[0, 1].item() == value and image[0, 0].item() == 0
 
@@ -164,7 +164,7 @@ def test_inputs_on_a_device_are_padded_there() -> None:
     """Uses torch tensors on the host, because no test machine has the device."""
     rows = [torch.arange(1, 1 + n, dtype=torch.float32).reshape(1, n) for n in (1, 3)]
     requests = [request(row) for row in rows]
-    padder({"IMAGE": {"value": 7}}).pad(requests)
+    make_padder({"IMAGE": {"value": 7}}).pad(requests)
     padded_batch = requests[0].inputs["IMAGE"].batch
     assert (
         isinstance(padded_batch, torch.Tensor) and padded_batch is requests[1].inputs["IMAGE"].batch
@@ -174,7 +174,7 @@ def test_inputs_on_a_device_are_padded_there() -> None:
 
 
 def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
-    pads = padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
+    pads = make_padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
     requests = [request(np.ones((1, n), F32)) for n in (1, 3, 2)]
     padded = pads.pad(requests)
     shapes = ((1, 3, 2), (1, 2, 2), (1, 2, 2))

@@ -29,7 +29,7 @@ from shmserve.workers.triton_python_backend_utils import Tensor, TritonModelExce
 TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 
 
-def received(*inputs: Input, **fields: Any) -> ReceivedRequest:
+def received_request(*inputs: Input, **fields: Any) -> ReceivedRequest:
     schema, data = pack_inference(Inference((), (), fields.pop("parameters", {})))
     expected = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
     origin = Request(
@@ -42,7 +42,7 @@ def received(*inputs: Input, **fields: Any) -> ReceivedRequest:
     return ReceivedRequest(origin, Lender("m", Mappings()))
 
 
-def given_input(array: Any, datatype: str, name: str = "IN") -> Input:
+def make_input(array: Any, datatype: str, name: str = "IN") -> Input:
     array = np.asarray(array)
     raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
     return Input(name, datatype, array.shape, memoryview(bytearray(raw)), model="m")
@@ -113,8 +113,8 @@ def test_dlpack_of_bf16() -> None:
     assert torch.equal(from_dlpack(tensor), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         tensor.as_numpy()
-    bits = given_input(value.view(torch.uint16).numpy(), "BF16")
-    came = received(bits).inputs()[0]
+    bits = make_input(value.view(torch.uint16).numpy(), "BF16")
+    came = received_request(bits).inputs()[0]
     assert torch.equal(from_dlpack(came), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         came.as_numpy()
@@ -244,9 +244,9 @@ def test_no_other_parameters(parameters: Any, text: str) -> None:
 
 
 def test_a_received_request() -> None:
-    request = received(
-        given_input([1.0, 2.0], "FP64"),
-        given_input([b"a", b"b"], "BYTES", "S"),
+    request = received_request(
+        make_input([1.0, 2.0], "FP64"),
+        make_input([b"a", b"b"], "BYTES", "S"),
         parameters={"x": 1, "y": "z"},
         correlation_text="s",
         flags=1,

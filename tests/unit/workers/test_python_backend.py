@@ -77,7 +77,7 @@ class Model:
 
     def infer(self, *values: Any, **fields: Any) -> list[str | list[float]]:
         """Return the outputs of one batch of requests with small inputs, or their error texts."""
-        return self.run(*(x(value) for value in values), **fields)
+        return self.run(*(input_x(value) for value in values), **fields)
 
     def run(self, *inputs: TensorRef, **fields: Any) -> list[str | list[float]]:
         parameters = fields.pop("parameters", {})
@@ -89,7 +89,7 @@ class Model:
         ]
 
 
-def x(values: Any, memory_range: Range | None = None) -> TensorRef:
+def input_x(values: Any, memory_range: Range | None = None) -> TensorRef:
     return tensor("X", np.atleast_1d(np.asarray(values, dtype=np.float32)), memory_range)
 
 
@@ -118,7 +118,7 @@ def callees(model: Model, tmp_path: Path) -> Iterator[CalledModels]:
     called_models.close()
 
 
-def failed(text: str) -> str:
+def failure_text(text: str) -> str:
     return f"Failed to process the request(s) for model 'm_0_0', message: {text}"
 
 
@@ -134,7 +134,7 @@ def test_the_arguments_of_initialize(model: Model) -> None:
             return [response(np.zeros(1), parameters={"told": json.dumps(self.told)})]
         """
     )
-    (reply,) = model.rig.batch(inference(x(0)))
+    (reply,) = model.rig.batch(inference(input_x(0)))
     assert reply.answer is not None
     seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
@@ -311,7 +311,7 @@ def test_errors_of_single_requests(model: Model) -> None:
             ]
         """
     )
-    requests = [inference(x(n)) for n in (0, 1, 2)]
+    requests = [inference(input_x(n)) for n in (0, 1, 2)]
     replies = model.rig.batch(*requests)
     assert [reply.code for reply in replies] == ["NOT_FOUND", "UNAVAILABLE", ""]
     assert replies[0].message == "no"
@@ -327,7 +327,7 @@ def test_an_exception_fails_only_the_requests_that_caused_it(model: Model) -> No
             return [response(given(r)) for r in requests]
         """
     )
-    assert model.infer(1, -1, 2) == [[1], failed("ValueError: below zero"), [2]]
+    assert model.infer(1, -1, 2) == [[1], failure_text("ValueError: below zero"), [2]]
 
 
 def test_an_exception_whose_text_raises(model: Model) -> None:
@@ -341,7 +341,7 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
             raise self.Mute()
         """
     )
-    assert model.infer(1) == [failed("Mute")]
+    assert model.infer(1) == [failure_text("Mute")]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
 )
 def test_returns_that_are_none(model: Model, returned: str, text: str) -> None:
     model.serve(f"def execute(self, requests): return {returned}")
-    assert model.infer(0) == [failed(text)]
+    assert model.infer(0) == [failure_text(text)]
 
 
 def test_an_entry_of_a_batch_that_is_none(model: Model) -> None:
@@ -396,7 +396,7 @@ NOT_ITERATIVE = (
         ("None", NOT_ITERATIVE),
         (
             "[response(given(requests[0]))]",
-            failed(
+            failure_text(
                 "Expected a None object in the execute function return list for reschduled "
                 "request, found type '<class 'shmserve.workers.backends.python.request."
                 "InferenceResponse'>'."
@@ -440,7 +440,7 @@ def test_a_model_reports_whether_it_is_ready(
 def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     """Like Triton's, the Python backend does not compare outputs with the configuration."""
     model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")
-    (reply,) = model.rig.batch(inference(x(0)))
+    (reply,) = model.rig.batch(inference(input_x(0)))
     assert reply.answer is not None
     (output,) = reply.answer.outputs
     assert (output.datatype, output.shape) == ("FP64", (2, 1))
@@ -477,7 +477,7 @@ def test_coroutines_share_a_loop(model: Model) -> None:
 
 def test_a_coroutine_raises(model: Model) -> None:
     model.serve("async def execute(self, requests): raise ValueError('from a coroutine')")
-    assert model.infer(0) == [failed("ValueError: from a coroutine")]
+    assert model.infer(0) == [failure_text("ValueError: from a coroutine")]
 
 
 @pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
@@ -623,17 +623,17 @@ def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
 # --- inputs in reused memory
 
 
-def big(region: Region, value: float) -> TensorRef:
+def big_input(region: Region, value: float) -> TensorRef:
     array = np.full(BIG // 4, value, np.float32)
-    return x(array, region.write(0, array))
+    return input_x(array, region.write(0, array))
 
 
-def rounds(model: Model, region: Region, count: int = 12) -> list[Any]:
+def run_rounds(model: Model, region: Region, count: int = 12) -> list[Any]:
     """Return the first element of each response to `count` requests in the same memory range."""
     return [
         answer if isinstance(answer, str) else answer[0]
         for number in range(count)
-        for answer in model.run(big(region, number))
+        for answer in model.run(big_input(region, number))
     ]
 
 
@@ -646,7 +646,7 @@ def test_a_model_that_only_reads_gets_views(model: Model, region: Region) -> Non
             return [response(np.array([copied], "f4"))]
         """
     )
-    assert rounds(model, region, 11) == [1] * 8 + [0] * 3
+    assert run_rounds(model, region, 11) == [1] * 8 + [0] * 3
 
 
 @pytest.mark.parametrize("output", ["array", "array[:1]", "array.reshape(-1, 2)[0]", "2 * array"])
@@ -660,7 +660,7 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
         """
     )
     factor = 2 if "2 *" in output else 1
-    assert rounds(model, region, 10) == [factor * n for n in range(10)]
+    assert run_rounds(model, region, 10) == [factor * n for n in range(10)]
     assert not model.backend._model.copied
 
 
@@ -694,7 +694,7 @@ def test_a_model_that_keeps_its_inputs(
         """
     )
     for number in range(24):
-        (response,) = model.run(big(region, number))
+        (response,) = model.run(big_input(region, number))
         assert response == (list(range(first_kept, number + 1)) or [-1])
 
 
@@ -722,7 +722,7 @@ def test_a_model_that_writes_into_its_inputs(
         """
     )
     for number in range(24):
-        assert model.run(big(region, number)) == [[number]]
+        assert model.run(big_input(region, number)) == [[number]]
         assert (np.frombuffer(region.read(0, BIG), np.float32) == number).all()
 
 
@@ -740,7 +740,7 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
             return [response(np.array([first], "f4"))]
         """
     )
-    assert rounds(model, region, 14) == list(range(14))
+    assert run_rounds(model, region, 14) == list(range(14))
 
 
 @pytest.mark.parametrize("statement", ["raise RuntimeError('so')", "return [failure('so')]"])
@@ -763,7 +763,7 @@ def test_an_error_about_read_only_inputs_in_any_words(
             return [response(np.array([first], "f4"))]
         """
     )
-    assert rounds(model, region, 14) == list(range(14))
+    assert run_rounds(model, region, 14) == list(range(14))
     assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
 
 
@@ -778,7 +778,7 @@ def test_an_error_that_copies_do_not_cure_is_the_models_own(model: Model, region
             return [response(given(requests[0])[:1])]
         """
     )
-    assert rounds(model, region, 12) == [*range(10), "try 12", "try 14"]
+    assert run_rounds(model, region, 12) == [*range(10), "try 12", "try 14"]
     assert model.backend._model.tries[8:] == [False, False, *[False, True] * 2]
 
 
@@ -800,7 +800,7 @@ def answer(self, request):
 """
 
 
-def doubled(submit: Submit) -> Finished:
+def doubled_response(submit: Submit) -> Finished:
     (item,) = work(submit).inputs
     assert isinstance(item.data, bytes)
     return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
@@ -811,8 +811,8 @@ def test_a_call(model: Model, callees: CalledModels) -> None:
     model.serve(CALL)
     running = callees.run(model.infer, 1, 2)
     assert callees.answer_find("s1").version == ""
-    scheduler.send(doubled(scheduler.next(Submit)))
-    scheduler.send(doubled(scheduler.next(Submit)))
+    scheduler.send(doubled_response(scheduler.next(Submit)))
+    scheduler.send(doubled_response(scheduler.next(Submit)))
     assert running.result(10) == [[2], [4]]
 
 
@@ -850,7 +850,7 @@ def test_a_call_without_a_scheduler_fails(
     model: Model, callees: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
 ) -> None:
     model.serve(CALL)
-    running = callees.run(model.rig.batch, inference(x(1)))
+    running = callees.run(model.rig.batch, inference(input_x(1)))
     callees.supervisor.send(answer(callees.supervisor.next(m.FindModel)))
     (reply,) = running.result(10)
     assert (reply.code, reply.message) == (code, text)
@@ -896,7 +896,7 @@ def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
     scheduler.send(Failed(failing.id, "INVALID_ARG", "not three", 0, False))
     for submit in submits:
         if submit is not failing:
-            scheduler.send(doubled(submit))
+            scheduler.send(doubled_response(submit))
     assert running.result(10) == [[6], [12], "not three"]
 
 

@@ -80,7 +80,7 @@ def serve(worker: Rig, config: dict[str, Any]) -> Rig:
     return worker.serve(PytorchBackend(worker.context), config)
 
 
-def refuses(worker: Rig, config: dict[str, Any]) -> str:
+def load_error(worker: Rig, config: dict[str, Any]) -> str:
     with pytest.raises(ShmserveError) as caught:
         PytorchBackend(worker.context).load(ModelSpec.of(config))
     return caught.value.message
@@ -111,7 +111,7 @@ def test_a_batch_of_unequal_requests(worker: Rig, model_kind: str, x: str, y: st
             np.testing.assert_allclose(reply.array(y), row.sum(-1, keepdims=True) * 2, rtol=1e-5)
 
 
-class Three(torch.nn.Module):
+class ThreeArguments(torch.nn.Module):
     def forward(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         return a - b, a * c
 
@@ -125,9 +125,11 @@ def test_inputs_by_argument_by_index_or_in_order(
     worker: Rig, model_kind: str, names: tuple[str, ...], order: str
 ) -> None:
     if model_kind == "script":
-        save_script(Three(), worker)
+        save_script(ThreeArguments(), worker)
     else:
-        save_exported(Three(), worker, *torch.zeros(3, 2, 1), dynamic=(BATCH, BATCH, BATCH))
+        save_exported(
+            ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic=(BATCH, BATCH, BATCH)
+        )
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
     value = {"a": 7.0, "b": 2.0, "c": 3.0}
     arguments = [
@@ -364,7 +366,7 @@ def test_parameters_enable_torch_compile(worker: Rig, monkeypatch: pytest.Monkey
         calls.clear()
         serve(worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": text}}))
         assert calls == expected
-    assert "is not a JSON object" in refuses(
+    assert "is not a JSON object" in load_error(
         worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
     )
 
@@ -388,13 +390,13 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
 
 @pytest.mark.parametrize("key", ["INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION"])
 def test_a_parameter_that_is_no_boolean(worker: Rig, key: str) -> None:
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     config = vectors({"x": 1, "y": 1, "z": 1}, {"a": 1}, parameters={key: {"string_value": "no"}})
-    assert refuses(worker, config) == f"parameter '{key}': failed to convert 'no' to boolean"
+    assert load_error(worker, config) == f"parameter '{key}': failed to convert 'no' to boolean"
 
 
 def test_a_missing_file(worker: Rig) -> None:
-    assert refuses(worker, vectors({"x": 1}, {"y": 1})) == (
+    assert load_error(worker, vectors({"x": 1}, {"y": 1})) == (
         "unable to find '1/model.pt or model.pt2 or model.py' for model instance 'm_0_0'"
     )
 
@@ -404,7 +406,10 @@ def test_a_missing_file(worker: Rig) -> None:
 
 def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
     save_exported(
-        Three(), worker, *torch.zeros(3, 2, 1), dynamic=({0: torch.export.Dim("b", max=6)},) * 3
+        ThreeArguments(),
+        worker,
+        *torch.zeros(3, 2, 1),
+        dynamic=({0: torch.export.Dim("b", max=6)},) * 3,
     )
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 4
@@ -445,7 +450,7 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     completed = backend.complete_config(model_config([], []))
     assert completed["max_batch_size"] == 0
     assert completed["input"] == [tensor_config("image", "FP32", [2, 4])]
-    assert "dynamic_shapes" in refuses(worker, vectors({"image": 4}, {"y": 1}))
+    assert "dynamic_shapes" in load_error(worker, vectors({"image": 4}, {"y": 1}))
 
 
 def test_completion_keeps_the_authors_values(worker: Rig) -> None:
@@ -458,7 +463,7 @@ def test_completion_keeps_the_authors_values(worker: Rig) -> None:
 
 
 def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) -> None:
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     with pytest.raises(InvalidArgument) as caught:
         PytorchBackend(worker.context).complete_config(model_config([], []))
     for word in ('name: "a"', 'name: "c"', "data_type", "config.pbtxt", "OUTPUT__0"):
@@ -486,9 +491,9 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
 def test_names_that_do_not_fit(
     worker: Rig, inputs: list[str], outputs: list[str], message: str
 ) -> None:
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     config = vectors(dict.fromkeys(inputs, 1), dict.fromkeys(outputs, 1))
-    assert message in refuses(worker, config)
+    assert message in load_error(worker, config)
 
 
 @pytest.mark.parametrize(
@@ -507,7 +512,7 @@ def test_a_configuration_that_an_exported_program_contradicts(
     config = model_config(
         [tensor_config("image", data_type, dims)], [tensor_config("y", "FP32", [1])], max_batch_size
     )
-    assert message in refuses(worker, config)
+    assert message in load_error(worker, config)
 
 
 class Pair(torch.nn.Module):
@@ -521,7 +526,7 @@ class Upper(torch.nn.Module):
         return [x.upper() for x in a]
 
 
-def texts(*rows: str) -> Any:
+def text_array(*rows: str) -> Any:
     return np.array([row.split() for row in rows], np.object_)
 
 
@@ -533,8 +538,8 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
     outputs = {"OUTPUT__0": 2, "OUTPUT__1": 2}
     serve(worker, vectors({a: 2, b: 2}, outputs, data_type="STRING"))
     replies = worker.batch(
-        inference(tensor(a, texts("1 2")), tensor(b, texts("x y"))),
-        inference(tensor(a, texts("3 ä", "5 6")), tensor(b, texts("z z", "z zz"))),
+        inference(tensor(a, text_array("1 2")), tensor(b, text_array("x y"))),
+        inference(tensor(a, text_array("3 ä", "5 6")), tensor(b, text_array("z z", "z zz"))),
     )
     outputs_by_reply = [[decoded(reply, name) for name in outputs] for reply in replies]
     assert outputs_by_reply == [
@@ -583,7 +588,7 @@ def test_texts_are_lists_of_one_dimension(
     config = model_config(
         [tensor_config("a", data_type, dims)], [tensor_config("y", data_type, dims)]
     )
-    assert expected_error in refuses(worker, config)
+    assert expected_error in load_error(worker, config)
 
 
 def test_devices_that_are_not_there(worker: Rig) -> None:
@@ -735,7 +740,7 @@ def test_backends_are_found_by_name_and_by_platform() -> None:
 # --- devices with their own memory
 
 
-class Elsewhere(Device):
+class FakeCopyDevice(Device):
     """A fake device on this host, to and from which tensors are copied."""
 
     def __init__(self) -> None:
@@ -759,9 +764,9 @@ class Elsewhere(Device):
 def test_tensors_go_to_a_device_and_back_once_a_batch(
     worker: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Elsewhere()
+    device = FakeCopyDevice()
     monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: device)
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     serve(worker, vectors(dict.fromkeys("abc", 1), {"Y__0": 1, "Y__1": 1}))
     rows = [np.full((n, 1), n, F32) for n in (1, 2)]
     requests = [inference(*(tensor(name, row) for name in "abc")) for row in rows]

@@ -81,7 +81,7 @@ def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
     assert counts.tolist() == [30, 4]
 
 
-def scattering(**fields: Any) -> dict[str, Any]:
+def scatter_config(**fields: Any) -> dict[str, Any]:
     split = {"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", "target_name": ["Y"], "source_input": ["X"]}
     return config("BATCH_ACCUMULATED_ELEMENT_COUNT", **fields) | {"batch_output": [split]}
 
@@ -128,7 +128,7 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model
     path = worker.context.version_dir / "model.py"
     if model_kind == "pytorch":
         path.write_text(TORCH)
-        worker.serve(PytorchBackend(worker.context), scattering())
+        worker.serve(PytorchBackend(worker.context), scatter_config())
     else:
         path.write_text(NATIVE)
         backend = NativeBackend(worker.context)
@@ -144,7 +144,7 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model
 
 
 def test_a_scattered_output_of_another_size_is_an_error() -> None:
-    ragged = Ragged(ModelSpec.of(scattering()))
+    ragged = Ragged(ModelSpec.of(scatter_config()))
     assert ragged.part_shapes("Y", requests((1, 2), (1, 4)), (6,)) == [(1, 2), (1, 4)]
     with pytest.raises(Internal, match="'Y' has 5 elements, expecting the 6"):
         ragged.part_shapes("Y", requests((1, 2), (1, 4)), (5,))

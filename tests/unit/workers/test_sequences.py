@@ -159,14 +159,16 @@ class Model:
         """Return the state "I" that a request in a slot receives."""
         return self.add_inputs(slot, flags).inputs["I"].numpy().tolist()
 
-    def give(self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()) -> Response:
+    def complete_request(
+        self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()
+    ) -> Response:
         """Complete the last request with these outputs."""
         response = Response(list(outputs), error=error)
         self.states.store(self.row, response, frozenset(returned))
         return response
 
 
-def out(*numbers: float, name: str = "O") -> Output:
+def new_state(*numbers: float, name: str = "O") -> Output:
     """Return an output with the new value of a state."""
     return Output(name, "FP32", np.array([numbers], np.float32))
 
@@ -174,7 +176,7 @@ def out(*numbers: float, name: str = "O") -> Output:
 def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
     model = Model(spec())
     assert model.value(0, START) == [[0.0]]
-    model.give(out(5))
+    model.complete_request(new_state(5))
     assert model.value(0) == [[5.0]]
     assert model.value(1, START) == [[0.0]]
     assert model.value(0) == [[5.0]]
@@ -184,18 +186,18 @@ def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
 def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
     model = Model(spec())
     model.add_inputs(0, START)
-    model.give(out(5))
+    model.complete_request(new_state(5))
     model.add_inputs()
-    model.give(out(9), error=InvalidArgument("no"))
+    model.complete_request(new_state(9), error=InvalidArgument("no"))
     model.add_inputs()
-    model.give(Output("Y", "FP32", np.zeros((1, 1), np.float32)))
+    model.complete_request(Output("Y", "FP32", np.zeros((1, 1), np.float32)))
     assert model.value() == [[5.0]]
 
 
 def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
     model = Model(spec(dims=[-1, 2]))
     assert model.value(0, START) == [[[0.0, 0.0]]]
-    model.give(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
+    model.complete_request(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
     request = model.add_inputs()
     assert request.inputs["I"].datatype == "INT64"
     assert request.inputs["I"].numpy().tolist() == [[[0, 1], [2, 3], [4, 5]]]
@@ -203,11 +205,14 @@ def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
 
 def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     model = Model(spec())
-    answer = out(1, name="Y")
+    answer = new_state(1, name="Y")
     model.add_inputs(0, START)
-    assert model.give(answer, out(5)).outputs == [answer]
+    assert model.complete_request(answer, new_state(5)).outputs == [answer]
     model.add_inputs()
-    assert [output.name for output in model.give(answer, out(6), returned=("O",)).outputs] == [
+    assert [
+        output.name
+        for output in model.complete_request(answer, new_state(6), returned=("O",)).outputs
+    ] == [
         "Y",
         "O",
     ]
@@ -262,7 +267,7 @@ def test_3_5_one_buffer_for_input_and_output() -> None:
     model = Model(spec(use_same_buffer_for_input_output=True))
     array = model.add_inputs(0, START).inputs["I"].numpy()
     array += 3
-    model.give(Output("O", "FP32", array))
+    model.complete_request(Output("O", "FP32", array))
     reused_input = model.add_inputs().inputs["I"].numpy()
     assert reused_input.tolist() == [[3.0]]
     assert reused_input.ctypes.data == array.ctypes.data
@@ -275,9 +280,9 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
     model = Model(spec(), copies=False)
     model.add_inputs(0, START)
     with torch.inference_mode():
-        model.give(Output("O", "FP32", torch.full((1, 1), 4.0)))
+        model.complete_request(Output("O", "FP32", torch.full((1, 1), 4.0)))
     assert model.value() == [[4.0]]
-    model.give(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
+    model.complete_request(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
     assert model.add_inputs().inputs["I"].torch().tolist() == [[1.5]]
 
 

@@ -113,7 +113,7 @@ class Net(torch.nn.Module):
 """
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sizes of all host buffers allocated from now on."""
     allocations: list[int] = []
     original = Device.host_buffer
@@ -135,7 +135,7 @@ def test_a_steady_stream_allocates_nothing(
     After the load no buffer is allocated, the arena does not grow, and Python allocates no object
     of a tensor's size.
     """
-    allocations = counted(monkeypatch)
+    allocations = count_buffers(monkeypatch)
     caplog.set_level(logging.INFO)
     path = worker.context.version_dir / "model.py"
     y = "output" if model_kind == "native" else "Y"
@@ -164,16 +164,16 @@ def test_a_steady_stream_allocates_nothing(
                 )
             )
 
-        def stream(times: int) -> None:
+        def send_requests(times: int) -> None:
             for _ in range(times):
                 for rows in (4, 1, 3, 2):
                     for reply in worker.batch(*requests[:rows]):
                         assert not reply.code, reply
 
-        stream(3)
+        send_requests(3)
         used = worker.context.arena.used
         tracemalloc.start()
-        stream(20)
+        send_requests(20)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(allocations) == 1 and worker.context.arena.used == used
@@ -211,7 +211,7 @@ class FakeRecorder:
         return self._reserved
 
 
-class Recorded(PytorchBackend):
+class RecordedBackend(PytorchBackend):
     """A backend whose device records with a fake recorder."""
 
     def __init__(self, context: Any, recorder: Any) -> None:
@@ -233,7 +233,7 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
     caplog.set_level(logging.INFO)
     (worker.context.version_dir / "model.py").write_text(TORCH)
     fake = FakeRecorder()
-    worker.serve(Recorded(worker.context, fake), config((3,), 5, **GRAPHS))
+    worker.serve(RecordedBackend(worker.context, fake), config((3,), 5, **GRAPHS))
     assert not fake.replayed and "workspace 4.00" in caplog.text  # graphs for 1, 2, 4 and 5 rows
     rows = [np.full((n, 3), n, F32) for n in (1, 2)]
     for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
@@ -247,12 +247,12 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
 def test_a_model_that_cannot_be_recorded_runs_without(
     worker: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing(FakeRecorder):
+    class FailingRecorder(FakeRecorder):
         def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     (worker.context.version_dir / "model.py").write_text(TORCH)
-    worker.serve(Recorded(worker.context, Failing()), config((3,), 5, **GRAPHS))
+    worker.serve(RecordedBackend(worker.context, FailingRecorder()), config((3,), 5, **GRAPHS))
     assert "runs without CUDA graphs: " in caplog.text and "capturing" in caplog.text
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
     assert reply.array("Y").tolist() == [[1, 1, 1]]
@@ -264,14 +264,14 @@ def test_an_impossible_static_plan_is_reported(
     (worker.context.version_dir / "model.py").write_text(TORCH)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text
-    Recorded(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
+    RecordedBackend(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its shapes are not fixed" in caplog.text
 
 
 def test_without_asking_none_is_recorded(worker: Rig) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
     fake = FakeRecorder()
-    worker.serve(Recorded(worker.context, fake), config((3,), 5))
+    worker.serve(RecordedBackend(worker.context, fake), config((3,), 5))
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
     assert reply.array("Y").tolist() == [[1, 1, 1]] and fake.reserved_bytes() == 0
     assert torch.cuda.CUDAGraph is not None  # torch is replaced by a fake under this name

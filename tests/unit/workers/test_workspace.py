@@ -83,7 +83,7 @@ def supervise(router: Router, device: OnDevice, memory: Memory, stopped: threadi
     pools.close()
 
 
-def settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
+def wait_settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
     """Wait until `count` leases were returned, or requested."""
     for _ in range(500):
         if sum(isinstance(message, kind) for message, _ in worker.received) == count:
@@ -97,7 +97,7 @@ def test_a_lease_is_a_tensor_and_is_returned_after_the_devices_work(worker: OnDe
         assert buffer.dtype == torch.uint8 and buffer.shape == (MB,)
         buffer.fill_(7)
         assert not worker.returned()
-    settled(worker, 1)
+    wait_settled(worker, 1)
     assert (worker.exported.content[:MB] == 7).all() and not worker.exported.content[MB:].any()
     _, call_count = worker.received[-1]
     assert worker.cuda.calls[:call_count] == [("open", 0), ("synchronize", 0)]
@@ -116,7 +116,7 @@ def test_leases_of_other_threads(worker: OnDevice) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(use, range(1, 21)))
-    settled(worker, 20)
+    wait_settled(worker, 20)
     assert worker.cuda.opened == 1
 
 
@@ -134,7 +134,7 @@ def test_a_lease_larger_than_the_pool_and_a_second_lease(worker: OnDevice) -> No
         worker.workspace.lease(64),
     ):
         pass
-    settled(worker, 1)
+    wait_settled(worker, 1)
 
 
 async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
@@ -151,7 +151,7 @@ async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
             return bool((buffer == number).all())
 
     assert (await asyncio.gather(*map(use, range(8)))) == [True] * 8
-    settled(worker, 8)
+    wait_settled(worker, 8)
     assert sorted(order) == list(range(8))
 
 
@@ -159,7 +159,7 @@ async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevi
     holds_block = asyncio.Event()
     leave = asyncio.Event()
 
-    async def hold() -> None:
+    async def hold_lease() -> None:
         async with worker.workspace.lease(2 * MB):
             holds_block.set()
             await leave.wait()
@@ -168,23 +168,23 @@ async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevi
         async with worker.workspace.lease(2 * MB):
             raise AssertionError
 
-    holder = asyncio.ensure_future(hold())
+    holder = asyncio.ensure_future(hold_lease())
     await holds_block.wait()
     waiting = asyncio.ensure_future(use())
     # The supervisor has received the lease request.
-    await asyncio.to_thread(settled, worker, 2, LeaseWorkspace)
+    await asyncio.to_thread(wait_settled, worker, 2, LeaseWorkspace)
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
     leave.set()
     await holder
-    await asyncio.to_thread(settled, worker, 2)
+    await asyncio.to_thread(wait_settled, worker, 2)
     with worker.workspace.lease(2 * MB):
         pass
 
 
 async def test_a_coroutine_that_would_block_the_loop_raises(worker: OnDevice) -> None:
-    async def lease_elsewhere() -> None:
+    async def lease_outside_context() -> None:
         from contextvars import Context
 
         with pytest.raises(Internal, match="use 'async with'"):
@@ -194,5 +194,5 @@ async def test_a_coroutine_that_would_block_the_loop_raises(worker: OnDevice) ->
                 pass
 
     async with worker.workspace.lease(64):
-        await asyncio.ensure_future(lease_elsewhere())
-    settled(worker, 1)
+        await asyncio.ensure_future(lease_outside_context())
+    wait_settled(worker, 1)

@@ -35,7 +35,7 @@ def request(contents: Sequence[bytes]) -> ModelInferRequest:
     return message
 
 
-def arrive(
+def receive(
     raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None, in_place: Collection[int] = ()
 ) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
     """Pass the bytes in pieces, and read the bytes with these numbers in place if possible.
@@ -76,7 +76,7 @@ def test_tensors_are_received_in_place_for_any_split(
 ) -> None:
     message = request(contents)
     sizes = [len(content) for content in contents]
-    arriving, (tensors,), (head,) = arrive(message.SerializeToString(), cuts, sizes, in_place)
+    arriving, (tensors,), (head,) = receive(message.SerializeToString(), cuts, sizes, in_place)
     assert arriving.finish() is tensors and not tensors.releases
     assert list(map(bytes, tensors.blocks)) == contents
     del message.raw_input_contents[:]
@@ -93,7 +93,7 @@ def test_tensors_of_unexpected_sizes_are_collected(
     contents: list[bytes], cuts: list[int], sizes: list[int] | None, in_place: set[int]
 ) -> None:
     raw = request(contents).SerializeToString()
-    arriving, recorded, _ = arrive(raw, cuts, sizes, in_place)
+    arriving, recorded, _ = receive(raw, cuts, sizes, in_place)
     sizes_match = sizes == [len(content) for content in contents]
     assert arriving.finish() == (recorded[0] if sizes_match else raw)
     assert all(tensors.releases == (not sizes_match) for tensors in recorded)
@@ -104,7 +104,7 @@ def test_malformed_messages_are_collected(
     junk: bytes, cuts: list[int], after_request: bool
 ) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if after_request else junk
-    arriving, recorded, _ = arrive(raw, cuts, [40])
+    arriving, recorded, _ = receive(raw, cuts, [40])
     message = arriving.finish()
     if isinstance(message, RecordedTensors):
         assert message is recorded[-1] and bytes(message.blocks[0]) and not message.releases
@@ -118,13 +118,13 @@ def test_a_message_with_a_long_head_is_collected(size: int) -> None:
     message = request([b"a" * 40])
     message.parameters["key"].string_param = "v" * size
     raw = message.SerializeToString()
-    arriving, recorded, _ = arrive(raw, range(0, len(raw), 999), [40])
+    arriving, recorded, _ = receive(raw, range(0, len(raw), 999), [40])
     assert arriving.finish() == raw and not recorded
 
 
 def test_memory_is_released_once() -> None:
     raw = request([b"a" * 4000]).SerializeToString()
-    arriving, (tensors,), _ = arrive(raw[:-10], (), [4000])
+    arriving, (tensors,), _ = receive(raw[:-10], (), [4000])
     arriving.discard()
     arriving.discard()
     assert tensors.releases == 1 and arriving.next_buffer(1) is None

@@ -178,12 +178,12 @@ def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Schedul
     assert caught.value.details() == "mid"
     until(
         "both are cancelled",
-        lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_key, scheduler.notices)),
+        lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_message_key, scheduler.notices)),
     )
     stream.close()
 
 
-def _key(message: Any) -> Any:
+def _message_key(message: Any) -> Any:
     return m.Cancel(message.id) if isinstance(message, m.Cancel) else None
 
 
@@ -195,21 +195,23 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -
     scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
-    until("all are cancelled", lambda: _cancelled(scheduler) == {number for _, number in waiting})
+    until(
+        "all are cancelled", lambda: _cancelled_ids(scheduler) == {number for _, number in waiting}
+    )
     stream.close()
 
 
-def _cancelled(scheduler: Scheduler) -> set[int]:
+def _cancelled_ids(scheduler: Scheduler) -> set[int]:
     return {message.id for message in scheduler.notices if isinstance(message, m.Cancel)}
 
 
-def granted(scheduler: Scheduler, number: int) -> int:
+def granted_credit(scheduler: Scheduler, number: int) -> int:
     grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
     return sum(grant.responses for grant in grants if grant.id == number)
 
 
-def until_granted(scheduler: Scheduler, number: int, min_credit: int) -> None:
-    until("there is credit", lambda: granted(scheduler, number) >= min_credit)
+def wait_for_credit(scheduler: Scheduler, number: int, min_credit: int) -> None:
+    until("there is credit", lambda: granted_credit(scheduler, number) >= min_credit)
 
 
 def test_credit_is_returned_for_responses_that_are_read(
@@ -227,10 +229,10 @@ def test_credit_is_returned_for_responses_that_are_read(
     reader.start()
     sent = 0
     while sent < 1000:
-        credit = FIRST_CREDIT + granted(scheduler, a) - sent
+        credit = FIRST_CREDIT + granted_credit(scheduler, a) - sent
         scheduler.send(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
         sent += min(credit, 1000 - sent)
-        until_granted(scheduler, a, sent - FIRST_CREDIT + 1)
+        wait_for_credit(scheduler, a, sent - FIRST_CREDIT + 1)
     scheduler.send(peer, end(a))
     stream.end()
     reader.join(20)
@@ -257,10 +259,10 @@ def test_a_client_that_does_not_read_receives_no_credit(
         peer, last_call = first_requests(scheduler, 1 + count_of_other)[-1]
         scheduler.send(peer, response(last_call, sent, final=True))
         assert values(take(other_stream, 1)) == [(f"other {count_of_other}", sent, True)]
-        credit = FIRST_CREDIT + granted(scheduler, number)
+        credit = FIRST_CREDIT + granted_credit(scheduler, number)
     assert sent * 16000 < 64 << 20
     deaf.call.cancel()
-    until("it is cancelled", lambda: number in _cancelled(scheduler))
+    until("it is cancelled", lambda: number in _cancelled_ids(scheduler))
     deaf.close()
     other_stream.close()
 
@@ -272,29 +274,29 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     arena = Arena(8 << 20)
     data = bytes(range(200)) * 200
 
-    def large(number: int) -> m.Responded:
+    def large_response(number: int) -> m.Responded:
         memory_range = arena.allocate(len(data))
         arena.view(memory_range)[:] = data
         answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), memory_range),))
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
-    def released() -> int:
+    def count_releases() -> int:
         releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
         return sum(len(release.offsets) for release in releases)
 
     stream.send_request("a")
     ((peer, a),) = first_requests(scheduler, 1)
-    scheduler.send(peer, large(a), large(a), response(a, 1))
+    scheduler.send(peer, large_response(a), large_response(a), response(a, 1))
     first_response, second_response, _ = take(stream, 3)
     assert [r.infer_response.raw_output_contents[0] for r in (first_response, second_response)] == [
         data,
         data,
     ]
-    until("they are released", lambda: released() == 2)
+    until("they are released", lambda: count_releases() == 2)
     stream.call.cancel()
-    until("it is cancelled", lambda: a in _cancelled(scheduler))
-    scheduler.send(peer, large(a), end(a))
-    until("what comes late is released", lambda: released() == 3)
+    until("it is cancelled", lambda: a in _cancelled_ids(scheduler))
+    scheduler.send(peer, large_response(a), end(a))
+    until("what comes late is released", lambda: count_releases() == 3)
     arena.close()
 
 

@@ -166,7 +166,7 @@ def test_the_encodings_that_a_client_accepts() -> None:
 # --- responses
 
 
-def fields_of(block: bytes) -> list[tuple[bytes, bytes]]:
+def decode_fields(block: bytes) -> list[tuple[bytes, bytes]]:
     decoder = Decoder()
     headers: list[tuple[bytes, bytes]] = list(decoder.decode(block, raw=True))
     assert not decoder.header_table.dynamic_entries  # the same for every client
@@ -175,7 +175,7 @@ def fields_of(block: bytes) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("compression", [None, *ENCODINGS])
 def test_the_head_of_a_response(compression: str | None) -> None:
-    headers = dict(fields_of(call.HEADS_BY_ENCODING[compression]))
+    headers = dict(decode_fields(call.HEADS_BY_ENCODING[compression]))
     assert headers[b":status"] == b"200"
     assert headers[b"content-type"] == b"application/grpc"
     assert headers[b"grpc-accept-encoding"] == b"identity,deflate,gzip"
@@ -185,15 +185,15 @@ def test_the_head_of_a_response(compression: str | None) -> None:
 @pytest.mark.parametrize("status", [200, 405, 415])
 def test_a_response_without_messages(status: int) -> None:
     block = call.encode_response_start(status) + call.encode_trailers(StatusCode.INTERNAL, "no", ())
-    headers = fields_of(block)
+    headers = decode_fields(block)
     assert headers[0] == (b":status", str(status).encode())
     assert headers[-2:] == [(b"grpc-status", b"13"), (b"grpc-message", b"no")]
 
 
 def test_the_trailers_of_a_response() -> None:
-    assert fields_of(call.OK_TRAILERS) == [(b"grpc-status", b"0")]
+    assert decode_fields(call.OK_TRAILERS) == [(b"grpc-status", b"0")]
     assert call.encode_trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
-    headers = fields_of(call.encode_trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    headers = decode_fields(call.encode_trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
     assert headers == [(b"grpc-status", b"14"), (b"retry", b"5")]
 
 
@@ -204,7 +204,7 @@ def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return
-    headers = fields_of(call.encode_trailers(StatusCode.INTERNAL, text, ()))
+    headers = decode_fields(call.encode_trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in headers])
     encoded = dict(headers).get(b"grpc-message", b"")
     assert encoded.isascii()

@@ -41,7 +41,7 @@ IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
 ]
 
 
-class Read:
+class ParseCounter:
     """Counts how often requests are read the long way."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
@@ -69,7 +69,7 @@ def gateway(model: GatewayModel) -> Any:
     return SimpleNamespace(models=models, settings=settings, draining=False, **no_services)
 
 
-def check(build_request: Callable[[Any], BuiltRequest]) -> None:
+def check_distinct(build_request: Callable[[Any], BuiltRequest]) -> None:
     payloads = set()
     for turn in range(5):
         for request_fields in IDENTITIES[turn % 2 :]:
@@ -86,7 +86,7 @@ def check(build_request: Callable[[Any], BuiltRequest]) -> None:
 def test_similar_http_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any, model: GatewayModel
 ) -> None:
-    parse_count = Read(monkeypatch, http, "parse_request")
+    parse_count = ParseCounter(monkeypatch, http, "parse_request")
 
     def build_request(request_fields: Any) -> BuiltRequest:
         request_id, sequence, start, end = request_fields
@@ -101,7 +101,7 @@ def test_similar_http_requests_are_not_confused(
         )
         return asyncio.run(http.read_request(gateway, model, request))
 
-    check(build_request)
+    check_distinct(build_request)
     # With and without an id, and in a sequence and not: each form twice.
     assert parse_count.count == 4 * 2
 
@@ -109,7 +109,7 @@ def test_similar_http_requests_are_not_confused(
 def test_similar_grpc_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    parse_count = Read(monkeypatch, grpc, "decode_request")
+    parse_count = ParseCounter(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
     def build_request(request_fields: Any) -> BuiltRequest:
@@ -127,26 +127,26 @@ def test_similar_grpc_requests_are_not_confused(
         request.raw_input_contents.append(b"x")
         return inferences._decode(request.SerializeToString(), {}, streamed=False)
 
-    check(build_request)
+    check_distinct(build_request)
     assert parse_count.count == 1
 
 
-def _of(request_id: str, content: bytes) -> bytes:
+def _encode_request(request_id: str, content: bytes) -> bytes:
     request = pb.ModelInferRequest(model_name="m", id=request_id)
     request.inputs.add(name="IN", datatype="INT8", shape=[1])
     request.raw_input_contents.append(content)
     return request.SerializeToString()
 
 
-def _overlong(raw: bytes, field: bytes) -> bytes:
+def _lengthen(raw: bytes, field: bytes) -> bytes:
     """Return the message with the one-byte length of this field encoded in two bytes."""
     assert raw.count(field) == 1
     return raw.replace(field, field[:1] + bytes((field[1] | 128, 0)) + field[2:])
 
 
 ODD: dict[str, Callable[[int], bytes]] = {
-    "id": lambda n: _overlong(_of(str(n), b"x"), b"\x1a\x01%d" % n),
-    "contents": lambda n: _overlong(_of("", b"%d" % n), b"\x3a\x01%d" % n),
+    "id": lambda n: _lengthen(_encode_request(str(n), b"x"), b"\x1a\x01%d" % n),
+    "contents": lambda n: _lengthen(_encode_request("", b"%d" % n), b"\x3a\x01%d" % n),
 }
 
 
@@ -173,18 +173,20 @@ def test_ids_and_values_are_cut_at_any_position(
 
     Few messages are parsed field by field: the first ones of each schema.
     """
-    split = Read(monkeypatch, grpc, "split_message")
+    split = ParseCounter(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
     request_count = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
-            built_request = inferences._decode(_of(request_id, value), {}, streamed=False)
+            built_request = inferences._decode(
+                _encode_request(request_id, value), {}, streamed=False
+            )
             request_count += 1
             assert built_request.infer_request.id == request_id
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == value
     assert split.count < request_count / 3
-    broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
+    broken = _encode_request("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
         inferences._decode(broken, {}, streamed=False)
 
@@ -192,7 +194,7 @@ def test_ids_and_values_are_cut_at_any_position(
 @pytest.mark.parametrize("first_index", [0, 1])
 def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> None:
     """Though messages of one size have them in one place."""
-    named = _of("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
+    named = _encode_request("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
     plain_request = pb.ModelInferRequest(model_name="m")
     plain_request.inputs.add(name="IN", datatype="INT8", shape=[1])
     two_contents = plain_request.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"

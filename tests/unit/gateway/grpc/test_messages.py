@@ -35,14 +35,14 @@ def message(data: bytes, *, compressed: bool = False) -> bytes:
     return PREFIX.pack(compressed, len(data)) + data
 
 
-def fed(assembly: Assembly, piece: bytes) -> list[ReceivedMessage]:
+def feed(assembly: Assembly, piece: bytes) -> list[ReceivedMessage]:
     assembly.feed(memoryview(piece))
     return list(iter(assembly.take_message, None))
 
 
 def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[ReceivedMessage]:
     assembly = Assembly(WINDOW, HEAD, sinks)
-    items = [received for piece in pieces for received in fed(assembly, piece)]
+    items = [received for piece in pieces for received in feed(assembly, piece)]
     assert not assembly.received_bytes
     return items
 
@@ -105,22 +105,22 @@ def test_pieces_of_all_sizes_are_one_message() -> None:
 def test_tiny_pieces_use_no_additional_memory() -> None:
     """A message of a megabyte in pieces of a byte each."""
     assembly = Assembly(WINDOW, HEAD, None)
-    fed(assembly, PREFIX.pack(0, 1 << 20))
+    feed(assembly, PREFIX.pack(0, 1 << 20))
     for _ in range((1 << 20) - 1):
-        fed(assembly, b"x")
+        feed(assembly, b"x")
     held_bytes = sys.getsizeof(assembly._message)
     assert held_bytes < 1.3 * (1 << 20)
-    assert fed(assembly, b"x")[0].data == b"x" * (1 << 20)
+    assert feed(assembly, b"x")[0].data == b"x" * (1 << 20)
 
 
 def test_a_large_message_requests_a_window_update() -> None:
     """A message that fits needs nothing; of a larger one, all that the window might not hold."""
     for size in (0, 1, WINDOW - PREFIX.size):
         assembly = Assembly(WINDOW, HEAD, None)
-        fed(assembly, PREFIX.pack(0, size))
+        feed(assembly, PREFIX.pack(0, size))
         assert assembly.beyond_window == 0
     assembly = Assembly(WINDOW, HEAD, None)
-    fed(assembly, PREFIX.pack(0, 10 * WINDOW))
+    feed(assembly, PREFIX.pack(0, 10 * WINDOW))
     assert WINDOW + assembly.beyond_window == 10 * WINDOW + PREFIX.size
     assert assembly.received_bytes == PREFIX.size
 
@@ -128,7 +128,7 @@ def test_a_large_message_requests_a_window_update() -> None:
 def test_a_message_reports_its_window_updates() -> None:
     size = 2 * WINDOW
     assembly = Assembly(WINDOW, HEAD, None)
-    (sent_message,) = fed(assembly, message(bytes(size)))
+    (sent_message,) = feed(assembly, message(bytes(size)))
     assert sent_message.beyond_window == size + PREFIX.size - WINDOW
     assert assembly.beyond_window == 0
 
@@ -143,7 +143,7 @@ def test_an_unknown_flag_is_refused(flag: int) -> None:
 def test_a_message_that_is_too_large_is_refused() -> None:
     """The message is refused by its announced size, before memory is allocated."""
     assembly = Assembly(WINDOW, HEAD, None)
-    fed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
+    feed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
         with pytest.raises(BrokenMessage) as caught:
             assemble([PREFIX.pack(0, size)])
@@ -151,7 +151,7 @@ def test_a_message_that_is_too_large_is_refused() -> None:
         assert str(size) in caught.value.ending[1]
 
 
-class Kept:
+class KeepingSink:
     """A sink that keeps what it is fed."""
 
     def __init__(self) -> None:
@@ -173,14 +173,14 @@ class Kept:
 
 def test_large_messages_are_received_by_a_sink() -> None:
     pending_calls: list[int] = []
-    sinks: list[Kept] = []
+    sinks: list[KeepingSink] = []
 
-    def find(head: CallHead, size: int) -> Kept | None:
+    def find(head: CallHead, size: int) -> KeepingSink | None:
         assert head is HEAD
         pending_calls.append(size)
         if len(pending_calls) == 2:
             return None
-        sinks.append(Kept())
+        sinks.append(KeepingSink())
         return sinks[-1]
 
     sent = [
@@ -199,9 +199,9 @@ def test_large_messages_are_received_by_a_sink() -> None:
 
 
 def test_a_dropped_message_releases_its_sink() -> None:
-    sink: Any = Kept()
+    sink: Any = KeepingSink()
     assembly = Assembly(WINDOW, HEAD, lambda *_: sink)
-    fed(assembly, PREFIX.pack(0, LARGE_MESSAGE_BYTES) + b"some")
+    feed(assembly, PREFIX.pack(0, LARGE_MESSAGE_BYTES) + b"some")
     assembly.discard()
     assembly.discard()
     assert sink.dropped

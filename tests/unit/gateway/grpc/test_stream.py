@@ -29,7 +29,7 @@ class AnsweredRequest(UnaryInference):
         self._abandoned.append(self.request_id)
 
 
-class Taking(ActiveCount):
+class FakeInferences(ActiveCount):
     """Takes the requests of a stream; `large` has the sizes that a trim was asked for."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Taking(ActiveCount):
         return {}
 
 
-class Deaf:
+class DeafCall:
     """The call of a client that takes one response."""
 
     client: Any = None
@@ -66,7 +66,7 @@ class Deaf:
             self.taken += 1
 
 
-def streaming(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, Any, None]:
+def start_stream(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, Any, None]:
     return stream_infer(inferences, call, patience_s)
 
 
@@ -90,7 +90,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     """R15: what waits behind a response that is not taken is given up."""
     cancelled: list[str] = []
 
-    class Inferences(Taking):
+    class Inferences(FakeInferences):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             return AnsweredRequest(cancelled, raw.decode())
 
@@ -101,12 +101,12 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
 
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
-        asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
+        asyncio.run(start_stream(inferences, DeafCall(requests()), 0.05))
     assert cancelled == ["behind", "further behind"]
     assert not inferences.active
 
-    async def cancelled_twice() -> None:
-        stream = streaming(inferences, Deaf(requests()), 60.0)
+    async def cancel_twice() -> None:
+        stream = start_stream(inferences, DeafCall(requests()), 60.0)
         call = asyncio.create_task(stream)
         for _ in range(100):  # until the window is full
             await asyncio.sleep(0)
@@ -117,7 +117,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
             await call
 
     cancelled.clear()
-    asyncio.run(cancelled_twice())
+    asyncio.run(cancel_twice())
     assert cancelled == ["behind", "further behind"]
 
 
@@ -131,7 +131,7 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, max_reque
     request = bytes(size)
     request_count = 0
 
-    class Inferences(Taking):
+    class Inferences(FakeInferences):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             nonlocal request_count
             request_count += 1
@@ -143,14 +143,14 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, max_reque
 
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
-        asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
+        asyncio.run(start_stream(inferences, DeafCall(requests()), 0.05))
     assert request_count == max_requests + 1  # one request was answered
 
 
 def test_memory_is_trimmed_when_the_call_ends() -> None:
     """The call may hold much of it until then, long after the stream was given up."""
 
-    class Inferences(Taking):
+    class Inferences(FakeInferences):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             return AnsweredRequest([], "")
 
@@ -159,9 +159,9 @@ def test_memory_is_trimmed_when_the_call_ends() -> None:
             yield bytes(1000)
 
     inferences: Any = Inferences()
-    call = Deaf(requests())
+    call = DeafCall(requests())
     with pytest.raises(Unavailable):
-        asyncio.run(streaming(inferences, call, 0.05))
+        asyncio.run(start_stream(inferences, call, 0.05))
     inferences.large.clear()
     assert call.on_ended is not None
     call.on_ended()
@@ -172,7 +172,7 @@ def test_memory_is_trimmed_when_the_call_ends() -> None:
 def test_an_error_of_the_reader_fails_the_call() -> None:
     """Its client would wait for a response, or take the stream for complete."""
 
-    class Inferences(Taking):
+    class Inferences(FakeInferences):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             if raw == b"bad":
                 raise KeyError("a fault of ours")
@@ -183,7 +183,7 @@ def test_an_error_of_the_reader_fails_the_call() -> None:
         yield b"bad"
 
     inferences: Any = Inferences()
-    call = Deaf(requests())
+    call = DeafCall(requests())
     with pytest.raises(KeyError):
-        asyncio.run(streaming(inferences, call, 10))
+        asyncio.run(start_stream(inferences, call, 10))
     assert call.taken == 1

@@ -62,7 +62,7 @@ class Client:
         return received
 
 
-def connected(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
+def connect_client(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
     client, layer = Client(["h2"]), TlsLayer(context)
     client.shake_hands(layer)
     assert layer.ready
@@ -101,7 +101,7 @@ def test_data_may_follow_the_handshake_in_one_packet(tls_context: ssl.SSLContext
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
 def test_records_are_decrypted_for_any_split(tls_context: ssl.SSLContext, steps: list[int]) -> None:
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     data = bytes(range(256)) * 600
     client.tls.write(data)
     sent = client.outgoing.read()
@@ -114,7 +114,7 @@ def test_records_are_decrypted_for_any_split(tls_context: ssl.SSLContext, steps:
 
 
 def test_large_data(tls_context: ssl.SSLContext) -> None:
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     data = bytes(5 << 20)
     layer.send(data)
     client.incoming.write(layer.outgoing())
@@ -148,7 +148,7 @@ def test_http2_without_tls_is_refused(tls_context: ssl.SSLContext) -> None:
 
 
 def test_a_corrupt_record_is_refused(tls_context: ssl.SSLContext) -> None:
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     client.tls.write(b"a request")
     sent = bytearray(client.outgoing.read())
     sent[-1] ^= 1
@@ -168,12 +168,12 @@ def test_certificates_of_clients(mutual_tls: ssl.SSLContext, keys: Path) -> None
 
 def test_closing_tls_is_accepted(tls_context: ssl.SSLContext) -> None:
     """Either side may close; late bytes are not an error of the server."""
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     layer.close()
     client.incoming.write(layer.outgoing())
     assert client.read() == b""
     layer.send(b"late")
-    other_client, layer = connected(tls_context)
+    other_client, layer = connect_client(tls_context)
     with pytest.raises(ssl.SSLWantReadError):
         other_client.tls.unwrap()
     assert layer.receive(other_client.outgoing.read()) == b""

@@ -39,11 +39,11 @@ def no_bodies() -> Iterator[None]:
     budget._bodies.clear()
 
 
-def resources_in(arena: Arena) -> Resources:
+def make_resources(arena: Arena) -> Resources:
     return Resources(arena, budget, RegionTable(lambda _: None))
 
 
-def tensors(views: list[memoryview]) -> ArrivingTensors:
+def arriving_tensors(views: list[memoryview]) -> ArrivingTensors:
     return ArrivingTensors(views, lambda: None)
 
 
@@ -63,17 +63,17 @@ class Client:
 
     async def upload(self, arena: Arena, size: int) -> None:
         """Allocate a block of the arena, and wait for the bytes that fill it."""
-        resources = resources_in(arena)
+        resources = make_resources(arena)
         try:
             with self.body.arrival.registered_block(resources.release):
                 (memory_range,) = resources.allocate([size])
-                await self.body.read_tensors(tensors([arena.view(memory_range)]))
+                await self.body.read_tensors(arriving_tensors([arena.view(memory_range)]))
         finally:
             resources.release()
 
 
 @contextmanager
-def arena_of(size: int) -> Iterator[Arena]:
+def open_arena(size: int) -> Iterator[Arena]:
     arena = Arena(size)
     yield arena
     assert not arena.used
@@ -92,7 +92,7 @@ def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
     return make
 
 
-async def started(
+async def start_tasks(
     clock: Clock, *coroutines: Coroutine[object, object, object]
 ) -> list[asyncio.Task[object]]:
     """Return tasks that have waited for 50 ms."""
@@ -110,23 +110,23 @@ def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], C
     async def run(arena: Arena) -> None:
         clock = make_clock()
         json, tensor = Client(), Client()
-        tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
+        tasks = await start_tasks(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
         json.content.feed_data(bytes(1000))
         await clock.advance(0.02)
-        resources = resources_in(arena)
+        resources = make_resources(arena)
         resources.allocate([MIB])
         await clock.advance(0.01)
         assert [task.done() for task in tasks] == [False, True]
         with pytest.raises(BodyTimeout, match="too slowly"):
             await tasks[1]
         with pytest.raises(Unavailable):
-            resources_in(arena).allocate([MIB])
+            make_resources(arena).allocate([MIB])
         await clock.advance(0.01)
         assert not tasks[0].done()
         resources.release()
         tasks[0].cancel()
 
-    with arena_of(MIB) as arena:
+    with open_arena(MIB) as arena:
         asyncio.run(run(arena))
 
 
@@ -134,19 +134,21 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client()
-        resources = resources_in(arena)
+        resources = make_resources(arena)
         (memory_range,) = resources.allocate([MIB])
         client.content.feed_data(bytes(100))
         with client.body.arrival.registered_block(resources.release):
             await client.body.next()
             await clock.advance(0.1)  # decompression takes this long
             with pytest.raises(Unavailable):
-                resources_in(arena).allocate([MIB])
+                make_resources(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
-            assert await client.body.read_tensors(tensors([arena.view(memory_range)[:100]]))
+            assert await client.body.read_tensors(
+                arriving_tensors([arena.view(memory_range)[:100]])
+            )
         resources.release()
 
-    with arena_of(MIB) as arena:
+    with open_arena(MIB) as arena:
         asyncio.run(run(arena))
 
 
@@ -156,11 +158,11 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client(0.1)
-        tasks = await started(clock, client.upload(arena, MIB))
+        tasks = await start_tasks(clock, client.upload(arena, MIB))
         outcomes: list[BaseException | None] = []
 
         def allocate_all() -> None:
-            resources = resources_in(arena)
+            resources = make_resources(arena)
             try:
                 resources.allocate([MIB])
                 outcomes.append(None)
@@ -175,7 +177,7 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
         with pytest.raises(BodyTimeout):
             await tasks[0]
 
-    with arena_of(MIB) as arena:
+    with open_arena(MIB) as arena:
         asyncio.run(run(arena))
 
 
@@ -186,19 +188,19 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
         with ExitStack() as stack:
             for _ in range(4000):
                 client = Client()
-                resources = resources_in(arena)
+                resources = make_resources(arena)
                 resources.allocate([16 << 10])
                 # Some bodies may stay if the remaining memory suffices.
                 stack.callback(resources.release)
                 stack.enter_context(client.body.arrival.registered_block(resources.release))
                 client.body.arrival._earlier_waits_s = 1.0
             start = time.monotonic()
-            resources = resources_in(arena)
+            resources = make_resources(arena)
             resources.allocate([63 * MIB])
             assert time.monotonic() - start < 1
             resources.release()
 
-    with arena_of(64 * MIB) as arena:
+    with open_arena(64 * MIB) as arena:
         asyncio.run(run(arena))
 
 
@@ -206,7 +208,7 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, copied = bytearray(6), []
-    arriving = tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
+    arriving = arriving_tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
     arriving.built_request = "built"  # type: ignore[attr-defined]
     monkeypatch.setattr(prepare, "reserve_tensors", lambda *_: arriving)
     large_input = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
@@ -217,13 +219,13 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
             copied.append(bytes(memory).rstrip(b"\0"))
             await asyncio.sleep(0)
 
-    async def built() -> Any:
+    async def build_while_copying() -> Any:
         task = asyncio.create_task(copy_repeatedly())
         built_request = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
         task.cancel()
         return built_request
 
-    assert asyncio.run(built()) == "built"
+    assert asyncio.run(build_while_copying()) == "built"
     assert copied == [b"ab", b"abc", b"abcde", b"abcdef"]
     assert [(tensor.data, tensor.binary_size) for tensor in request.inputs] == [
         (None, 5),

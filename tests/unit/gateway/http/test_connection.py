@@ -69,7 +69,7 @@ class Transport(asyncio.Transport):
 Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
-class Answering(App):
+class AnsweringApp(App):
     """Answers with a function, and counts."""
 
     def __init__(self, answer: Handle) -> None:
@@ -102,7 +102,7 @@ async def repeat(request: HttpRequest) -> HttpResponse:
 AT_ONCE = -2
 
 
-class Underway:
+class TasklessRequest:
     """A request without a task.
 
     It is answered after a number of turns of the loop, with bytes or by the task, or never (-1).
@@ -123,15 +123,15 @@ class Underway:
         self._answer = answer
         self._whole = whole_body
         if turns >= 0:
-            asyncio.get_running_loop().call_soon(self.go_on, turns)
+            asyncio.get_running_loop().call_soon(self.take_turns, turns)
         elif turns == AT_ONCE:
             answer(None)
 
-    def go_on(self, turns: int) -> None:
+    def take_turns(self, turns: int) -> None:
         if self.cancelled:
             return
         if turns:
-            asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
+            asyncio.get_running_loop().call_soon(self.take_turns, turns - 1)
         else:
             response = self._response
             self._answer(b"".join(response.pieces) if self._whole else None)
@@ -145,7 +145,7 @@ class Underway:
         self.cancelled = True
 
 
-class Repeats:
+class RepeatingHandler:
     """A handler that repeats requests.
 
     For a repeated head it returns these results in order: an answer without a task after some
@@ -154,14 +154,14 @@ class Repeats:
 
     def __init__(self, *turns_and_wholeness: tuple[int, bool] | None) -> None:
         self._ways = itertools.cycle(turns_and_wholeness or (None,))
-        self.begun: list[Underway] = []
+        self.begun: list[TasklessRequest] = []
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
-        def begin(body: bytes, answer: WriteResponse) -> Underway | None:
+        def begin(body: bytes, answer: WriteResponse) -> TasklessRequest | None:
             if (turns_and_wholeness := next(self._ways)) is None:
                 return None
             self.begun.append(
-                Underway(
+                TasklessRequest(
                     request, body, answer, turns_and_wholeness[0], whole_body=turns_and_wholeness[1]
                 )
             )
@@ -171,7 +171,9 @@ class Repeats:
         return await repeat(request)
 
 
-def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str) -> bytes:
+def pack_request(
+    method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str
+) -> bytes:
     """Return a request whose body has this framing."""
     if body_framing == "chunked":
         framing = "Transfer-Encoding: chunked"
@@ -195,12 +197,12 @@ requests = st.lists(
 )
 
 
-def connected(
+def connect(
     answer: Handle = repeat, settings: GatewaySettings = _SETTINGS
 ) -> tuple[HttpConnection, Transport]:
     """Return a new connection whose requests are repeated, or answered by another handler."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-    make_connection = partial(HttpConnection, app=Answering(answer), settings=settings)
+    make_connection = partial(HttpConnection, app=AnsweringApp(answer), settings=settings)
     connection = Acceptor(make_connection, listener, 10)()
     assert isinstance(connection, HttpConnection)
     transport = Transport()
@@ -208,14 +210,14 @@ def connected(
     return connection, transport
 
 
-async def answers(
+async def collect_answers(
     pieces: list[tuple[bytes, int]], count: int, answer: Handle = repeat
 ) -> list[Any]:
     """Return the answers to bytes that arrive in `pieces`, with some turns of the loop after
     each.
     """
     loop = asyncio.get_running_loop()
-    connection, transport = connected(answer)
+    connection, transport = connect(answer)
     for piece, turns in pieces:
         connection.data_received(piece)
         for _ in range(turns):
@@ -224,18 +226,18 @@ async def answers(
     requests: list[Any] = []
     while len(requests) < count and loop.time() < end:
         await asyncio.sleep(0)
-        requests = replies(transport.written)
+        requests = parse_replies(transport.written)
     connection.connection_lost(None)
     await asyncio.sleep(0)
-    assert app_of(connection).active == 0
+    assert connection_app(connection).active == 0
     return requests
 
 
-def app_of(connection: HttpConnection) -> Any:
+def connection_app(connection: HttpConnection) -> Any:
     return connection._app
 
 
-def replies(written: bytes) -> list[Any]:
+def parse_replies(written: bytes) -> list[Any]:
     responses: list[Any] = []
     while written:
         head, _, remaining = written.partition(b"\r\n\r\n")
@@ -269,7 +271,7 @@ def test_every_request_receives_its_own_response(
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
     for (head, body, body_framing), is_pipelined in zip(sent_requests, pipelined, strict=False):
-        raw = packed(*head, body, body_framing)
+        raw = pack_request(*head, body, body_framing)
         if is_pipelined:
             turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
@@ -284,7 +286,10 @@ def test_every_request_receives_its_own_response(
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in sent_requests
     ]
-    assert asyncio.run(answers(pieces, len(sent_requests), Repeats(*request_turns))) == expected
+    assert (
+        asyncio.run(collect_answers(pieces, len(sent_requests), RepeatingHandler(*request_turns)))
+        == expected
+    )
 
 
 _OFFERS = (
@@ -303,12 +308,12 @@ def test_upgrade_offers_lose_no_request(
     sent_requests: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
 ) -> None:
     """Every request has its own answer until an answer closes the connection."""
-    stream = b"".join(packed(*head, body, "length") for head, body in sent_requests)
+    stream = b"".join(pack_request(*head, body, "length") for head, body in sent_requests)
     turns_at = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
     bounds = [0, *turns_at, len(stream)]
 
-    async def written() -> bytes:
-        connection, transport = connected()
+    async def send_stream() -> bytes:
+        connection, transport = connect()
         for begin, end in itertools.pairwise(bounds):
             connection.data_received(stream[begin:end])
             for _ in range(turns_at.get(end, 0)):
@@ -318,8 +323,8 @@ def test_upgrade_offers_lose_no_request(
         connection.connection_lost(None)
         return transport.written
 
-    head_bytes, closes, body_bytes = uvloop.run(written()).partition(b"Connection: close\r\n")
-    answers = replies(head_bytes + body_bytes)
+    head_bytes, closes, body_bytes = uvloop.run(send_stream()).partition(b"Connection: close\r\n")
+    answers = parse_replies(head_bytes + body_bytes)
     expected = [
         [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
     ]
@@ -330,22 +335,22 @@ def test_upgrade_offers_lose_no_request(
 def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
-    async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.route_match = request.route_match is not None, (first, ())
+    async def answer_first(request: HttpRequest) -> HttpResponse:
+        has_match, request.route_match = request.route_match is not None, (answer_first, ())
         return json_response(has_match)
 
     async def run() -> list[Any]:
         requests: list[Any] = []
         for _ in range(2):
-            connection, transport = connected(first)
-            await settle()
+            connection, transport = connect(answer_first)
+            await turn_loop()
             for token in "aaabaa":
                 lines = (f"Authorization: Bearer {token}",)
-                connection.data_received(packed("POST", "/a", lines, b"{}", "length"))
-                await settle()
-            requests.append(replies(transport.written))
+                connection.data_received(pack_request("POST", "/a", lines, b"{}", "length"))
+                await turn_loop()
+            requests.append(parse_replies(transport.written))
             connection.connection_lost(None)
-            await settle()
+            await turn_loop()
         return requests
 
     # A repeated head is cached, together with its route.
@@ -355,33 +360,33 @@ def test_only_an_identical_head_is_reused() -> None:
 async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
 
-    async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.route_match = request.route_match is not None, (first, ())
+    async def answer_first(request: HttpRequest) -> HttpResponse:
+        has_match, request.route_match = request.route_match is not None, (answer_first, ())
         return json_response(has_match)
 
-    connection, transport = connected(first)
-    await settle()
+    connection, transport = connect(answer_first)
+    await turn_loop()
     for number in range(5):
         if number == 3:
             listener = connection.client.listener
             listener.authorisation = listener.authorisation.with_tokens({})
-        connection.data_received(packed("POST", "/a", (), b"{}", "length"))
-        await settle()
+        connection.data_received(pack_request("POST", "/a", (), b"{}", "length"))
+        await turn_loop()
     connection.connection_lost(None)
-    await settle()
-    assert replies(transport.written) == [False, False, True, False, False]
+    await turn_loop()
+    assert parse_replies(transport.written) == [False, False, True, False, False]
 
 
-KNOWN = packed("POST", "/a", (), b"{}", "length")
+KNOWN = pack_request("POST", "/a", (), b"{}", "length")
 
 
-async def begun(
+async def begin_request(
     turns_and_wholeness: tuple[int, bool],
-) -> tuple[HttpConnection, Transport, Underway]:
+) -> tuple[HttpConnection, Transport, TasklessRequest]:
     """Return a connection with an unanswered request that has no task."""
-    repeats = Repeats(turns_and_wholeness)
-    connection, transport = connected(repeats)
-    await settle()
+    repeats = RepeatingHandler(turns_and_wholeness)
+    connection, transport = connect(repeats)
+    await turn_loop()
     for _ in range(3):
         connection.data_received(KNOWN)
         await asyncio.sleep(0)
@@ -393,37 +398,37 @@ async def begun(
 @pytest.mark.parametrize("taken_over", [False, True])
 async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -> None:
     """Also where the task was to take it over, and has not come to it."""
-    connection, _, underway = await begun((-1, False))
+    connection, _, underway = await begin_request((-1, False))
     if taken_over:
-        underway.go_on(0)
+        underway.take_turns(0)
     connection.connection_lost(None)
-    await settle()
-    assert (underway.cancelled, app_of(connection).active) == (True, 0)
+    await turn_loop()
+    assert (underway.cancelled, connection_app(connection).active) == (True, 0)
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
     """The request is handled once."""
-    repeats = Repeats((AT_ONCE, False))
-    connection, transport = connected(repeats)
-    await settle()
+    repeats = RepeatingHandler((AT_ONCE, False))
+    connection, transport = connect(repeats)
+    await turn_loop()
     for _ in range(4):
         connection.data_received(KNOWN)
-        await settle()
-    assert len(replies(transport.written)) == 4
+        await turn_loop()
+    assert len(parse_replies(transport.written)) == 4
     connection.connection_lost(None)
     # The first request caches the head, and the second one uses it.
-    assert (len(repeats.begun), app_of(connection).active) == (2, 0)
+    assert (len(repeats.begun), connection_app(connection).active) == (2, 0)
 
 
 async def test_a_closing_connection_receives_no_response() -> None:
-    connection, transport, underway = await begun((-1, True))
+    connection, transport, underway = await begin_request((-1, True))
     written_before = len(transport.written)
     connection.force_close()
-    underway.go_on(0)
-    await settle()
+    underway.take_turns(0)
+    await turn_loop()
     connection.connection_lost(None)
     assert not underway.cancelled
-    assert (len(transport.written) - written_before, app_of(connection).active) == (0, 0)
+    assert (len(transport.written) - written_before, connection_app(connection).active) == (0, 0)
 
 
 async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> None:
@@ -431,18 +436,18 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
 
     aborted = asyncio.Event()
     gateway_settings = GatewaySettings(body_timeout_s=0.05)
-    repeats = Repeats((0, True))
-    connection, transport = connected(repeats, gateway_settings)
+    repeats = RepeatingHandler((0, True))
+    connection, transport = connect(repeats, gateway_settings)
     transport.abort = aborted.set  # type: ignore[method-assign]
-    await settle()
+    await turn_loop()
     for _ in range(2):
         connection.data_received(KNOWN)
-        await settle()
+        await turn_loop()
     transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
     connection.data_received(KNOWN)
     await asyncio.wait_for(aborted.wait(), 5)
     connection.connection_lost(None)
-    await settle()
+    await turn_loop()
     assert bool(repeats.begun)
 
 
@@ -452,7 +457,7 @@ def test_a_known_head_inside_another_request_is_ignored(
     separately: bool, turns_between: int
 ) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known_request = packed("POST", "/a", (), b"{}", "length")
+    known_request = pack_request("POST", "/a", (), b"{}", "length")
     half_head = b"POST /b HTTP/1.1\r\nX-Long: "
     pieces = [(known_request, 20), (known_request, 20)]
     pieces += (
@@ -462,22 +467,24 @@ def test_a_known_head_inside_another_request_is_ignored(
     )
     pieces.append((known_request, 20))
     first_response = ["POST", "/a", 0, "{}"]
-    assert asyncio.run(answers(pieces, 4)) == [first_response] * 3 + [["POST", "/b", 16, "{}"]]
+    assert asyncio.run(collect_answers(pieces, 4)) == [first_response] * 3 + [
+        ["POST", "/b", 16, "{}"]
+    ]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    greedy, other_connection = connected(), connected()
+    greedy, other_connection = connect(), connect()
     await asyncio.sleep(0)
-    greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
-    other_connection[0].data_received(packed("GET", "/b", (), b"", "length"))
+    greedy[0].data_received(pack_request("GET", "/a", (), b"", "length") * 100)
+    other_connection[0].data_received(pack_request("GET", "/b", (), b"", "length"))
     for _ in range(1000):
         if other_connection[1].written:
             break
         await asyncio.sleep(0)
-    early_count = len(replies(greedy[1].written))
-    await settle(1000)
-    final_count = len(replies(greedy[1].written))
+    early_count = len(parse_replies(greedy[1].written))
+    await turn_loop(1000)
+    final_count = len(parse_replies(greedy[1].written))
     for connection, _ in (greedy, other_connection):
         connection.connection_lost(None)
     await asyncio.sleep(0)
@@ -487,19 +494,19 @@ async def test_pipelined_requests_yield_to_other_connections() -> None:
 
 async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> None:
     """A connection that is closing and waits for its client to read counts as idle."""
-    connection, transport = connected()
+    connection, transport = connect()
     await asyncio.sleep(0)
-    closing_request = packed("GET", "/a", ("Connection: close",), b"", "length")
-    connection.data_received(packed("GET", "/a", (), b"", "length") + closing_request)
-    connection.data_received(packed("GET", "/b", (), b"", "length"))
+    closing_request = pack_request("GET", "/a", ("Connection: close",), b"", "length")
+    connection.data_received(pack_request("GET", "/a", (), b"", "length") + closing_request)
+    connection.data_received(pack_request("GET", "/b", (), b"", "length"))
     assert connection.idle_since is None
-    await settle()
+    await turn_loop()
     idle = connection.idle_since is not None
     connection.connection_lost(None)
-    assert (idle, len(replies(transport.written))) == (True, 2)
+    assert (idle, len(parse_replies(transport.written))) == (True, 2)
 
 
-async def settle(count: int = 20) -> None:
+async def turn_loop(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -508,36 +515,34 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     """A connection has one coarse timer, which ends it only if the state lasted for the whole
     limit.
     """
-    known_request = packed("POST", "/a", (), b"{}", "length")
-    connection, transport = connected()
-    await settle()
+    known_request = pack_request("POST", "/a", (), b"{}", "length")
+    connection, transport = connect()
+    await turn_loop()
     for _ in range(2):
         connection.data_received(known_request)
-        await settle()
+        await turn_loop()
     connection.data_received(known_request[:-2])  # starts the clock
     connection.data_received(known_request[-2:])
-    await settle()
+    await turn_loop()
     connection.data_received(known_request[:-2])
     connection._check_timeout()  # as if its time limit had just expired
-    await settle()
+    await turn_loop()
     connection.data_received(known_request[-2:])
-    await settle()
+    await turn_loop()
     connection.connection_lost(None)
-    await settle()
-    assert len(replies(transport.written)) == 4
+    await turn_loop()
+    assert len(parse_replies(transport.written)) == 4
 
 
 async def test_each_request_has_its_own_time_limit() -> None:
     """Its clock still runs, and ends in the middle of the next one's head."""
     first_request, second_request = (
-        packed("POST", "/a", (), b"{}", "length"),
-        packed("GET", "/b", (), b"", "length"),
+        pack_request("POST", "/a", (), b"{}", "length"),
+        pack_request("GET", "/b", (), b"", "length"),
     )
     clock = Clock()
-    connection, transport = connected(
-        settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4)
-    )
-    await settle()
+    connection, transport = connect(settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4))
+    await turn_loop()
     connection.data_received(first_request[:-2])
     await clock.advance(1)
     connection.data_received(first_request[-2:])
@@ -546,19 +551,19 @@ async def test_each_request_has_its_own_time_limit() -> None:
     await clock.advance(1.5)
     await clock.advance(2)
     connection.data_received(second_request[10:])
-    await settle()
-    answered = len(replies(transport.written))
+    await turn_loop()
+    answered = len(parse_replies(transport.written))
     connection.data_received(second_request[:10])
     await clock.advance(4.5)
     is_closed = not connection.open
     connection.connection_lost(None)
-    await settle()
+    await turn_loop()
     assert (answered, is_closed) == (2, True)
 
 
 @pytest.mark.parametrize("sent", [0, 1])
 async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> None:
-    known_request = packed("POST", "/a", (), b"{}", "length")
+    known_request = pack_request("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
         try:
@@ -567,18 +572,18 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
             return json_response("late")
 
     clock = Clock()
-    connection, transport = connected(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
-    await settle()
+    connection, transport = connect(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
+    await turn_loop()
     for _ in range(2):
         connection.data_received(known_request)
-        await settle()
+        await turn_loop()
     connection.data_received(known_request[: len(known_request) - 2 + sent])
     requests = []
     for seconds in (1.9, 0.2):
         await clock.advance(seconds)
-        requests.append(replies(transport.written)[2:])
+        requests.append(parse_replies(transport.written)[2:])
     connection.connection_lost(None)
-    await settle()
+    await turn_loop()
     assert requests == [[], ["late"]]
 
 
@@ -587,7 +592,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
     """Otherwise the connection could stay open beyond every limit."""
     closed = asyncio.Event()
 
-    class Kept(Acceptor):
+    class ClosingAcceptor(Acceptor):
         def connection_lost(self, connection: LimitedConnection) -> None:
             super().connection_lost(connection)
             closed.set()
@@ -599,8 +604,8 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
         loop = asyncio.get_running_loop()
         listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
         settings = GatewaySettings(body_timeout_s=0.1)
-        make_connection = partial(HttpConnection, app=Answering(flood), settings=settings)
-        server = Kept(make_connection, listener, 10)
+        make_connection = partial(HttpConnection, app=AnsweringApp(flood), settings=settings)
+        server = ClosingAcceptor(make_connection, listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             accepting = await loop.create_server(server, sock=listening)
@@ -608,7 +613,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.setblocking(False)
                 await loop.sock_connect(client, listening.getsockname())
-                while not (server.connections and _unflushed(server.connections[0])):
+                while not (server.connections and _unflushed_bytes(server.connections[0])):
                     with contextlib.suppress(BlockingIOError):
                         client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     await asyncio.sleep(0.001)
@@ -619,5 +624,5 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
     uvloop.run(run())
 
 
-def _unflushed(connection: LimitedConnection) -> int:
+def _unflushed_bytes(connection: LimitedConnection) -> int:
     return 0 if connection.transport is None else connection.transport.get_write_buffer_size()

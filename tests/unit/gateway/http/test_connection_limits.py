@@ -33,14 +33,14 @@ class PeerConnections:
             with contextlib.suppress(ConnectionError):
                 self._socks[-1].sendall(sent)
 
-    def arrive(self) -> None:
+    def connect_again(self) -> None:
         """Open a further connection and wait for an answer: all earlier ones are then admitted
         or refused.
         """
         self.open(1)
         assert _is_answered(self._socks[-1])
 
-    def served(self) -> int:
+    def count_answered(self) -> int:
         """Return how many of the connections are answered; the others were closed."""
         return sum(map(_is_answered, self._socks))
 
@@ -73,7 +73,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnections:
+def connect_from(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnections:
     """Yield clients with one address at a listener for other hosts."""
     destination, source = ("127.0.0.1", gateway.port), (address, 0)
     peer_connections = PeerConnections(
@@ -89,22 +89,22 @@ def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> No
     gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
     gateway.open()
     calm_address, crowded_address = (
-        far(gateway, "127.0.0.2", stack),
-        far(gateway, "127.0.0.3", stack),
+        connect_from(gateway, "127.0.0.2", stack),
+        connect_from(gateway, "127.0.0.3", stack),
     )
     calm_address.open(8)
     crowded_address.open(3 * MOST)
-    crowded_address.arrive()
-    assert calm_address.served() == 8
-    assert SHARE // 2 <= crowded_address.served() <= SHARE
+    crowded_address.connect_again()
+    assert calm_address.count_answered() == 8
+    assert SHARE // 2 <= crowded_address.count_answered() <= SHARE
     # Other addresses may use the connections that this one may not.
-    third_address = far(gateway, "127.0.0.4", stack)
+    third_address = connect_from(gateway, "127.0.0.4", stack)
     third_address.open(2)
-    assert third_address.served() == 2
-    assert calm_address.served() == 8
+    assert third_address.count_answered() == 2
+    assert calm_address.count_answered() == 8
     crowded_address.close()
     calm_address.open(SHARE - 8)
-    assert calm_address.served() == SHARE
+    assert calm_address.count_answered() == SHARE
 
 
 def test_incomplete_requests_are_evicted_or_refused(
@@ -115,21 +115,21 @@ def test_incomplete_requests_are_evicted_or_refused(
     gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
     gateway.open()
     calm_address, crowded_address = (
-        far(gateway, "127.0.0.2", stack),
-        far(gateway, "127.0.0.3", stack),
+        connect_from(gateway, "127.0.0.2", stack),
+        connect_from(gateway, "127.0.0.3", stack),
     )
     calm_address.open(8)
     crowded_address.open(3 * MOST, HALF)
-    assert calm_address.served() == 8
+    assert calm_address.count_answered() == 8
 
 
 def test_loopback_has_no_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     """On loopback an address does not identify a client."""
     gateway = stack.enter_context(rig(folder, max_connections=MOST))
     gateway.open()
-    all_of_them = far(gateway, "127.0.0.1", stack)
+    all_of_them = connect_from(gateway, "127.0.0.1", stack)
     all_of_them.open(MOST)
-    assert all_of_them.served() == MOST
+    assert all_of_them.count_answered() == MOST
 
 
 @needs_users
@@ -157,9 +157,9 @@ def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     people[os.geteuid()].open(4)
     people[ALICE].open(4)
     people[BOB].open(3 * MOST)
-    people[BOB].arrive()
-    assert people[os.geteuid()].served() == people[ALICE].served() == 4
-    assert SHARE // 2 <= people[BOB].served() <= SHARE
+    people[BOB].connect_again()
+    assert people[os.geteuid()].count_answered() == people[ALICE].count_answered() == 4
+    assert SHARE // 2 <= people[BOB].count_answered() <= SHARE
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def no_counters() -> None:
 def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
     """Run a test beside a publisher of events, and check that nothing remains at its end."""
 
-    async def whole_events() -> None:
+    async def run_with_publisher() -> None:
         holder: list[EventFeed] = []
         publisher = EventPublisher()
         publisher.open(
@@ -102,7 +102,7 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
         finally:
             publisher.close()
 
-    asyncio.run(whole_events())
+    asyncio.run(run_with_publisher())
 
 
 def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:

@@ -112,48 +112,48 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
     )
 
 
-class Built(bytes):
+class FilledRequest(bytes):
     """The bytes of a request's tensors."""
 
     def identify(self, identity: RequestIdentity) -> None:
         """Ignore the identity."""
 
 
-class Bytes:
+class BytesTemplate:
     """A template that returns the tensors' bytes, or None if its regions are not `unchanged`."""
 
     def __init__(self) -> None:
         self.unchanged = True
 
     def fill(self, datas: list[bytes]) -> Any:
-        return Built(b"".join(datas)) if self.unchanged else None
+        return FilledRequest(b"".join(datas)) if self.unchanged else None
 
 
 def new_cache() -> Cache:
     return BoundedCache(256)
 
 
-def wire_of(text: bytes) -> InferRequest:
+def parse_text(text: bytes) -> InferRequest:
     return parse_request(loads(text), 0, "m", LIMIT)
 
 
-def long_way(text: bytes) -> bytes:
-    inputs = [tensor for tensor in wire_of(text).inputs if tensor.data is not None]
+def parse_fully(text: bytes) -> bytes:
+    inputs = [tensor for tensor in parse_text(text).inputs if tensor.data is not None]
     return b"".join(map(tensor_bytes, inputs))
 
 
-def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
+def fill_from_cache(cache: Cache, text: bytes, plan: BytesTemplate | None = None) -> Any:
     """Return the cache's result for a request; store the request if wanted."""
     fingerprint = Fingerprint(text, 0)
     known_template: Any = fill_known_template(cache, fingerprint, text, len(text))
     if known_template is None:
         try:
-            long_way(text)
+            parse_fully(text)
         except ShmserveError:
             return None
         if is_worth_caching(cache, fingerprint):
-            template: Any = plan or Bytes()
-            store_template(cache, fingerprint, wire_of(text), template)
+            template: Any = plan or BytesTemplate()
+            store_template(cache, fingerprint, parse_text(text), template)
     return known_template
 
 
@@ -187,7 +187,7 @@ def test_a_repeated_request_equals_a_parsed_one(
     used.
     """
 
-    def written(values: list[list[int]], elsewhere: str) -> bytes:
+    def write_request(values: list[list[int]], elsewhere: str) -> bytes:
         inputs = [
             f'{{"name": "X{number}", "datatype": "INT32", "shape": [2], '
             f"{key}{data_format % tuple(pair)}}}"
@@ -203,9 +203,9 @@ def test_a_repeated_request_equals_a_parsed_one(
             str(data.draw(st.integers(0, 9))) if sign.isdigit() and "u" not in prefix else sign
             for sign in prefix
         )
-        text = written(values, elsewhere)
-        template = short_way(cache, text)
-        assert template is None or template == long_way(text)
+        text = write_request(values, elsewhere)
+        template = fill_from_cache(cache, text)
+        assert template is None or template == parse_fully(text)
 
 
 @given(st.binary(max_size=30), st.binary(max_size=30))
@@ -215,11 +215,13 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
     """The request equals a known one except for some bytes."""
     cache = new_cache()
     for known_data in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(known_data))
-    assert short_way(cache, one_tensor_body("[5, 6]")) == long_way(one_tensor_body("[5, 6]"))
+        fill_from_cache(cache, one_tensor_body(known_data))
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) == parse_fully(
+        one_tensor_body("[5, 6]")
+    )
     text = one_tensor_body("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", suffix + b"}]")
-    template = short_way(cache, text)
-    assert template is None or template == long_way(text)
+    template = fill_from_cache(cache, text)
+    assert template is None or template == parse_fully(text)
 
 
 # --- the use of the fingerprint --------------------------------------------------------------
@@ -228,11 +230,11 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = new_cache()
     templates = [
-        short_way(cache, one_tensor_body(text))
+        fill_from_cache(cache, one_tensor_body(text))
         for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
     ]
     assert [template is not None for template in templates] == [False, False, True, True]
-    assert templates[3] == long_way(one_tensor_body("[-7, 8]"))
+    assert templates[3] == parse_fully(one_tensor_body("[-7, 8]"))
 
 
 @pytest.mark.parametrize(
@@ -245,20 +247,20 @@ def test_a_request_is_repeated_from_its_third_occurrence() -> None:
 def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
     cache = new_cache()
     for known_data in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(known_data))
-    assert short_way(cache, one_tensor_body(text)) is None
-    assert short_way(cache, one_tensor_body("[5, 6]")) is not None
+        fill_from_cache(cache, one_tensor_body(known_data))
+    assert fill_from_cache(cache, one_tensor_body(text)) is None
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) is not None
 
 
 def test_the_text_of_a_fingerprint_is_no_request() -> None:
     """The text of a fingerprint has no arrays, but the key of a request that has."""
     cache = new_cache()
     for known_data in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(known_data))
+        fill_from_cache(cache, one_tensor_body(known_data))
     without_data = one_tensor_body("[1, 2]").replace(b'"data": [1, 2]', b"\0")
     assert Fingerprint(without_data, 0).key == Fingerprint(one_tensor_body("[1, 2]"), 0).key
     assert not Fingerprint(without_data, 0).arrays
-    assert short_way(cache, without_data) is None
+    assert fill_from_cache(cache, without_data) is None
 
 
 def test_other_arrays_of_numbers_are_not_tensors() -> None:
@@ -269,10 +271,10 @@ def test_other_arrays_of_numbers_are_not_tensors() -> None:
     )
     assert len(Fingerprint(hidden, 0).arrays) == 1
     for _ in range(3):
-        assert short_way(cache, hidden) is None
+        assert fill_from_cache(cache, hidden) is None
     other_array = hidden.replace(b"[1, 2]}, ", b"[8, 9]}, ")
     assert Fingerprint(other_array, 0).key == Fingerprint(hidden, 0).key
-    assert short_way(cache, other_array) is None
+    assert fill_from_cache(cache, other_array) is None
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BOOL"])
@@ -280,7 +282,7 @@ def test_datatypes_without_numbers_are_parsed(datatype: str) -> None:
     cache = new_cache()
     data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
     text = one_tensor_body(data).replace(b"INT32", datatype.encode())
-    assert [short_way(cache, text) for _ in range(3)] == [None] * 3
+    assert [fill_from_cache(cache, text) for _ in range(3)] == [None] * 3
 
 
 def test_leniently_parsed_headers_are_not_cached() -> None:
@@ -290,22 +292,24 @@ def test_leniently_parsed_headers_are_not_cached() -> None:
         one_tensor_body("[1, 2]", '"parameters": {"p": NaN}, '),
     ):
         for _ in range(3):
-            assert short_way(cache, text) is None
+            assert fill_from_cache(cache, text) is None
 
 
 def test_changed_regions_invalidate_a_template() -> None:
-    cache, stale_regions = new_cache(), Bytes()
+    cache, stale_regions = new_cache(), BytesTemplate()
     for text in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(text), stale_regions)
+        fill_from_cache(cache, one_tensor_body(text), stale_regions)
     stale_regions.unchanged = False
-    assert short_way(cache, one_tensor_body("[5, 6]")) is None
-    assert short_way(cache, one_tensor_body("[5, 6]")) == long_way(one_tensor_body("[5, 6]"))
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) is None
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) == parse_fully(
+        one_tensor_body("[5, 6]")
+    )
 
 
 def test_the_cache_of_templates_is_bounded() -> None:
     cache = new_cache()
     for number in range(2000):
-        short_way(cache, one_tensor_body("[1, 2]", suffix=f', "id": "{number // 2}"'))
+        fill_from_cache(cache, one_tensor_body("[1, 2]", suffix=f', "id": "{number // 2}"'))
     assert 0 < len(cache) <= 256
     long_body = one_tensor_body("[1, 2]", suffix=', "id": "%s"' % ("x" * 3000))
-    assert [short_way(cache, long_body) for _ in range(3)] == [None] * 3
+    assert [fill_from_cache(cache, long_body) for _ in range(3)] == [None] * 3

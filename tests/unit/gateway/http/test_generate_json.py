@@ -29,13 +29,13 @@ INPUTS = {
 }
 
 
-def parsed(body: Any) -> InferRequest:
+def parse(body: Any) -> InferRequest:
     return parse_generate(body, INPUTS)
 
 
 def refusal(body: Any) -> tuple[int, str]:
     with pytest.raises(ShmserveError) as caught:
-        parsed(body)
+        parse(body)
     return caught.value.status, caught.value.message
 
 
@@ -58,7 +58,7 @@ def refusal(body: Any) -> tuple[int, str]:
     ],
 )
 def test_shapes(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    (tensor,) = parsed({name: value}).inputs
+    (tensor,) = parse({name: value}).inputs
     assert (tensor.name, tensor.shape) == (name, shape)
     assert tensor.count == math.prod(shape)
     if tensor.datatype == "INT32":
@@ -146,7 +146,7 @@ def test_an_input_named_like_the_nested_schema() -> None:
 
 
 def test_other_members_are_parameters() -> None:
-    request = parsed(
+    request = parse(
         {
             "id": "x1",
             "TEXT": "a",
@@ -172,7 +172,7 @@ def test_other_members_are_parameters() -> None:
 
 @pytest.mark.parametrize("body", [{"deadline_us": 5}, {"parameters": {"deadline_us": 5}}])
 def test_a_deadline_is_not_passed_to_the_model(body: Any) -> None:
-    request = parsed(body)
+    request = parse(body)
     assert (request.deadline_us, request.parameters) == (5, {})
 
 
@@ -197,7 +197,7 @@ def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
 def test_integers_of_any_size(values: list[int], scalar: bool) -> None:
     given_value: Any = values[0] if scalar and values else values
     body = orjson.loads(json.dumps({"I": given_value}))
-    (tensor,) = parsed(body).inputs
+    (tensor,) = parse(body).inputs
     count = 1 if scalar and values else len(values)
     assert tensor.shape == (count,)
     assert len(tensor.data) == 4 * count

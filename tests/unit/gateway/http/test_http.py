@@ -44,14 +44,16 @@ SECONDS = 0.4
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
         model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
-        model_rig.publish(identity_config("text", "BYTES", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
+        model_rig.publish(
+            identity_config("text", "BYTES", [-1]), model_rig.scheduler(answer_one_byte)
+        )
         model_rig.open()
         yield model_rig
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One whose clients have little time: what it is to answer is sent to it at one go."""
     limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
     with rig(tmp_path_factory.mktemp("hasty"), **limits) as model_rig:
@@ -61,7 +63,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def patient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Yield a gateway with long time limits and few connections."""
     with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
         model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
@@ -69,17 +71,17 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         yield model_rig
 
 
-def byte_by_byte(request: Inference) -> Inferred:
+def answer_one_byte(request: Inference) -> Inferred:
     return Inferred((TensorRef("OUT", "INT8", (1,), b"\x01"),))
 
 
 @pytest.fixture(autouse=True)
-def is_responsive(gateway: Rig, hasty: Rig) -> Iterator[None]:
+def is_responsive(gateway: Rig, impatient_gateway: Rig) -> Iterator[None]:
     yield
     gateway.http.infer("simple", simple_body()).ok()
     body = simple_body()
-    send_parts(hasty, head(len(body)) + body).ok()
-    for rig_of_gateway in (gateway, hasty):
+    send_parts(impatient_gateway, head(len(body)) + body).ok()
+    for rig_of_gateway in (gateway, impatient_gateway):
         assert "Traceback" not in rig_of_gateway.log
 
 
@@ -150,9 +152,29 @@ def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> Non
     """R12: doubled and odd lengths smuggle nothing."""
     connection.sendall(raw)
     reply = read_reply(connection)
-    assert (reply.status, reply.error) == (400, "malformed HTTP request")
+    assert reply.status == 400 and reply.error.startswith("malformed HTTP request: ")
     assert reply.headers["Connection"] == "close"
     assert is_closed(connection)
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"GET /v2 HTTP/1.1\r\n", "Missing 'Host' header in request."),
+        (b"GET /v2 HTTP/1.9\r\nHost: localhost\r\n", "Bad status line: Invalid HTTP version"),
+        (
+            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 9000 + b"\r\n",
+            "the request line or a header has more than 8190 bytes",
+        ),
+        (
+            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200,
+            "Too many headers received (allowed: 128)",
+        ),
+    ],
+)
+def test_malformed_http_is_explained(connection: socket.socket, head: bytes, reason: str) -> None:
+    connection.sendall(head + b"\r\n")
+    assert read_reply(connection).error == f"malformed HTTP request: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -229,9 +251,9 @@ def test_chunks_with_a_content_length_end_the_connection(
         assert is_closed(connection)
 
 
-def test_too_many_chunks_are_refused(patient: Rig) -> None:
+def test_too_many_chunks_are_refused(patient_gateway: Rig) -> None:
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    reply = send_parts(patient, start, b"1\r\n \r\n" * 70_000)
+    reply = send_parts(patient_gateway, start, b"1\r\n \r\n" * 70_000)
     assert reply.status == 400
     assert reply.error.startswith("Chunked request body exceeds maximum of 65536 non-empty chunks")
 
@@ -321,8 +343,8 @@ def test_an_unread_body_ends_the_connection(connection: socket.socket) -> None:
     "sent",
     [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nA:"],
 )
-def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None:
-    with raw_connection(hasty.port) as connection:
+def test_an_incomplete_head_ends_the_connection(impatient_gateway: Rig, sent: bytes) -> None:
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(sent)
         if sent:
             connection.settimeout(20 * SECONDS)
@@ -336,10 +358,10 @@ def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None
             read_reply(connection).ok()
 
 
-def test_a_slow_head_ends_the_connection(hasty: Rig) -> None:
+def test_a_slow_head_ends_the_connection(impatient_gateway: Rig) -> None:
     """R15: headers have a deadline."""
     start_s = time.monotonic()
-    with raw_connection(hasty.port) as connection:
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
         with contextlib.suppress(ConnectionError):
             while time.monotonic() - start_s < 20 * SECONDS:
@@ -350,8 +372,8 @@ def test_a_slow_head_ends_the_connection(hasty: Rig) -> None:
 
 @pytest.mark.parametrize("size", [500, 100_000, 1_500_000])
 @pytest.mark.parametrize("sent", [0, 100])
-def test_an_incomplete_body_times_out(hasty: Rig, size: int, sent: int) -> None:
-    with raw_connection(hasty.port) as connection:
+def test_an_incomplete_body_times_out(impatient_gateway: Rig, size: int, sent: int) -> None:
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(head(size) + b" " * sent)
         reply = read_reply(connection)
         assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
@@ -359,9 +381,9 @@ def test_an_incomplete_body_times_out(hasty: Rig, size: int, sent: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 100])
-def test_an_incomplete_body_after_a_known_head_times_out(hasty: Rig, sent: int) -> None:
+def test_an_incomplete_body_after_a_known_head_times_out(impatient_gateway: Rig, sent: int) -> None:
     body = simple_body()
-    with raw_connection(hasty.port) as connection:
+    with raw_connection(impatient_gateway.port) as connection:
         for _ in range(2):
             connection.sendall(head(len(body)) + body)
             read_reply(connection).ok()
@@ -397,10 +419,10 @@ def test_small_bodies_have_the_body_timeout(
             read_reply(connection).ok()
 
 
-def test_a_slow_body_times_out(hasty: Rig) -> None:
+def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
     """R15: bodies have a deadline."""
     start_s = time.monotonic()
-    with raw_connection(hasty.port) as connection:
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(head(1_000_000))
         connection.setblocking(False)
         reply = b""
@@ -416,7 +438,7 @@ def test_a_slow_body_times_out(hasty: Rig) -> None:
 
 
 @pytest.mark.parametrize("reads", [0, 1, 1000])
-def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> None:
+def test_a_client_that_does_not_read_is_disconnected(impatient_gateway: Rig, reads: int) -> None:
     """R15: responses have a deadline, also for a client that reads a few bytes from time to
     time.
     """
@@ -424,9 +446,9 @@ def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> 
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
     )
-    hasty.publish(
+    impatient_gateway.publish(
         config,
-        hasty.scheduler(
+        impatient_gateway.scheduler(
             lambda r: Inferred((TensorRef("OUT", "INT8", (len(large_output),), large_output),))
         ),
     )
@@ -434,20 +456,20 @@ def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> 
     body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", hasty.port))
+        connection.connect(("127.0.0.1", impatient_gateway.port))
         port = connection.getsockname()[1]
-        until("the gateway has accepted", lambda: port in client_ports(hasty))
+        until("the gateway has accepted", lambda: port in client_ports(impatient_gateway))
         connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
         connection.setblocking(False)
         received = 0
 
-        def cut_off() -> bool:
+        def is_cut_off() -> bool:
             nonlocal received
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 received += len(connection.recv(reads)) if reads else 0
-            return port not in client_ports(hasty)
+            return port not in client_ports(impatient_gateway)
 
-        until("the client is cut off", cut_off)
+        until("the client is cut off", is_cut_off)
         connection.setblocking(True)
         with contextlib.suppress(ConnectionError):
             while piece := connection.recv(MIB):
@@ -500,7 +522,7 @@ def memory_of(process: int) -> int:
     raise AssertionError
 
 
-def bomb(name: str) -> bytes:
+def make_bomb(name: str) -> bytes:
     """Return 10 GiB of spaces compressed to 10 MB, without the checksum at the end, which must
     not be reached.
     """
@@ -514,7 +536,7 @@ def bomb(name: str) -> bytes:
 @pytest.mark.parametrize("name", ["gzip", "deflate"])
 def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
     """R13: what inflates to more than the limit is given up there."""
-    body = bomb(name)
+    body = make_bomb(name)
     assert 10_000_000 < len(body) < 11_000_000
     memory_before = memory_of(gateway.process.pid)
     for _ in range(5):
@@ -578,7 +600,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
 
         def compute(request: Inference) -> Inferred:
             parsed_data.append(request.inputs[0].data)
-            return byte_by_byte(request)
+            return answer_one_byte(request)
 
         gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
         gateway.open()
@@ -615,32 +637,34 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("known_head", [False, True])
-def test_idle_connections_are_evicted(patient: Rig, known_head: bool) -> None:
+def test_idle_connections_are_evicted(patient_gateway: Rig, known_head: bool) -> None:
     """R15: many idle or incomplete connections keep no client out, and close no active
     connection.
     """
     body = simple_body()
     with contextlib.ExitStack() as stack:
-        sending = stack.enter_context(raw_connection(patient.port))
+        sending = stack.enter_context(raw_connection(patient_gateway.port))
         if known_head:
             sending.sendall(head(len(body)) + body)
             read_reply(sending).ok()
         sending.sendall(head(len(body)) + body[:10])
-        idle_connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(100)]
+        idle_connections = [
+            stack.enter_context(raw_connection(patient_gateway.port)) for _ in range(100)
+        ]
         for connection in idle_connections[::2]:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"GET /v2 HT")
-        with raw_connection(patient.port) as connection:
+        with raw_connection(patient_gateway.port) as connection:
             connection.sendall(HEALTH)
             assert read_reply(connection).status == 200
         sending.sendall(body[10:])
         assert read_reply(sending).status == 200
 
 
-def test_connections_have_a_limit(patient: Rig) -> None:
+def test_connections_have_a_limit(patient_gateway: Rig) -> None:
     """Some of more than 60 connections are closed."""
 
-    def lives(connection: socket.socket) -> bool:
+    def is_alive(connection: socket.socket) -> bool:
         try:
             connection.sendall(HEALTH)
             return read_reply(connection).status == 200
@@ -648,11 +672,11 @@ def test_connections_have_a_limit(patient: Rig) -> None:
             return False
 
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(70)]
+        connections = [stack.enter_context(raw_connection(patient_gateway.port)) for _ in range(70)]
         # An idle connection may be closed for one that is accepted later.
-        answered = [connection for connection in connections if lives(connection)]
-        assert 55 <= sum(map(lives, answered)) <= 60
-    with raw_connection(patient.port) as connection:
+        answered = [connection for connection in connections if is_alive(connection)]
+        assert 55 <= sum(map(is_alive, answered)) <= 60
+    with raw_connection(patient_gateway.port) as connection:
         connection.sendall(HEALTH)
         assert read_reply(connection).status == 200
 
@@ -670,19 +694,19 @@ def test_descriptors_are_released(gateway: Rig) -> None:
 # --- a head that comes again
 
 
-def numbered(number: int) -> bytes:
+def numbered_body(number: int) -> bytes:
     return simple_body(id=f"{number:04}")
 
 
 def test_a_repeated_head_has_its_own_body(connection: socket.socket) -> None:
     for number in range(8):
-        body = numbered(number)
+        body = numbered_body(number)
         connection.sendall(head(len(body)) + body)
         assert read_reply(connection).json()["id"] == f"{number:04}"
 
 
 def test_a_known_head_may_arrive_in_any_pieces(connection: socket.socket) -> None:
-    body = numbered(1)
+    body = numbered_body(1)
     whole_request = head(len(body)) + body
     cuts = (
         1,
@@ -703,7 +727,7 @@ def test_a_known_head_may_arrive_in_any_pieces(connection: socket.socket) -> Non
 
 
 def test_known_heads_may_be_pipelined(connection: socket.socket) -> None:
-    bodies = [numbered(number) for number in range(5)]
+    bodies = [numbered_body(number) for number in range(5)]
     for _ in range(2):
         connection.sendall(head(len(bodies[0])) + bodies[0])
         read_reply(connection).ok()
@@ -716,7 +740,7 @@ def test_known_heads_may_be_pipelined(connection: socket.socket) -> None:
 
 
 def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
-    body = numbered(3)
+    body = numbered_body(3)
     connection.sendall(head(len(body), "X-One: 1") + body)
     assert read_reply(connection).status == 200
     other_head = head(len(body), "X-One: 1").replace(b"models/simple", b"models/nobody")
@@ -729,7 +753,7 @@ def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
 
 
 def test_a_known_head_with_connection_close_is_obeyed(connection: socket.socket) -> None:
-    body = numbered(4)
+    body = numbered_body(4)
     connection.sendall(head(len(body)) + body)
     read_reply(connection).ok()
     connection.sendall(head(len(body), "Connection: close") + body)
@@ -764,7 +788,7 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
             assert (
                 send_request().error == "server memory for request bodies (1048576 bytes) is full"
             )
-            model_rig.http.infer("simple", numbered(1)).ok()
+            model_rig.http.infer("simple", numbered_body(1)).ok()
         until("it is free again", lambda: send_request().status == 500)
         assert model_rig.http.post(infer, b" " * (2 * MIB)).status == 400
 
@@ -777,7 +801,7 @@ def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> 
     start = head(len(body), *lines).replace(b"/simple/", b"/id/")
     limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
     with rig(tmp_path, body_timeout_s=300.0, **limits) as model_rig:
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
         model_rig.open()
 
         def send_request() -> int:
@@ -815,7 +839,7 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
     lines = [f"{name}: {value}" for name, value in headers.items()]
     start = head(len(whole_body), *lines).replace(b"/simple/", b"/id/")
     with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as model_rig:
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
         model_rig.open()
         with contextlib.ExitStack() as stack:
             slow = [stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)]
@@ -831,11 +855,11 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
             success = 200 if kind == "binary" else 500
             statuses: set[int] = set()
 
-            def taken() -> bool:
+            def is_taken() -> bool:
                 statuses.add(send_request())
                 return success in statuses
 
-            until("it is taken", taken)
+            until("it is taken", is_taken)
             assert statuses <= {503, success}
             assert time.monotonic() - start_s < 20, "before its own patience is over"
             refusals = [reply for reply in map(read_reply, slow) if reply.status != 503]

@@ -67,7 +67,7 @@ def gateway(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def simple(gateway: Rig) -> Scheduler:
+def simple_scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, scheduler)
     return scheduler
@@ -84,7 +84,7 @@ def send(
     connection.sendall(head.encode() + b"\r\n" + body)
 
 
-class ClientIdentity(threading.Thread):
+class WaitingClient(threading.Thread):
     """A client that waits for its answer in a thread."""
 
     def __init__(self, port: int, model: str, body: Any, headers: Any = None) -> None:
@@ -105,7 +105,7 @@ class ClientIdentity(threading.Thread):
         return self._reply
 
 
-def fail(
+def fail_first(
     scheduler: Scheduler, message: str = "no", *, early: bool = False, **fields: Any
 ) -> Submit:
     """Fail the first request that is kept."""
@@ -132,12 +132,12 @@ def fail(
     ],
 )
 def test_failures_have_the_status_of_their_code(
-    gateway: Rig, simple: Scheduler, code: str, status: int
+    gateway: Rig, simple_scheduler: Scheduler, code: str, status: int
 ) -> None:
-    simple.held = True
-    caller = ClientIdentity(gateway.port, "simple", simple_body(id="q1"))
-    until("the request is there", lambda: simple.waiting)
-    fail(simple, "as the model says", code=code)
+    simple_scheduler.held = True
+    caller = WaitingClient(gateway.port, "simple", simple_body(id="q1"))
+    until("the request is there", lambda: simple_scheduler.waiting)
+    fail_first(simple_scheduler, "as the model says", code=code)
     assert (caller.reply().status, caller.reply().error) == (status, "as the model says")
     if status == 500:  # the log arrives through a pipe, possibly after the response
         until("it is logged", lambda: "request=q1" in gateway.log)
@@ -145,7 +145,7 @@ def test_failures_have_the_status_of_their_code(
         assert "request=q1" not in gateway.log
 
 
-def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
+def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Scheduler) -> None:
     """From the third request on, templates replace parsing and encoding, with the same result."""
 
     def infer_sums(first_values: list[Any], second_values: list[Any], **members: Any) -> Reply:
@@ -169,29 +169,35 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> No
         assert "attempt to access JSON non-signed-integer as signed-integer" in refusal.error
 
 
-def test_a_full_queue_sends_retry_after(gateway: Rig, simple: Scheduler) -> None:
-    simple.held = True
-    caller = ClientIdentity(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple.waiting)
-    fail(simple, "Exceeds maximum queue size", retry_after_s=3)
+def test_a_full_queue_sends_retry_after(gateway: Rig, simple_scheduler: Scheduler) -> None:
+    simple_scheduler.held = True
+    caller = WaitingClient(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple_scheduler.waiting)
+    fail_first(simple_scheduler, "Exceeds maximum queue size", retry_after_s=3)
     assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
 
 
-def test_a_malformed_response_is_an_internal_error(gateway: Rig, simple: Scheduler) -> None:
-    simple.held = True
-    caller = ClientIdentity(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple.waiting)
-    peer, submit = simple.waiting.pop()
-    simple.send(peer, Finished(submit.id + 1, b"", []))
-    simple.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
-    simple.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
+def test_a_malformed_response_is_an_internal_error(
+    gateway: Rig, simple_scheduler: Scheduler
+) -> None:
+    simple_scheduler.held = True
+    caller = WaitingClient(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple_scheduler.waiting)
+    peer, submit = simple_scheduler.waiting.pop()
+    simple_scheduler.send(peer, Finished(submit.id + 1, b"", []))
+    simple_scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
+    simple_scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     assert (caller.reply().status, caller.reply().error) == (500, "internal error")
-    simple.held = False
+    simple_scheduler.held = False
     gateway.http.infer("simple", simple_body()).ok()
 
 
-def test_an_output_of_the_wrong_size_is_an_internal_error(gateway: Rig, simple: Scheduler) -> None:
-    simple.compute = lambda request: Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),))
+def test_an_output_of_the_wrong_size_is_an_internal_error(
+    gateway: Rig, simple_scheduler: Scheduler
+) -> None:
+    simple_scheduler.compute = lambda request: Inferred(
+        (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
+    )
     reply = gateway.http.infer("simple", simple_body())
     assert "output 'OUTPUT0' does not have the byte size of its shape" in reply.error
 
@@ -228,11 +234,11 @@ def test_the_shortest_deadline_counts(
         assert submit.priority == 3
 
 
-def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple: Scheduler) -> None:
+def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple_scheduler: Scheduler) -> None:
     for _ in range(3):  # a repeated request has no limit of an earlier one
         gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30000"}).ok()
         gateway.http.infer("simple", simple_body()).ok()
-    limited, unlimited = simple.submits[-2:]
+    limited, unlimited = simple_scheduler.submits[-2:]
     assert limited.deadline_ns == limited.arrived_ns + 30_000_000_000
     assert limited.limit == "the header 'X-Request-Timeout-Ms'"
     assert unlimited.deadline_ns == 0
@@ -241,7 +247,7 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple: Scheduler) 
     assert "a number of milliseconds" in reply.error
 
 
-def test_a_connection_responds_in_order(gateway: Rig, simple: Scheduler) -> None:
+def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Scheduler) -> None:
     body = [simple_body(id=f"r{number}") for number in range(40)]
     head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with raw_connection(gateway.port) as connection:
@@ -261,34 +267,36 @@ def test_a_connection_responds_in_order(gateway: Rig, simple: Scheduler) -> None
 # --- clients that leave
 
 
-def test_a_disconnect_cancels_the_request(gateway: Rig, simple: Scheduler) -> None:
-    simple.held = True
-    remains = ClientIdentity(gateway.port, "simple", simple_body(id="stays"))
-    until("the request is there", lambda: simple.waiting)
+def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Scheduler) -> None:
+    simple_scheduler.held = True
+    remains = WaitingClient(gateway.port, "simple", simple_body(id="stays"))
+    until("the request is there", lambda: simple_scheduler.waiting)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body(id="leaves"))
-        until("the second request is there", lambda: len(simple.waiting) == 2)
-    leaver = next(submit for _, submit in simple.waiting if submit.request_id == "leaves")
-    until("it is cancelled", lambda: Cancel(leaver.id) in simple.notices)
-    assert [o for o in simple.notices if isinstance(o, Cancel)] == [Cancel(leaver.id)]
-    simple.answer_all()
+        until("the second request is there", lambda: len(simple_scheduler.waiting) == 2)
+    leaver = next(submit for _, submit in simple_scheduler.waiting if submit.request_id == "leaves")
+    until("it is cancelled", lambda: Cancel(leaver.id) in simple_scheduler.notices)
+    assert [o for o in simple_scheduler.notices if isinstance(o, Cancel)] == [Cancel(leaver.id)]
+    simple_scheduler.answer_all()
     assert remains.reply().ok().json()["id"] == "stays"
 
 
-def test_outputs_of_a_cancelled_request_are_released(gateway: Rig, simple: Scheduler) -> None:
-    simple.held = True
+def test_outputs_of_a_cancelled_request_are_released(
+    gateway: Rig, simple_scheduler: Scheduler
+) -> None:
+    simple_scheduler.held = True
     arena = Arena(MIB)
     memory_range = arena.allocate(64)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple.waiting)
-    until("it is cancelled", lambda: simple.notices)
-    simple.compute = lambda request: Inferred(
+        until("the request is there", lambda: simple_scheduler.waiting)
+    until("it is cancelled", lambda: simple_scheduler.notices)
+    simple_scheduler.compute = lambda request: Inferred(
         (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
     )
-    simple.answer_all()
+    simple_scheduler.answer_all()
     release = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release in simple.notices)
+    until("its output is released", lambda: release in simple_scheduler.notices)
     arena.close()
 
 
@@ -297,18 +305,18 @@ def test_outputs_of_a_cancelled_request_are_released(gateway: Rig, simple: Sched
 
 @pytest.mark.parametrize("published_first", [True, False])
 def test_the_loss_of_a_scheduler_loses_no_response(
-    gateway: Rig, simple: Scheduler, published_first: bool
+    gateway: Rig, simple_scheduler: Scheduler, published_first: bool
 ) -> None:
-    simple.held = True
-    callers = [ClientIdentity(gateway.port, "simple", simple_body(id=str(n))) for n in range(5)]
-    until("the requests are there", lambda: len(simple.waiting) == 5)
-    first_submits = {submit.id: submit for _, submit in simple.waiting}
-    simple.close()
+    simple_scheduler.held = True
+    callers = [WaitingClient(gateway.port, "simple", simple_body(id=str(n))) for n in range(5)]
+    until("the requests are there", lambda: len(simple_scheduler.waiting) == 5)
+    first_submits = {submit.id: submit for _, submit in simple_scheduler.waiting}
+    simple_scheduler.close()
     successor = Scheduler(gateway.run_dir, 99, add_sub)
     gateway.schedulers.append(successor)
     if published_first:
         gateway.publish(SIMPLE, successor)
-    gateway.send(SchedulerLost(simple.endpoint, successor.endpoint))
+    gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
     if not published_first:
         # The move is not published yet, and requests go to the successor all the same.
         assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
@@ -319,24 +327,24 @@ def test_the_loss_of_a_scheduler_loses_no_response(
     gateway.http.infer("simple", simple_body()).ok()
 
 
-def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple: Scheduler) -> None:
-    simple.held = True
+def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple_scheduler: Scheduler) -> None:
+    simple_scheduler.held = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple.waiting)
-    until("it is cancelled", lambda: simple.notices)
+        until("the request is there", lambda: simple_scheduler.waiting)
+    until("it is cancelled", lambda: simple_scheduler.notices)
     successor = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, successor)
-    gateway.send(SchedulerLost(simple.endpoint, successor.endpoint))
+    gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
     gateway.http.infer("simple", simple_body(id="next")).ok()
     assert [submit.request_id for submit in successor.submits] == ["next"]
 
 
-def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple: Scheduler) -> None:
+def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler: Scheduler) -> None:
     http = gateway.http
-    simple.held = True
-    caller = ClientIdentity(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple.waiting)
+    simple_scheduler.held = True
+    caller = WaitingClient(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple_scheduler.waiting)
     gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
     unknown = "Request for unknown model: 'simple'"
     for path, status, text in (
@@ -347,26 +355,28 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple: Scheduler
     ):
         reply = http.infer(path, simple_body())
         assert (reply.status, reply.error) == (status, f"{unknown} {text}")
-    simple.answer_all()
+    simple_scheduler.answer_all()
     caller.reply().ok()
-    gateway.publish(SIMPLE, simple)
-    simple.held = False
+    gateway.publish(SIMPLE, simple_scheduler)
+    simple_scheduler.held = False
     http.infer("simple", simple_body()).ok()
 
 
-def test_a_moved_scheduler_receives_later_requests(gateway: Rig, simple: Scheduler) -> None:
+def test_a_moved_scheduler_receives_later_requests(
+    gateway: Rig, simple_scheduler: Scheduler
+) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     moved_scheduler = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, moved_scheduler)
     http.infer("simple", simple_body()).ok()
-    assert (len(simple.submits), len(moved_scheduler.submits)) == (1, 1)
+    assert (len(simple_scheduler.submits), len(moved_scheduler.submits)) == (1, 1)
 
 
 # --- memory of the gateway
 
 
-def content(memory_range: Any) -> bytes:
+def read_content(memory_range: Any) -> bytes:
     """Return the bytes that a worker reads from a memory range."""
     assert isinstance(memory_range, Range)
     fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
@@ -424,11 +434,11 @@ def test_large_tensors_go_through_the_arena(
     elif encoding == "chunked":
         body = iter([body[offset : offset + 50_000] for offset in range(0, len(body), 50_000)])
     any_size.held = True
-    caller = ClientIdentity(gateway.port, "large", body, headers)
+    caller = WaitingClient(gateway.port, "large", body, headers)
     until("the request is there", lambda: any_size.waiting)
     first_input, second_input = inference_of(any_size.waiting[0][1]).inputs
-    assert content(first_input.data) == a.tobytes()
-    assert content(second_input.data) == strings
+    assert read_content(first_input.data) == a.tobytes()
+    assert read_content(second_input.data) == strings
     assert first_input.data.offset % 64 == second_input.data.offset % 64 == 0  # type: ignore[union-attr]
     any_size.answer_all()
     assert caller.reply().ok().json()["outputs"][0]["data"] == [7]
@@ -445,7 +455,7 @@ def large_body(size: int) -> tuple[bytes, dict[str, str]]:
     return header + bytes(size), {"Inference-Header-Content-Length": str(len(header))}
 
 
-def range_of(submit: Submit) -> Range:
+def input_range(submit: Submit) -> Range:
     memory_range = inference_of(submit).inputs[0].data
     assert isinstance(memory_range, Range)
     return memory_range
@@ -455,16 +465,16 @@ def test_a_block_is_free_after_the_response(gateway: Rig, any_size: Scheduler) -
     http = gateway.http
     for _ in range(3):  # the arena has room for one of these at a time
         http.infer("large", *large_body(ARENA - 12 * MIB)).ok()
-    assert len({range_of(submit).offset for submit in any_size.submits}) == 1
+    assert len({input_range(submit).offset for submit in any_size.submits}) == 1
 
 
 def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
     any_size.held = True
-    caller = ClientIdentity(gateway.port, "large", *large_body(ARENA - 12 * MIB))
+    caller = WaitingClient(gateway.port, "large", *large_body(ARENA - 12 * MIB))
     until("the request is there", lambda: any_size.waiting)
     peer = any_size.waiting[0][0]
-    submit = fail(any_size, "Request timeout expired", early=True)
+    submit = fail_first(any_size, "Request timeout expired", early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
     any_size.held = False
     refusal = http.infer("large", *large_body(ARENA - 12 * MIB))
@@ -531,7 +541,7 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def answer_from(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Range]:
+def answer_in_arena(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Range]:
     memory_range = arena.allocate(len(data))
     arena.view(memory_range)[:] = data
     return Inferred((TensorRef("OUT", datatype, (len(data) // 4,), memory_range),)), memory_range
@@ -546,7 +556,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
     if size > MIB and not (binary or encoding):
         size = 4 * MIB
     data = np.arange(size // 4, dtype=np.float32)
-    answer, memory_range = answer_from(arena, data.tobytes())
+    answer, memory_range = answer_in_arena(arena, data.tobytes())
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     request = {
@@ -564,7 +574,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
 
 def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
     data = np.random.default_rng(1).bytes(16 * MIB)
-    answer, memory_range = answer_from(arena, data)
+    answer, memory_range = answer_in_arena(arena, data)
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
@@ -585,7 +595,7 @@ def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> 
 
 
 def test_outputs_are_released_when_the_client_disconnects(gateway: Rig, arena: Arena) -> None:
-    answer, memory_range = answer_from(arena, bytes(16 * MIB))
+    answer, memory_range = answer_in_arena(arena, bytes(16 * MIB))
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
@@ -599,7 +609,7 @@ def test_outputs_are_released_when_the_client_disconnects(gateway: Rig, arena: A
 
 def test_memory_of_an_exited_worker_fails_the_request(gateway: Rig) -> None:
     arena = Arena(MIB)
-    answer, _ = answer_from(arena, bytes(20_000))
+    answer, _ = answer_in_arena(arena, bytes(20_000))
     arena.close()
     scheduler = gateway.scheduler(lambda request: answer)
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
@@ -613,21 +623,21 @@ def test_memory_of_an_exited_worker_fails_the_request(gateway: Rig) -> None:
 def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
     fds = Path(f"/proc/{gateway.process.pid}/fd")
 
-    def arenas() -> int:
+    def count_arenas() -> int:
         events = 0
         for fd in fds.iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed since it was listed
                 events += "memfd:shmserve-arena" in os.readlink(fd)
         return events
 
-    arenas_before = arenas()
-    answer, _ = answer_from(arena, bytes(20_000))
+    arenas_before = count_arenas()
+    answer, _ = answer_in_arena(arena, bytes(20_000))
     gateway.publish(identity_config("m", "FP32", [-1]), gateway.scheduler(lambda request: answer))
     request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
     gateway.http.infer("m", request).ok()
-    assert arenas() > arenas_before
+    assert count_arenas() > arenas_before
     gateway.send(ProcessExited(os.getpid(), ""))
-    until("the mapping is dropped", lambda: arenas() == arenas_before)
+    until("the mapping is dropped", lambda: count_arenas() == arenas_before)
 
 
 # --- memory of clients
@@ -640,7 +650,7 @@ def region(name: str, memory_id: int, byte_size: int = 1000, offset: int = 4096)
 
 
 @pytest.fixture
-def through_regions(gateway: Rig) -> Scheduler:
+def region_scheduler(gateway: Rig) -> Scheduler:
     def compute(request: Inference) -> Inferred:
         memory_range = request.outputs[0].memory_range
         return Inferred((TensorRef("OUT", "FP32", (10,), memory_range or bytes(40)),))
@@ -660,11 +670,11 @@ def region_request(
     }
 
 
-def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, through_regions: Scheduler) -> None:
+def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, region_scheduler: Scheduler) -> None:
     gateway.apply(region("r", 5))
     reply = gateway.http.infer("m", region_request()).ok()
     assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
-    (submit,) = through_regions.submits
+    (submit,) = region_scheduler.submits
     inference = inference_of(submit)
     for memory_range, offset in (
         (inference.inputs[0].data, 8),
@@ -712,7 +722,7 @@ def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, through_regions: 
     ],
 )
 def test_a_range_must_lie_in_its_region(
-    gateway: Rig, through_regions: Scheduler, size: int, offset: int, text: str
+    gateway: Rig, region_scheduler: Scheduler, size: int, offset: int, text: str
 ) -> None:
     gateway.apply(region("r", 5))
     reply = gateway.http.infer("m", region_request(size=size, offset=offset))
@@ -722,20 +732,20 @@ def test_a_range_must_lie_in_its_region(
 
 
 def test_a_retired_region_is_usable_and_its_use_is_reported(
-    gateway: Rig, through_regions: Scheduler
+    gateway: Rig, region_scheduler: Scheduler
 ) -> None:
     http = gateway.http
     gateway.apply(region("r", 5))
-    through_regions.held = True
-    callers = [ClientIdentity(gateway.port, "m", region_request())]
-    until("the request is there", lambda: through_regions.waiting)
+    region_scheduler.held = True
+    callers = [WaitingClient(gateway.port, "m", region_request())]
+    until("the request is there", lambda: region_scheduler.waiting)
     gateway.apply(lambda number: m.RegionRetired(5, number))
-    callers.append(ClientIdentity(gateway.port, "m", region_request()))
-    until("both are there", lambda: len(through_regions.waiting) == 2)
+    callers.append(WaitingClient(gateway.port, "m", region_request()))
+    until("both are there", lambda: len(region_scheduler.waiting) == 2)
     assert gateway.received_of(RegionInUse) == [RegionInUse(5, True)]
     assert len(http.regions().json()) == 1
-    through_regions.held = False
-    through_regions.answer_all()
+    region_scheduler.held = False
+    region_scheduler.answer_all()
     for caller in callers:
         caller.reply().ok()
     reports = [RegionInUse(5, True), RegionInUse(5, False)]
@@ -748,25 +758,25 @@ def test_a_retired_region_is_usable_and_its_use_is_reported(
 
 
 def test_a_region_generation_lasts_as_long_as_its_requests(
-    gateway: Rig, through_regions: Scheduler
+    gateway: Rig, region_scheduler: Scheduler
 ) -> None:
     http = gateway.http
     gateway.apply(region("r", 5))
-    through_regions.held = True
-    caller = ClientIdentity(gateway.port, "m", region_request())
-    until("the request is there", lambda: through_regions.waiting)
+    region_scheduler.held = True
+    caller = WaitingClient(gateway.port, "m", region_request())
+    until("the request is there", lambda: region_scheduler.waiting)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert http.infer("m", region_request()).status == 404
     assert http.regions().json() == []
     gateway.apply(region("r", 6))  # the name is free
-    later_call = ClientIdentity(gateway.port, "m", region_request())
-    until("the second request is there", lambda: len(through_regions.waiting) == 2)
+    later_call = WaitingClient(gateway.port, "m", region_request())
+    until("the second request is there", lambda: len(region_scheduler.waiting) == 2)
     assert not gateway.received_of(RegionReleased)
-    through_regions.answer_all()
+    region_scheduler.answer_all()
     caller.reply().ok()
     later_call.reply().ok()
     until("the old one is released", lambda: gateway.received_of(RegionReleased))
-    ids = [range_of(submit).memory.id for submit in through_regions.submits]
+    ids = [input_range(submit).memory.id for submit in region_scheduler.submits]
     assert ids == [5, 6]
     gateway.apply(lambda number: m.RegionWithdrawn("r", 6, number))
     until(
@@ -777,7 +787,7 @@ def test_a_region_generation_lasts_as_long_as_its_requests(
 
 @pytest.mark.parametrize("request_kind", ["in the region", "as JSON"])
 def test_a_changed_region_invalidates_templates(
-    gateway: Rig, through_regions: Scheduler, request_kind: str
+    gateway: Rig, region_scheduler: Scheduler, request_kind: str
 ) -> None:
     """The same request again and again is not read anew, unless a name means something else."""
     body = region_request()
@@ -792,7 +802,7 @@ def test_a_changed_region_invalidates_templates(
         gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
     until("both are released", lambda: len(gateway.received_of(RegionReleased)) == 2)
     memory_ranges = [
-        inference_of(submit).outputs[0].memory_range for submit in through_regions.submits
+        inference_of(submit).outputs[0].memory_range for submit in region_scheduler.submits
     ]
     assert [memory_range and memory_range.memory.id for memory_range in memory_ranges] == [
         5,
@@ -805,58 +815,58 @@ def test_a_changed_region_invalidates_templates(
 
 
 def test_a_region_is_in_use_until_the_scheduler_responds(
-    gateway: Rig, through_regions: Scheduler
+    gateway: Rig, region_scheduler: Scheduler
 ) -> None:
     gateway.apply(region("r", 5))
-    through_regions.held = True
-    caller = ClientIdentity(gateway.port, "m", region_request())
-    until("the request is there", lambda: through_regions.waiting)
-    peer = through_regions.waiting[0][0]
-    submit = fail(through_regions, early=True)
+    region_scheduler.held = True
+    caller = WaitingClient(gateway.port, "m", region_request())
+    until("the request is there", lambda: region_scheduler.waiting)
+    peer = region_scheduler.waiting[0][0]
+    submit = fail_first(region_scheduler, early=True)
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert not gateway.received_of(RegionReleased)
-    through_regions.send(peer, Settled(submit.id))
+    region_scheduler.send(peer, Settled(submit.id))
     until("it is released", lambda: gateway.received_of(RegionReleased))
 
 
 def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
-    gateway: Rig, through_regions: Scheduler
+    gateway: Rig, region_scheduler: Scheduler
 ) -> None:
     gateway.apply(region("r", 5))
-    through_regions.held = True
+    region_scheduler.held = True
     body = json.dumps(region_request()).encode()
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
-        until("the request is there", lambda: through_regions.waiting)
-    until("it is cancelled", lambda: through_regions.notices)
+        until("the request is there", lambda: region_scheduler.waiting)
+    until("it is cancelled", lambda: region_scheduler.notices)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert not gateway.received_of(RegionReleased)
-    through_regions.answer_all()
+    region_scheduler.answer_all()
     until("it is released", lambda: gateway.received_of(RegionReleased))
 
 
-def test_overlapping_outputs_are_logged(gateway: Rig, through_regions: Scheduler) -> None:
+def test_overlapping_outputs_are_logged(gateway: Rig, region_scheduler: Scheduler) -> None:
     gateway.apply(region("r", 5))
-    through_regions.held = True
+    region_scheduler.held = True
     callers = [
-        ClientIdentity(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
+        WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
         for shift in (0, 40)
     ]
-    until("the requests are there", lambda: len(through_regions.waiting) == 2)
+    until("the requests are there", lambda: len(region_scheduler.waiting) == 2)
     assert "overlapping" not in gateway.log
-    callers.append(ClientIdentity(gateway.port, "m", region_request(**in_region("r", 40, 100))))
-    callers.append(ClientIdentity(gateway.port, "m", region_request(**in_region("r", 40, 100))))
-    until("the requests are there", lambda: len(through_regions.waiting) == 4)
+    callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    until("the requests are there", lambda: len(region_scheduler.waiting) == 4)
     until("it is logged", lambda: "overlapping" in gateway.log)
-    through_regions.answer_all()
+    region_scheduler.answer_all()
     for caller in callers:
         caller.reply().ok()
     assert gateway.log.count("overlapping") == 1
 
 
 def test_an_output_that_cannot_fit_its_region_is_not_computed(
-    gateway: Rig, simple: Scheduler
+    gateway: Rig, simple_scheduler: Scheduler
 ) -> None:
     gateway.apply(region("r", 5))
     body = json.loads(simple_body())
@@ -867,13 +877,13 @@ def test_an_output_that_cannot_fit_its_region_is_not_computed(
         "shared memory size specified with the request for output 'OUTPUT0' (63 bytes) "
         "should be at least 64 bytes to hold the results",
     )
-    assert not simple.submits
+    assert not simple_scheduler.submits
 
 
 # --- the end
 
 
-def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) -> None:
+def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Scheduler) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     gateway.send(HealthChanged(live=True, ready=False, exiting=True))
@@ -881,14 +891,14 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) ->
     liveness = http.get("/v2/health/live")
     assert (liveness.status, liveness.error) == (503, "Server exiting")
     http.infer("simple", simple_body()).ok()  # no drain was requested yet
-    simple.held = True
-    caller = ClientIdentity(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple.waiting)
+    simple_scheduler.held = True
+    caller = WaitingClient(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple_scheduler.waiting)
     with raw_connection(gateway.port) as idle:
         gateway.send(Drain())
         assert idle.recv(1) == b""
     assert not gateway.received_of(Drained)
-    simple.answer_all()
+    simple_scheduler.answer_all()
     assert caller.reply().ok().headers["Connection"] == "close"
     until("it says so", lambda: gateway.received_of(Drained))
     gateway.send(Stop())
@@ -898,13 +908,15 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) ->
     assert "Traceback" not in gateway.log
 
 
-def test_a_response_that_closes_the_connection_is_complete(gateway: Rig, simple: Scheduler) -> None:
-    simple.held = True
+def test_a_response_that_closes_the_connection_is_complete(
+    gateway: Rig, simple_scheduler: Scheduler
+) -> None:
+    simple_scheduler.held = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple.waiting)
+        until("the request is there", lambda: simple_scheduler.waiting)
         gateway.send(Drain())
-        simple.answer_all()
+        simple_scheduler.answer_all()
         assert read_reply(connection).ok().headers["Connection"] == "close"
         assert connection.recv(1) == b""
     until("it says so", lambda: gateway.received_of(Drained))
@@ -915,17 +927,17 @@ def test_an_idle_gateway_is_drained_at_once(gateway: Rig) -> None:
     until("it says so", lambda: gateway.received_of(Drained))
 
 
-def test_a_stop_does_not_wait_for_requests(gateway: Rig, simple: Scheduler) -> None:
-    simple.held = True
+def test_a_stop_does_not_wait_for_requests(gateway: Rig, simple_scheduler: Scheduler) -> None:
+    simple_scheduler.held = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple.waiting)
+        until("the request is there", lambda: simple_scheduler.waiting)
         gateway.send(Stop())
         assert gateway.process.wait(5) == 0
     assert "Traceback" not in gateway.log
 
 
-def test_the_gateway_ignores_signals(gateway: Rig, simple: Scheduler) -> None:
+def test_the_gateway_ignores_signals(gateway: Rig, simple_scheduler: Scheduler) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         gateway.process.send_signal(number)
     gateway.http.infer("simple", simple_body()).ok()

@@ -50,7 +50,7 @@ NUMERIC = [name for name in NUMPY_DTYPES if name not in ("BYTES", "FP16", "BOOL"
 LIMIT = 1 << 20
 
 
-def one_input(**members: Any) -> dict[str, Any]:
+def one_input_request(**members: Any) -> dict[str, Any]:
     tensor = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
     return {"inputs": [{key: value for key, value in tensor.items() if value is not None}]}
 
@@ -200,7 +200,7 @@ def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
         header,
         {"inputs": header},
         {"inputs": [header]},
-        one_input(parameters=header),
+        one_input_request(parameters=header),
     ):
         with contextlib.suppress(InvalidArgument, JsonFault, Unsupported):
             parse_request(candidate, 0, "m", LIMIT)
@@ -248,22 +248,22 @@ def test_an_input_is_checked(
     members: dict[str, Any], error: type[Exception] | None, text: str
 ) -> None:
     if error is None:
-        assert parse_request(one_input(**members), 0, "m", LIMIT).inputs[0].count == 0
+        assert parse_request(one_input_request(**members), 0, "m", LIMIT).inputs[0].count == 0
         return
     with pytest.raises(error, match=text):
-        parse_request(one_input(**members), 0, "m", LIMIT)
+        parse_request(one_input_request(**members), 0, "m", LIMIT)
 
 
 def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        parse_request(one_input() | {"outputz": [], "mine": 1}, 0, "m", 4096)
+        parse_request(one_input_request() | {"outputz": [], "mine": 1}, 0, "m", 4096)
     assert [record.getMessage() for record in caplog.records] == [
         "a request has the unknown field 'outputz'; did its client mean 'outputs'?"
     ]
 
 
 def test_parameters_are_assigned_to_their_fields() -> None:
-    header = one_input() | {
+    header = one_input_request() | {
         "id": "7",
         "parameters": {
             "sequence_id": "s",
@@ -290,57 +290,59 @@ def test_parameters_are_assigned_to_their_fields() -> None:
 
 
 def test_a_sequence_has_an_id_of_bounded_length() -> None:
-    def parsed_value(value: Any) -> Any:
-        header = one_input() | {"parameters": {"sequence_id": value}}
+    def parse_value(value: Any) -> Any:
+        header = one_input_request() | {"parameters": {"sequence_id": value}}
         return parse_request(header, 0, "m", LIMIT).correlation_id
 
-    assert [parsed_value(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
+    assert [parse_value(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
         0,
         2**64 - 1,
         "",
         "x" * 128,
     ]
     with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 chara"):
-        parsed_value("x" * 129)
+        parse_value("x" * 129)
 
 
 def test_integers_beyond_int64_become_doubles() -> None:
-    def parsed_value(value: Any) -> Any:
-        header = one_input() | {"parameters": {"x": value}}
+    def parse_value(value: Any) -> Any:
+        header = one_input_request() | {"parameters": {"x": value}}
         return repr(parse_request(header, 0, "m", LIMIT).parameters["x"])
 
-    assert parsed_value(2**63 - 1) == "9223372036854775807"
-    assert parsed_value(-(2**63)) == "-9223372036854775808"
-    assert parsed_value(2**63) == "9.223372036854776e+18"
-    assert parsed_value(True) == "True"
+    assert parse_value(2**63 - 1) == "9223372036854775807"
+    assert parse_value(-(2**63)) == "-9223372036854775808"
+    assert parse_value(2**63) == "9.223372036854776e+18"
+    assert parse_value(True) == "True"
 
 
 @pytest.mark.parametrize("key", ["triton_x", "triton_enable_empty_final_response"])
 def test_reserved_parameters_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgument, match="reserved for Triton usage"):
-        parse_request(one_input() | {"parameters": {key: 1}}, 0, "m", LIMIT)
+        parse_request(one_input_request() | {"parameters": {key: 1}}, 0, "m", LIMIT)
 
 
 @pytest.mark.parametrize("field", ["shared_memory_offset", "shared_memory_byte_size"])
 def test_a_range_without_a_region_is_checked(field: str) -> None:
     for value in ("8", -1, 1.5, None, True, 2**64):
-        header = one_input() | {"outputs": [{"name": "Y", "parameters": {field: value}}]}
+        header = one_input_request() | {"outputs": [{"name": "Y", "parameters": {field: value}}]}
         with pytest.raises(JsonFault, match=f"'{field}': attempt to access JSON non-unsigned"):
             parse_request(header, 0, "m", LIMIT)
-    valid_request = one_input() | {"outputs": [{"name": "Y", "parameters": {field: 8}}]}
+    valid_request = one_input_request() | {"outputs": [{"name": "Y", "parameters": {field: 8}}]}
     assert parse_request(valid_request, 0, "m", LIMIT).outputs
 
 
 def test_classification() -> None:
-    def classes(value: Any) -> dict[str, int]:
-        header = one_input() | {"outputs": [{"name": "Y", "parameters": {"classification": value}}]}
+    def parse_classes(value: Any) -> dict[str, int]:
+        header = one_input_request() | {
+            "outputs": [{"name": "Y", "parameters": {"classification": value}}]
+        }
         return parse_request(header, 0, "m", LIMIT).classes
 
-    assert classes(2) == {"Y": 2}
-    assert classes(0) == classes(2**32) == {}
+    assert parse_classes(2) == {"Y": 2}
+    assert parse_classes(0) == parse_classes(2**32) == {}
     for wrong_value in (-1, "2", 2.5, True, None, [1], 2**64):
         with pytest.raises(JsonFault) as caught:
-            classes(wrong_value)
+            parse_classes(wrong_value)
         assert caught.value.message == (
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -366,7 +368,7 @@ def test_a_header_size_lies_in_the_body(size_text: str) -> None:
 # --- JSON tensors -----------------------------------------------------------------------------
 
 
-def values_of(datatype: str) -> st.SearchStrategy[list[Any]]:
+def draw_values(datatype: str) -> st.SearchStrategy[list[Any]]:
     if datatype == "BYTES":
         return st.lists(st.text(), max_size=20)
     if datatype == "BOOL":
@@ -382,7 +384,7 @@ def values_of(datatype: str) -> st.SearchStrategy[list[Any]]:
 
 @given(st.data(), st.sampled_from([*NUMERIC, "BOOL", "BYTES"]))
 def test_json_data_round_trips(data: st.DataObject, datatype: str) -> None:
-    values = data.draw(values_of(datatype))
+    values = data.draw(draw_values(datatype))
     raw = tensors.decode(values, datatype, len(values), "A")
     if datatype == "BYTES":
         assert [item.decode() for item in decode_bytes(raw, (len(values),), "A", "m")] == values
@@ -490,7 +492,7 @@ def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_MIN_CUT_BYTES", 1)
 
 
-def read_back(data: Any) -> list[Any]:
+def decode_data(data: Any) -> list[Any]:
     parts = data.parts() if isinstance(data, parser.Numbers) else [data]
     return [value for part in parts for value in tensors.flatten(part)]
 
@@ -504,7 +506,7 @@ def test_slices_have_the_same_values(values: list[Any], indent: int | None) -> N
     header = loads_large(body)
     assert isinstance(header["inputs"][1]["data"], parser.Numbers)
     for sliced in header["inputs"]:
-        assert read_back(sliced["data"]) == tensors.flatten(values)
+        assert decode_data(sliced["data"]) == tensors.flatten(values)
         sliced["data"] = values
     assert header == json.loads(body)
 
@@ -520,11 +522,11 @@ def test_malformed_slices_are_refused(values: list[Any], data: st.DataObject) ->
     )
     body = bytes(text)
     try:
-        expected = read_back(loads(body)["inputs"][0]["data"])
+        expected = decode_data(loads(body)["inputs"][0]["data"])
     except (ShmserveError, LookupError, TypeError):
         expected = None
     try:
-        raw_data = read_back(loads_large(body)["inputs"][0]["data"])
+        raw_data = decode_data(loads_large(body)["inputs"][0]["data"])
     except (ShmserveError, LookupError, TypeError):
         raw_data = None
     assert raw_data == expected
@@ -566,12 +568,15 @@ def test_the_number_of_members_is_limited() -> None:
     """Objects cost ten times what numbers do, and a body has room for 20 million."""
     brackets = json.dumps({"id": "{:" * 300_000}).encode()
     assert loads(brackets) == json.loads(brackets)
-    for text in (b"[" + b"{}," * 300_000 + b"{}]", orjson.dumps(dict.fromkeys(_names(300_000)))):
+    for text in (
+        b"[" + b"{}," * 300_000 + b"{}]",
+        orjson.dumps(dict.fromkeys(_numbered_names(300_000))),
+    ):
         with pytest.raises(InvalidArgument, match="more than 262144 objects or members"):
             loads(text)
 
 
-def _names(count: int) -> list[str]:
+def _numbered_names(count: int) -> list[str]:
     return [f"{number}" for number in range(count)]
 
 
@@ -580,7 +585,7 @@ def test_dimensions_and_parameters_are_limited() -> None:
     tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
     with pytest.raises(InvalidArgument, match="'A' may have at most 1024 dimensions, got 1025"):
         parse_request({"inputs": [tensor]}, 0, "m", LIMIT)
-    parameters = dict.fromkeys(_names(16385), 1)
+    parameters = dict.fromkeys(_numbered_names(16385), 1)
     with pytest.raises(InvalidArgument, match="at most 16384 parameters, got 16385"):
         parse_request({"inputs": [], "parameters": parameters}, 0, "m", LIMIT)
 
@@ -761,7 +766,7 @@ def test_the_encoding_with_the_highest_weight_is_used(header: str, expected_enco
     assert preferred_encoding(header) == expected_encoding
 
 
-def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
+def inflate(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
     inflater = Inflater(limit)
     pieces = [
         p for offset in range(0, len(raw), step) for p in inflater.feed(raw[offset : offset + step])
@@ -773,19 +778,19 @@ def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
 @given(st.binary(max_size=3000), st.integers(1, 4000), st.sampled_from(["gzip", "deflate"]))
 def test_compressed_bodies_round_trip(raw: bytes, step: int, encoding: str) -> None:
     packed = b"".join(compress_pieces([raw[:100], memoryview(raw)[100:]], encoding))
-    assert inflated(packed, step=step) == raw
+    assert inflate(packed, step=step) == raw
     assert (gzip if encoding == "gzip" else zlib).decompress(packed) == raw
 
 
 def test_compressed_bodies_may_have_several_members() -> None:
-    assert inflated(gzip.compress(b"a") + gzip.compress(b"b")) == b"ab"
+    assert inflate(gzip.compress(b"a") + gzip.compress(b"b")) == b"ab"
 
 
 @given(st.binary(max_size=100))
 def test_arbitrary_bytes_are_inflated_or_refused(raw: bytes) -> None:
     for body in (raw, gzip.compress(b"x" * 50)[: len(raw)], gzip.compress(b"x") + raw):
         with contextlib.suppress(InvalidArgument):
-            inflated(body)
+            inflate(body)
 
 
 def test_compressed_bodies_without_output_are_refused() -> None:
@@ -820,7 +825,7 @@ def test_a_decompression_bomb_stops_at_the_limit() -> None:
 )
 def test_uncompressed_data_is_refused(raw: bytes, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        inflated(raw)
+        inflate(raw)
 
 
 def test_encodings_by_name() -> None:

@@ -16,7 +16,7 @@ from shmserve.gateway.http.openai.fields import (
 )
 
 
-def supported(
+def select(
     body: dict[str, Any], known_fields: frozenset[str] = CHAT_FIELDS, refuse: bool = False
 ) -> Any:
     return select_supported_fields(body, known_fields, refuse)
@@ -69,7 +69,7 @@ def test_null_is_absent_for_every_field() -> None:
         | fields._IGNORED_FIELDS
         | {"nobody_knows"}
     )
-    assert supported(dict.fromkeys(names), refuse=True) == {}
+    assert select(dict.fromkeys(names), refuse=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_null_is_absent_for_every_field() -> None:
     ],
 )
 def test_supported_fields_are_returned(body: dict[str, Any], known_fields: frozenset[str]) -> None:
-    assert supported(body, known_fields, refuse=True) == body
+    assert select(body, known_fields, refuse=True) == body
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_supported_fields_are_returned(body: dict[str, Any], known_fields: froze
     ],
 )
 def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
-    assert supported(body, refuse=True) == {}
+    assert select(body, refuse=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_unknown_fields_are_logged_once_or_refused(
     monkeypatch.setattr(logs, "_warned", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert supported({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
+            assert select({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
     assert [record.args for record in caplog.records] == [

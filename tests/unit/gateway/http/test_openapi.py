@@ -19,7 +19,7 @@ OPERATIONS = [
 ]
 
 
-def served(path: str, method: str) -> Route:
+def find_route(path: str, method: str) -> Route:
     sample = path.replace("{version}", "12").replace("{model}", "m")
     route = ROUTES.find(re.sub(r"{\w+}", "x", sample), method.upper())
     assert route is not None, path
@@ -29,9 +29,9 @@ def served(path: str, method: str) -> Route:
 def test_the_document_has_exactly_the_routes() -> None:
     described_routes = json.loads((routes._PAGES / "operations.json").read_bytes())["operations"]
     assert set(described_routes) == {f"{route.method} {route.path}" for route in ROUTES.routes}
-    assert {served(path, method) for path, method, _ in OPERATIONS} == set(ROUTES.routes)
+    assert {find_route(path, method) for path, method, _ in OPERATIONS} == set(ROUTES.routes)
     for path, method, operation in OPERATIONS:
-        assert served(path, method).method == method.upper()
+        assert find_route(path, method).method == method.upper()
         assert operation["summary"].endswith(("200.", "501.", ".")) and operation["tags"]
 
 

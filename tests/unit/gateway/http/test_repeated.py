@@ -28,7 +28,7 @@ WARM_UPS = 5
 ARENA = 1 << 20
 
 
-def packed(value: Any) -> bytes:
+def pack_request(value: Any) -> bytes:
     """Return a request whose head is the same for every value of two digits."""
     tensor = {"datatype": "INT32", "shape": [1, 16], "data": [value] * 16}
     body = json.dumps({"inputs": [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]})
@@ -44,22 +44,22 @@ class RepeatedConnection:
     connection: socket.socket
 
     def send_request(self, value: Any) -> Reply:
-        self.connection.sendall(packed(value))
+        self.connection.sendall(pack_request(value))
         return read_reply(self.connection)
 
-    def reserve(self, value: int) -> None:
+    def hold_request(self, value: int) -> None:
         """Send one more, which the scheduler has and keeps."""
         self.scheduler.held = True
-        self.connection.sendall(packed(value))
+        self.connection.sendall(pack_request(value))
         until("the request is there", lambda: self.scheduler.waiting)
 
     def is_right(self, value: int) -> bool:
         """Return whether a further request is answered correctly."""
         self.scheduler.held = False
-        return sums(self.send_request(value)) == [2 * value] * 16
+        return read_sums(self.send_request(value)) == [2 * value] * 16
 
 
-def sums(reply: Reply) -> list[int]:
+def read_sums(reply: Reply) -> list[int]:
     output: list[int] = reply.ok().tensors()["OUTPUT0"].ravel().tolist()
     return output
 
@@ -91,7 +91,7 @@ def test_an_invalid_request_is_refused(repeated: RepeatedConnection) -> None:
 def test_a_failure_is_reported(
     repeated: RepeatedConnection, code: str, status: int, message: str
 ) -> None:
-    repeated.reserve(30)
+    repeated.hold_request(30)
     ((peer, submit),) = repeated.scheduler.waiting
     repeated.scheduler.waiting.clear()
     repeated.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
@@ -101,7 +101,7 @@ def test_a_failure_is_reported(
 
 
 def test_a_malformed_response_is_an_internal_error(repeated: RepeatedConnection) -> None:
-    repeated.reserve(32)
+    repeated.hold_request(32)
     ((peer, submit),) = repeated.scheduler.waiting
     repeated.scheduler.waiting.clear()
     repeated.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
@@ -146,7 +146,7 @@ def test_numbers_without_json_representation_are_refused(repeated: RepeatedConne
 
 
 def test_a_disconnect_cancels_the_request(repeated: RepeatedConnection) -> None:
-    repeated.reserve(60)
+    repeated.hold_request(60)
     ((_, submit),) = repeated.scheduler.waiting
     repeated.connection.close()
     until("it is cancelled", lambda: Cancel(submit.id) in repeated.scheduler.notices)
@@ -157,15 +157,15 @@ def test_a_disconnect_cancels_the_request(repeated: RepeatedConnection) -> None:
 
 def test_pipelined_requests_are_answered_in_order(repeated: RepeatedConnection) -> None:
     """Whether it is like it or not, and whole or not."""
-    repeated.reserve(61)
+    repeated.hold_request(61)
     metadata_request = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    repeated.connection.sendall(packed(62) + metadata_request + packed(63)[:50])
+    repeated.connection.sendall(pack_request(62) + metadata_request + pack_request(63)[:50])
     repeated.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
     repeated.scheduler.held = False
     repeated.scheduler.answer_all()
     with repeated.connection.makefile("rb") as stream:
         documents = [_next_json(stream) for _ in range(3)]
-        repeated.connection.sendall(packed(63)[50:])
+        repeated.connection.sendall(pack_request(63)[50:])
         documents.append(_next_json(stream))
     (first_answer, second_answer, model, last_answer) = documents
     assert [
@@ -183,11 +183,11 @@ def _next_json(stream: BinaryIO) -> Any:
 
 
 def test_the_loss_of_a_scheduler_loses_no_response(repeated: RepeatedConnection) -> None:
-    repeated.reserve(64)
+    repeated.hold_request(64)
     repeated.scheduler.close()
     successor = repeated.gateway.scheduler(add_sub)
     repeated.gateway.send(SchedulerLost(repeated.scheduler.endpoint, successor.endpoint))
-    assert sums(read_reply(repeated.connection)) == [128] * 16
+    assert read_sums(read_reply(repeated.connection)) == [128] * 16
     repeated.scheduler = successor
     assert repeated.is_right(65)
 
@@ -227,7 +227,7 @@ def test_a_new_version_becomes_the_latest(repeated: RepeatedConnection) -> None:
 
 
 def test_responses_during_a_drain_close_the_connection(repeated: RepeatedConnection) -> None:
-    repeated.reserve(70)
+    repeated.hold_request(70)
     with raw_connection(repeated.gateway.port) as idle:
         repeated.gateway.http.get("/v2/health/live").ok()  # that is accepted
         repeated.gateway.send(Drain())
@@ -235,7 +235,7 @@ def test_responses_during_a_drain_close_the_connection(repeated: RepeatedConnect
     assert not repeated.gateway.received_of(Drained)
     repeated.scheduler.answer_all()
     reply = read_reply(repeated.connection)
-    assert sums(reply) == [140] * 16
+    assert read_sums(reply) == [140] * 16
     assert reply.headers["Connection"] == "close"
     assert repeated.connection.recv(1) == b""
     until("it says so", lambda: repeated.gateway.received_of(Drained))

@@ -84,7 +84,7 @@ TABLE = RouteTable(
 )
 
 
-def handled(request: Request, table: RouteTable = TABLE, cors: Cors | None = None) -> HttpResponse:
+def handle(request: Request, table: RouteTable = TABLE, cors: Cors | None = None) -> HttpResponse:
     app = App(SimpleNamespace(draining=False), table, cors)  # type: ignore[arg-type]
     response = asyncio.run(app.handle(request))  # type: ignore[arg-type]
     assert app.active == 1 and response.on_sent is not None
@@ -113,7 +113,7 @@ def test_an_error_has_the_form_of_its_route(
     header: bytes,
 ) -> None:
     requests = [Request(method, f"/{api}/{target}?x", refusal) for api in ("v1/chat", "v2/infer")]
-    responses = [handled(request) for request in requests]
+    responses = [handle(request) for request in requests]
     assert [response.status for response in responses] == [status, status]
     assert all(header in response.headers for response in responses)
     api_error, triton_families = (json.loads(b"".join(response.pieces)) for response in responses)
@@ -124,15 +124,15 @@ def test_an_error_has_the_form_of_its_route(
 
 def test_a_head_is_authorised_once_and_unknown_paths_never() -> None:
     request = Request("GET", "/v2/health")
-    assert handled(request).status == handled(request).status == 200
+    assert handle(request).status == handle(request).status == 200
     assert request.scopes == ["health"]
     unknown = Request("GET", "/nowhere", PermissionDenied("no"))
-    assert (handled(unknown).status, unknown.scopes) == (404, [])
+    assert (handle(unknown).status, unknown.scopes) == (404, [])
     for method in ("GET", "PUT"):
-        assert handled(Request(method, "/any")).status == 200
+        assert handle(Request(method, "/any")).status == 200
 
 
-def headers_of(response: HttpResponse) -> dict[str, str]:
+def parse_headers(response: HttpResponse) -> dict[str, str]:
     lines = response.headers.decode().splitlines()
     return {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
 
@@ -144,10 +144,10 @@ def test_an_unknown_path_has_the_form_of_its_api() -> None:
         ("/v2/x", str),
         ("/v10/x", str),
     ):
-        response = handled(Request("GET", target))
+        response = handle(Request("GET", target))
         assert response.status == 404
         assert type(json.loads(b"".join(response.pieces))["error"]) is error_type
-        assert ("x-request-id" in headers_of(response)) is (error_type is dict)
+        assert ("x-request-id" in parse_headers(response)) is (error_type is dict)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_an_unknown_path_has_the_form_of_its_api() -> None:
     [("id 1", True), ("", False), ("x" * 512, True), ("x" * 513, False), ("caf\xe9", False)],
 )
 def test_a_response_has_the_id_of_its_request(given_id: str, is_kept: bool) -> None:
-    responses = [headers_of(handled(Request("POST", "/v1/chat/bad", X_Request_Id=given_id)))] * 2
+    responses = [parse_headers(handle(Request("POST", "/v1/chat/bad", X_Request_Id=given_id)))] * 2
     request_id = responses[0]["x-request-id"]
     assert (request_id == given_id) is is_kept
     assert is_kept or re.fullmatch("req_[0-9a-f]{32}", request_id)
-    other_id = headers_of(handled(Request("POST", "/v1/chat/bad")))["x-request-id"]
+    other_id = parse_headers(handle(Request("POST", "/v1/chat/bad")))["x-request-id"]
     assert other_id != request_id
 
 
@@ -177,8 +177,8 @@ def test_pages_of_allowed_origins_may_use_the_server(
     preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     preflight_headers["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
     preflight = Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), **preflight_headers)
-    response = handled(preflight, cors=cors)
-    headers = headers_of(response)
+    response = handle(preflight, cors=cors)
+    headers = parse_headers(response)
     if cors is None:
         assert response.status == 401 and "access-control-allow-origin" not in headers
     else:
@@ -189,8 +189,8 @@ def test_pages_of_allowed_origins_may_use_the_server(
         assert headers["access-control-allow-origin"] == is_allowed
     assert (headers.get("vary") == "Origin") is (bool(origins) and "*" not in origins)
     post = Request("POST", "/v1/chat/bad", Origin=PAGE, Sec_Fetch_Site="cross-site")
-    response = handled(post, cors=cors)
-    headers = headers_of(response)
+    response = handle(post, cors=cors)
+    headers = parse_headers(response)
     assert response.status == (400 if is_allowed else 403)
     assert headers.get("access-control-allow-origin", "") == is_allowed
     assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(is_allowed)
@@ -206,12 +206,12 @@ def test_other_origins_have_no_permission() -> None:
         (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **preflight_headers), 403),
         (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **preflight_headers), 421),
     ):
-        assert handled(request, cors=cors).status == status
-    plain_headers = headers_of(handled(Request("POST", "/v1/chat/bad"), cors=cors))
+        assert handle(request, cors=cors).status == status
+    plain_headers = parse_headers(handle(Request("POST", "/v1/chat/bad"), cors=cors))
     assert not [name for name in plain_headers if name.startswith("access-control")]
     preflight_headers["Access_Control_Request_Headers"] = "x\r\ny"
-    strange = headers_of(
-        handled(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
+    strange = parse_headers(
+        handle(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
     )
     assert "access-control-allow-headers" not in strange
 
@@ -235,7 +235,7 @@ def test_the_metrics_listener_has_a_table_of_its_own(
 
     request = Request(method, target)
     exporter: Any = Exporter()
-    response = handled(request, metrics_routes(exporter, LiveFigures(exporter, Path())))
+    response = handle(request, metrics_routes(exporter, LiveFigures(exporter, Path())))
     assert (response.status, b"".join(response.pieces)) == (status, body)
     assert request.scopes == ["metrics"]
     assert ROUTES.find("/metrics") is None
@@ -266,7 +266,7 @@ class Transport:
         raise ConnectionResetError("the client has disconnected")
 
 
-class Batches:
+class ResponseChunks:
     """Chunks of a response; `ended` is set when the response needs no further chunk."""
 
     def __init__(self, *batches: Sequence[bytes] | Exception) -> None:
@@ -285,7 +285,7 @@ class Batches:
             self.ended = True
 
 
-def sent(batches: Batches, transport: Transport, *, http10: bool = False) -> bytes:
+def send_batches(batches: ResponseChunks, transport: Transport, *, http10: bool = False) -> bytes:
     request: Any = SimpleNamespace(connection=transport, is_http10=http10)
     response = ChunkedResponse(200, batches.generate(), b"Content-Type: text/plain\r\n")
     try:
@@ -299,21 +299,21 @@ def sent(batches: Batches, transport: Transport, *, http10: bool = False) -> byt
 
 def test_available_chunks_are_written_together_and_an_empty_chunk_ends_nothing() -> None:
     transport = Transport()
-    body = sent(Batches([b"ab", b"", b"c" * 17], [b"d"]), transport)
+    body = send_batches(ResponseChunks([b"ab", b"", b"c" * 17], [b"d"]), transport)
     assert body == b"2\r\nab\r\n11\r\n" + b"c" * 17 + b"\r\n1\r\nd\r\n0\r\n\r\n"
     assert len(transport.written) == 4  # the head, two batches, the end
-    assert sent(Batches([b"ab", b"c"], [b"d"]), Transport(), http10=True) == b"abcd"
+    assert send_batches(ResponseChunks([b"ab", b"c"], [b"d"]), Transport(), http10=True) == b"abcd"
 
 
 def test_nothing_is_produced_for_a_disconnected_client() -> None:
-    batches, transport = Batches([b"a"], [b"b"], [b"c"]), Transport(lost_after=2)
+    batches, transport = ResponseChunks([b"a"], [b"b"], [b"c"]), Transport(lost_after=2)
     with pytest.raises(ConnectionResetError):
-        sent(batches, transport)
+        send_batches(batches, transport)
     assert batches.created == 1
 
 
 def test_a_failed_body_is_not_terminated() -> None:
     transport = Transport()
     with pytest.raises(NotFound):
-        sent(Batches([b"a"], NotFound("x")), transport)
+        send_batches(ResponseChunks([b"a"], NotFound("x")), transport)
     assert not b"".join(transport.written).endswith(b"0\r\n\r\n")

@@ -387,7 +387,7 @@ def test_a_connection_is_reused_after_a_stream(gateway: Rig, send: Any) -> None:
 # --- outputs in a worker's memory
 
 
-def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m.Responded:
+def arena_response(arena: Arena, number: int, count: int, *, final: bool = False) -> m.Responded:
     data = np.arange(count, dtype=np.int32).tobytes()
     memory_range = arena.allocate(len(data))
     arena.view(memory_range)[:] = data
@@ -395,7 +395,7 @@ def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m
     return m.Responded(number, "", "", *pack_inferred(answer), final)
 
 
-def released(scheduler: Scheduler) -> int:
+def count_releases(scheduler: Scheduler) -> int:
     releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
     return sum(len(release.offsets) for release in releases)
 
@@ -406,23 +406,23 @@ def test_outputs_are_released_when_they_are_encoded(
 ) -> None:
     arena = Arena(8 << 20)
     call = send(verb, accept=LINES)
-    call.respond(*(in_arena(arena, call.number, 20_000) for _ in range(3)), end(call.number))
+    call.respond(*(arena_response(arena, call.number, 20_000) for _ in range(3)), end(call.number))
     lines = [line for line in call.reply().ok().body.splitlines() if line]
     for line in lines:
         event = json.loads(line.removeprefix(b"data: "))
         values = event["OUT"] if verb == "generate_stream" else event["outputs"][0]["data"]
         assert values == list(range(20_000))
     assert len(lines) == 3
-    until("all are released", lambda: released(scheduler) == 3)
+    until("all are released", lambda: count_releases(scheduler) == 3)
     arena.close()
 
 
 def test_unread_outputs_are_released(send: Any, scheduler: Scheduler) -> None:
     arena = Arena(8 << 20)
     call = send("generate")
-    call.respond(*(in_arena(arena, call.number, 10_000) for _ in range(5)))
+    call.respond(*(arena_response(arena, call.number, 10_000) for _ in range(5)))
     assert call.reply().json() == {"error": NOT_ONE}
-    until("all are released", lambda: released(scheduler) == 5)
+    until("all are released", lambda: count_releases(scheduler) == 5)
     arena.close()
 
 

@@ -73,7 +73,7 @@ some_frames = st.one_of(
 )
 
 
-def _seen(engine: Engine) -> Any:
+def _describe_state(engine: Engine) -> Any:
     requests = {
         number: (request.fields, request.data, request.ended, request.cancelled)
         for number, request in engine.requests.items()
@@ -101,8 +101,8 @@ def test_events_are_equal_for_any_split(
         split_engine.take(stream[offset : offset + step])
         offset, count = offset + step, count + 1
     slow.take(stream)
-    assert _seen(split_engine) == _seen(uncut)
-    assert _seen(slow) == _seen(uncut)
+    assert _describe_state(split_engine) == _describe_state(uncut)
+    assert _describe_state(slow) == _describe_state(uncut)
 
 
 @given(st.binary(max_size=200))

@@ -96,11 +96,11 @@ def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, byte
 def test_a_repeated_block_is_decoded_once() -> None:
     reads: list[object] = []
 
-    def read(fields: Fields) -> RequestFields:
+    def record_read(fields: Fields) -> RequestFields:
         reads.append(fields)
         return RequestFields(fields)
 
-    decoder = HeaderDecoder(read, _LARGEST)
+    decoder = HeaderDecoder(record_read, _LARGEST)
     first_fields = decoder.decode_request(REQUEST)
     assert decoder.decode_request(REQUEST) is first_fields
     assert len(reads) == 1

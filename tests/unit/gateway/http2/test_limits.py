@@ -116,28 +116,28 @@ def test_responses_earn_stream_resets() -> None:
 # --- frames that carry nothing
 
 
-def _always(sent: bytes) -> Callable[[int], bytes]:
+def _repeat(sent: bytes) -> Callable[[int], bytes]:
     return lambda _: sent
 
 
 CONTROL: dict[str, Callable[[int], bytes]] = {
-    "PING": _always(frame(PING, 0, 0, bytes(8))),
-    "answers to no PING": _always(frame(PING, ACK, 0, bytes(8))),
-    "SETTINGS": _always(frame(SETTINGS, 0, 0)),
-    "SETTINGS with values": _always(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000)),
-    "acknowledgements of SETTINGS": _always(frame(SETTINGS, ACK, 0)),
-    "RST_STREAM of a stream that is over": _always(frame(RESET, 0, 3, bytes(4))),
-    "PRIORITY": _always(frame(PRIORITY, 0, 7, bytes(5))),
+    "PING": _repeat(frame(PING, 0, 0, bytes(8))),
+    "answers to no PING": _repeat(frame(PING, ACK, 0, bytes(8))),
+    "SETTINGS": _repeat(frame(SETTINGS, 0, 0)),
+    "SETTINGS with values": _repeat(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000)),
+    "acknowledgements of SETTINGS": _repeat(frame(SETTINGS, ACK, 0)),
+    "RST_STREAM of a stream that is over": _repeat(frame(RESET, 0, 3, bytes(4))),
+    "PRIORITY": _repeat(frame(PRIORITY, 0, 7, bytes(5))),
     "PRIORITY of many streams": lambda n: frame(PRIORITY, 0, n + 1000, bytes(5)),
-    "GOAWAY": _always(frame(GO_AWAY, 0, 0, bytes(8))),
-    "frames of no known kind": _always(frame(UNKNOWN, 0, 1, b"x")),
-    "windows of all": _always(window(0, 1)),
-    "windows of a stream": _always(window(1, 1)),
-    "windows of a stream that is over": _always(window(3, 1)),
-    "empty DATA": _always(frame(DATA, 0, 1)),
-    "DATA of nothing but padding": _always(frame(DATA, PADDED, 1, b"\x05" + bytes(5))),
-    "DATA of a stream that we have ended": _always(frame(DATA, 0, 5, b"x")),
-    "trailers of a stream that we have ended": _always(begin(5, block=b"")),
+    "GOAWAY": _repeat(frame(GO_AWAY, 0, 0, bytes(8))),
+    "frames of no known kind": _repeat(frame(UNKNOWN, 0, 1, b"x")),
+    "windows of all": _repeat(window(0, 1)),
+    "windows of a stream": _repeat(window(1, 1)),
+    "windows of a stream that is over": _repeat(window(3, 1)),
+    "empty DATA": _repeat(frame(DATA, 0, 1)),
+    "DATA of nothing but padding": _repeat(frame(DATA, PADDED, 1, b"\x05" + bytes(5))),
+    "DATA of a stream that we have ended": _repeat(frame(DATA, 0, 5, b"x")),
+    "trailers of a stream that we have ended": _repeat(begin(5, block=b"")),
 }
 
 
@@ -292,7 +292,7 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
 # --- work
 
 
-def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
+def _frames_per_turn(engine: Engine, sent: bytes) -> Iterator[int]:
     """Return the number of frames handled in each turn for these bytes."""
     frames_before = engine.http2.received_frames
     engine.http2.receive(sent)
@@ -317,7 +317,7 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
 def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
     engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
-    handled = list(_turns(engine, piece * 1000))
+    handled = list(_frames_per_turn(engine, piece * 1000))
     turns = [frames_per_turn] * (1000 // frames_per_turn)
     assert handled in (turns, [*turns, 0])
 
@@ -334,7 +334,7 @@ def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
         ],
     ):
         engine = Engine(Limits(frames=100, stream_cost=9)).take(OPENED)
-        handled = list(_turns(engine, b"".join(sent)))
+        handled = list(_frames_per_turn(engine, b"".join(sent)))
         assert max(handled) <= 2 * requests_per_turn
         assert len(engine.http2.streams) == 40
 
@@ -363,7 +363,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
     """However many frames make them grow, and however many streams wait."""
     look_count = 0
 
-    def look() -> None:
+    def count_look() -> None:
         nonlocal look_count
         look_count += 1
 
@@ -375,7 +375,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
     for number in streams:
         stream = engine.stream(number)
         engine.http2.sending.send_data(stream, bytes(100_000))
-        stream.on_progress = look
+        stream.on_progress = count_look
     engine.take(window(0, 1) * 60)
     assert look_count <= 2
     look_count = 0

@@ -28,7 +28,7 @@ INITIAL_WINDOW, MAX_FRAME = 4, 5
 _STREAMS = (1, 3, 5)
 
 
-def setting(key: int, value: int) -> bytes:
+def settings_frame(key: int, value: int) -> bytes:
     return frame(SETTINGS, 0, 0, struct.pack(">HI", key, value))
 
 
@@ -105,10 +105,10 @@ class Client:
             for number in self.windows:
                 self.windows[number] += size - self.initial
             self.initial = size
-            self.engine.take(setting(INITIAL_WINDOW, size))
+            self.engine.take(settings_frame(INITIAL_WINDOW, size))
         elif action == "frame":
             self.frame = 16384 + size
-            self.engine.take(setting(MAX_FRAME, self.frame))
+            self.engine.take(settings_frame(MAX_FRAME, self.frame))
         elif action == "pause":
             self.sending.paused = True
         elif action == "resume":
@@ -179,7 +179,7 @@ def test_a_response_before_the_end_of_the_request() -> None:
 
 def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     """None of them has all of a window that is given in small pieces."""
-    engine = Engine().take(OPENED + begin(1, 3, 5, 7) + setting(INITIAL_WINDOW, 2**20))
+    engine = Engine().take(OPENED + begin(1, 3, 5, 7) + settings_frame(INITIAL_WINDOW, 2**20))
     sending = engine.http2.sending
     for number in (1, 3, 5, 7):
         sending.send_data(engine.stream(number), bytes(100_000))
@@ -192,7 +192,7 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
 
 def test_a_long_response_does_not_block_other_streams() -> None:
     """Of a window for all of them each has a turn, not the first all of it."""
-    engine = Engine().take(OPENED + begin(1, 3) + setting(INITIAL_WINDOW, 2**30))
+    engine = Engine().take(OPENED + begin(1, 3) + settings_frame(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(2**23))
     sending.send_data(engine.stream(3), bytes(2**16))
@@ -202,7 +202,7 @@ def test_a_long_response_does_not_block_other_streams() -> None:
 
 
 def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1, 3))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1, 3))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(100))
     sending.send_data(engine.stream(3), bytes(10))
@@ -233,7 +233,7 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
 
 
 def test_trailers_need_no_window() -> None:
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 0) + begin(1, 3))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
     sending.send_response(engine.stream(1), FORM, ())
@@ -246,7 +246,7 @@ def test_trailers_need_no_window() -> None:
 
 def test_progress_is_reported() -> None:
     """A task that waits for the client to read written data is woken."""
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
     engine.http2.sending.send_data(stream, bytes(25))
     queued_sizes: list[int] = []
@@ -275,10 +275,10 @@ def test_a_long_header_block_is_split() -> None:
 
 
 def test_a_dropped_stream_is_released() -> None:
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     engine.http2.sending.send_data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))
     assert not engine.http2.sending.waiting_streams
     sent_before = len(engine.sent)
-    engine.take(window(1, 100) + setting(INITIAL_WINDOW, 1000))
+    engine.take(window(1, 100) + settings_frame(INITIAL_WINDOW, 1000))
     assert {item.kind for item in engine.sent[sent_before:]} == {SETTINGS}

@@ -14,31 +14,31 @@ INDEXED_FIELD = b"\x40\x01a\x01b"  # a: b, in the table from now on
 FIRST = b"\xbe"  # the newest field of the table
 
 
-def headers(block: bytes, stream: int = 1) -> bytes:
+def headers_frame(block: bytes, stream: int = 1) -> bytes:
     return frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
 
 
-def broken(section: str, title: str, *blocks: bytes) -> Case:
+def broken_case(section: str, title: str, *blocks: bytes) -> Case:
     """Check that the last of these blocks is malformed."""
-    sent = b"".join(headers(block, 2 * index + 1) for index, block in enumerate(blocks))
+    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
     return Case(section, title, sent, ends=BROKEN)
 
 
-def fine(section: str, title: str, *blocks: bytes) -> Case:
-    sent = b"".join(headers(block, 2 * index + 1) for index, block in enumerate(blocks))
+def valid_case(section: str, title: str, *blocks: bytes) -> Case:
+    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
     return Case(
         section, title, sent, served=tuple((2 * index + 1, b"") for index in range(len(blocks)))
     )
 
 
 CASES = [
-    fine("2.3.3", "the last of the table that never changes", REQUEST + b"\xbd"),
-    broken("2.3.3", "beyond an empty table", REQUEST + b"\xbe"),
-    fine("2.3.3", "the table's first", REQUEST + INDEXED_FIELD + FIRST),
-    broken("2.3.3", "beyond the table's first", REQUEST + INDEXED_FIELD + b"\xbf"),
-    broken("2.3.3", "a name beyond the table", REQUEST + b"\x7e\x01b"),
-    broken("2.3.3", "a name far beyond the table", REQUEST + b"\x0f\xff\xff\x03\x01b"),
-    fine(
+    valid_case("2.3.3", "the last of the table that never changes", REQUEST + b"\xbd"),
+    broken_case("2.3.3", "beyond an empty table", REQUEST + b"\xbe"),
+    valid_case("2.3.3", "the table's first", REQUEST + INDEXED_FIELD + FIRST),
+    broken_case("2.3.3", "beyond the table's first", REQUEST + INDEXED_FIELD + b"\xbf"),
+    broken_case("2.3.3", "a name beyond the table", REQUEST + b"\x7e\x01b"),
+    broken_case("2.3.3", "a name far beyond the table", REQUEST + b"\x0f\xff\xff\x03\x01b"),
+    valid_case(
         "2.3.2",
         "the table outlives a block",
         REQUEST + INDEXED_FIELD,
@@ -46,71 +46,77 @@ CASES = [
         REQUEST + FIRST,
     ),
     # --- the table's size
-    fine("4.2", "an update in front", b"\x20" + REQUEST),
-    fine("4.2", "two updates in front", b"\x20\x3f\xe1\x1f" + REQUEST),
-    fine("4.2", "nothing else in a second block", REQUEST, b"\x3f\x09" + REQUEST),
-    broken("4.2", "an update behind a field", REQUEST + b"\x20"),
-    broken("4.2", "an update between fields", REQUEST[:1] + b"\x20" + REQUEST[1:]),
-    broken("4.2", "three updates", b"\x20\x3f\x01\x20" + REQUEST),
-    broken("4.2", "thousands of updates", b"\x3f\x01" * 8000 + REQUEST),
-    broken(
+    valid_case("4.2", "an update in front", b"\x20" + REQUEST),
+    valid_case("4.2", "two updates in front", b"\x20\x3f\xe1\x1f" + REQUEST),
+    valid_case("4.2", "nothing else in a second block", REQUEST, b"\x3f\x09" + REQUEST),
+    broken_case("4.2", "an update behind a field", REQUEST + b"\x20"),
+    broken_case("4.2", "an update between fields", REQUEST[:1] + b"\x20" + REQUEST[1:]),
+    broken_case("4.2", "three updates", b"\x20\x3f\x01\x20" + REQUEST),
+    broken_case("4.2", "thousands of updates", b"\x3f\x01" * 8000 + REQUEST),
+    broken_case(
         "4.3", "a size of 0 empties the table", REQUEST + INDEXED_FIELD, b"\x20" + REQUEST + FIRST
     ),
-    broken(
+    broken_case(
         "4.3",
         "as much as the field needs is enough, less is not",
         REQUEST + INDEXED_FIELD,
         b"\x3f\x02" + REQUEST + FIRST,
     ),
-    fine("4.3", "what fits stays", REQUEST + INDEXED_FIELD, b"\x3f\x03" + REQUEST + FIRST),
-    broken(
+    valid_case("4.3", "what fits stays", REQUEST + INDEXED_FIELD, b"\x3f\x03" + REQUEST + FIRST),
+    broken_case(
         "4.4",
         "a field larger than the table empties it",
         REQUEST + INDEXED_FIELD + b"\x40\x01c\x7f\xe1\x1e" + b"x" * 4064,
         REQUEST + FIRST,
     ),
-    broken(
+    broken_case(
         "4.4",
         "the oldest goes",
         b"\x3f\x03" + REQUEST + INDEXED_FIELD + b"\x40\x01c\x01d",
         REQUEST + b"\xbf",
     ),
-    fine(
+    valid_case(
         "4.4",
         "the newest stays",
         b"\x3f\x03" + REQUEST + INDEXED_FIELD + b"\x40\x01c\x01d",
         REQUEST + FIRST,
     ),
     # --- numbers
-    fine(
+    valid_case(
         "5.1", "a length with needless zeros", REQUEST + b"\x00\x01a\x7f\x80\x80\x00" + b"x" * 127
     ),
-    broken("5.1", "a number without an end", REQUEST + b"\xff"),
-    broken("5.1", "a number of many bytes", REQUEST + b"\xff" + b"\x80" * 20 + b"\x01"),
-    broken("5.1", "a number larger than 2^32", REQUEST + b"\xff\xff\xff\xff\xff\xff\x01"),
+    broken_case("5.1", "a number without an end", REQUEST + b"\xff"),
+    broken_case("5.1", "a number of many bytes", REQUEST + b"\xff" + b"\x80" * 20 + b"\x01"),
+    broken_case("5.1", "a number larger than 2^32", REQUEST + b"\xff\xff\xff\xff\xff\xff\x01"),
     # --- strings
-    fine("5.2", "Huffman's code", REQUEST + b"\x00\x81\x1f\x81\x8f"),  # "a": "b"
-    broken("5.2", "a string longer than the block", REQUEST + b"\x00\x01a\x05b"),
-    broken("5.2", "a name longer than the block", REQUEST + b"\x00\x05a"),
-    broken("5.2", "no value", REQUEST + b"\x00\x01a"),
-    broken("5.2", "more than seven bits of padding", REQUEST + b"\x00\x01a\x82\x1f\xff"),
-    broken("5.2", "padding of a byte", REQUEST + b"\x00\x01a\x83\x1f\x8f\xff"),
-    broken("5.2", "padding by zeros", REQUEST + b"\x00\x01a\x81\x18"),
-    broken("5.2", "the code of the end", REQUEST + b"\x00\x01a\x84\x3f\xff\xff\xff"),
-    broken("5.2", "the code of the end within", REQUEST + b"\x00\x01a\x85\x1f\xff\xff\xff\xff"),
+    valid_case("5.2", "Huffman's code", REQUEST + b"\x00\x81\x1f\x81\x8f"),  # "a": "b"
+    broken_case("5.2", "a string longer than the block", REQUEST + b"\x00\x01a\x05b"),
+    broken_case("5.2", "a name longer than the block", REQUEST + b"\x00\x05a"),
+    broken_case("5.2", "no value", REQUEST + b"\x00\x01a"),
+    broken_case("5.2", "more than seven bits of padding", REQUEST + b"\x00\x01a\x82\x1f\xff"),
+    broken_case("5.2", "padding of a byte", REQUEST + b"\x00\x01a\x83\x1f\x8f\xff"),
+    broken_case("5.2", "padding by zeros", REQUEST + b"\x00\x01a\x81\x18"),
+    broken_case("5.2", "the code of the end", REQUEST + b"\x00\x01a\x84\x3f\xff\xff\xff"),
+    broken_case(
+        "5.2", "the code of the end within", REQUEST + b"\x00\x01a\x85\x1f\xff\xff\xff\xff"
+    ),
     # --- fields
-    broken("6.1", "index 0", REQUEST + b"\x80"),
-    fine("6.2.1", "a name of the table", REQUEST + b"\x7b\x01x"),
-    fine("6.2.2", "not kept", REQUEST + b"\x00\x01a\x01b\x0f\x0a\x01x"),
-    fine("6.2.3", "never kept", REQUEST + b"\x10\x01a\x01b\x1f\x0a\x01x"),
-    broken("6.2.2", "what is not kept is not in the table", REQUEST + b"\x00\x01a\x01b" + FIRST),
-    broken("6.2.3", "what is never kept is not in the table", REQUEST + b"\x10\x01a\x01b" + FIRST),
+    broken_case("6.1", "index 0", REQUEST + b"\x80"),
+    valid_case("6.2.1", "a name of the table", REQUEST + b"\x7b\x01x"),
+    valid_case("6.2.2", "not kept", REQUEST + b"\x00\x01a\x01b\x0f\x0a\x01x"),
+    valid_case("6.2.3", "never kept", REQUEST + b"\x10\x01a\x01b\x1f\x0a\x01x"),
+    broken_case(
+        "6.2.2", "what is not kept is not in the table", REQUEST + b"\x00\x01a\x01b" + FIRST
+    ),
+    broken_case(
+        "6.2.3", "what is never kept is not in the table", REQUEST + b"\x10\x01a\x01b" + FIRST
+    ),
     # --- updates of the table's size
-    broken("6.3", "more than SETTINGS_HEADER_TABLE_SIZE", b"\x3f\xe2\x1f" + REQUEST),
-    broken("6.3", "far more", b"\x3f\xff\xff\xff\x7f" + REQUEST),
-    fine("6.3", "as much", b"\x3f\xe1\x1f" + REQUEST),
-    broken("6.3", "an update without an end", b"\x3f"),
-    broken("6.3", "a long update without an end", b"\x3f\x80"),
+    broken_case("6.3", "more than SETTINGS_HEADER_TABLE_SIZE", b"\x3f\xe2\x1f" + REQUEST),
+    broken_case("6.3", "far more", b"\x3f\xff\xff\xff\x7f" + REQUEST),
+    valid_case("6.3", "as much", b"\x3f\xe1\x1f" + REQUEST),
+    broken_case("6.3", "an update without an end", b"\x3f"),
+    broken_case("6.3", "a long update without an end", b"\x3f\x80"),
 ]
 
 
@@ -139,7 +145,7 @@ def test_the_examples(section: str) -> None:
     """Three requests in a row, without and with Huffman's code."""
     engine = Engine().take(OPENED)
     for index, block in enumerate(EXAMPLES[section]):
-        engine.take(headers(bytes.fromhex(block), 2 * index + 1))
+        engine.take(headers_frame(bytes.fromhex(block), 2 * index + 1))
     host = (b":authority", b"www.example.com")
     expected_fields = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/"), host]
     assert list(engine.requests[1].fields) == expected_fields

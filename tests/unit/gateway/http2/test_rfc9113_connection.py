@@ -40,7 +40,7 @@ SERVED = ((1, b"data"),)
 NO_SETTINGS = frame(SETTINGS, 0, 0)
 
 
-def setting(*values: tuple[int, int]) -> bytes:
+def settings_frame(*values: tuple[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *value) for value in values))
 
 
@@ -128,7 +128,7 @@ CASES = [
         frame(HEADERS, 0, 1, GET) + frame(UNKNOWN, 0, 1, bytes(4)),
         PROTOCOL,
     ),
-    Case("5.5", "an unknown setting", setting((0xFF, 1))),
+    Case("5.5", "an unknown setting", settings_frame((0xFF, 1))),
     # --- SETTINGS
     Case("6.5", "an acknowledgement", frame(SETTINGS, ACK, 0)),
     Case("6.5", "an acknowledgement with values", frame(SETTINGS, ACK, 0, bytes(6)), FRAME_SIZE),
@@ -136,15 +136,17 @@ CASES = [
     Case("6.5", "an acknowledgement of a stream", BEGUN + frame(SETTINGS, ACK, 1), PROTOCOL),
     Case("6.5", "SETTINGS frame with an invalid size", frame(SETTINGS, 0, 0, bytes(3)), FRAME_SIZE),
     Case("6.5", "SETTINGS with half a value more", frame(SETTINGS, 0, 0, bytes(7)), FRAME_SIZE),
-    Case("6.5.2", "ENABLE_PUSH of 2", setting((2, 2)), PROTOCOL),
-    Case("6.5.2", "ENABLE_PUSH of 0 and of 1", setting((2, 0), (2, 1))),
-    Case("6.5.2", "INITIAL_WINDOW_SIZE of 2^31", setting((4, 2**31)), FLOW),
-    Case("6.5.2", "INITIAL_WINDOW_SIZE of 2^31-1", setting((4, 2**31 - 1))),
-    Case("6.5.2", "MAX_FRAME_SIZE below 2^14", setting((5, 2**14 - 1)), PROTOCOL),
-    Case("6.5.2", "MAX_FRAME_SIZE above 2^24-1", setting((5, 2**24)), PROTOCOL),
-    Case("6.5.2", "MAX_FRAME_SIZE at its ends", setting((5, 2**14), (5, 2**24 - 1))),
-    Case("6.5.2", "any of the others", setting((1, 2**32 - 1), (3, 0), (6, 0), (6, 2**32 - 1))),
-    Case("6.5.3", "the first of two is wrong", setting((5, 1), (5, 2**14)), PROTOCOL),
+    Case("6.5.2", "ENABLE_PUSH of 2", settings_frame((2, 2)), PROTOCOL),
+    Case("6.5.2", "ENABLE_PUSH of 0 and of 1", settings_frame((2, 0), (2, 1))),
+    Case("6.5.2", "INITIAL_WINDOW_SIZE of 2^31", settings_frame((4, 2**31)), FLOW),
+    Case("6.5.2", "INITIAL_WINDOW_SIZE of 2^31-1", settings_frame((4, 2**31 - 1))),
+    Case("6.5.2", "MAX_FRAME_SIZE below 2^14", settings_frame((5, 2**14 - 1)), PROTOCOL),
+    Case("6.5.2", "MAX_FRAME_SIZE above 2^24-1", settings_frame((5, 2**24)), PROTOCOL),
+    Case("6.5.2", "MAX_FRAME_SIZE at its ends", settings_frame((5, 2**14), (5, 2**24 - 1))),
+    Case(
+        "6.5.2", "any of the others", settings_frame((1, 2**32 - 1), (3, 0), (6, 0), (6, 2**32 - 1))
+    ),
+    Case("6.5.3", "the first of two is wrong", settings_frame((5, 1), (5, 2**14)), PROTOCOL),
     # --- PUSH_PROMISE
     Case("6.6", "a PUSH_PROMISE", BEGUN + frame(PUSH_PROMISE, 4, 1, bytes(4) + GET), PROTOCOL),
     Case("6.6", "a PUSH_PROMISE of no stream", frame(PUSH_PROMISE, 4, 0, bytes(4)), PROTOCOL),
@@ -193,7 +195,7 @@ def test_a_ping_is_acknowledged_with_its_payload() -> None:
 
 def test_each_settings_frame_is_acknowledged() -> None:
     """6.5.3."""
-    engine = Engine().take(OPENED + setting((3, 1)) + setting((4, 1), (4, 2)))
+    engine = Engine().take(OPENED + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
     assert engine.http2.sending.initial_window == 2
     assert not engine.http2.settings_acknowledged

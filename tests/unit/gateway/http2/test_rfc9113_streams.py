@@ -45,11 +45,11 @@ TRAILERS = frame(HEADERS, WHOLE, 1, b"")
 SIGN = frame(PING, 0, 0, bytes(8))
 
 
-def priority(stream: int, dependency: int = 0) -> bytes:
+def priority_frame(stream: int, dependency: int = 0) -> bytes:
     return frame(PRIORITY, 0, stream, struct.pack(">IB", dependency, 16))
 
 
-def continued(*pieces: bytes, flags: int = END_STREAM) -> bytes:
+def continuation_frames(*pieces: bytes, flags: int = END_STREAM) -> bytes:
     """Return a header block in several frames of stream 1."""
     first_piece, *middle_pieces, last_piece = pieces
     return (
@@ -65,12 +65,15 @@ CASES = [
     Case("5.1", "idle: RST_STREAM", frame(RESET, 0, 1, bytes(4)), PROTOCOL),
     Case("5.1", "idle: WINDOW_UPDATE", window(1, 1), PROTOCOL),
     Case("5.1", "idle: CONTINUATION", frame(CONTINUATION, END_HEADERS, 1, GET), PROTOCOL),
-    Case("5.1", "idle: PRIORITY", priority(1) + ASKED, served=EMPTY),
+    Case("5.1", "idle: PRIORITY", priority_frame(1) + ASKED, served=EMPTY),
     Case("5.1", "idle: DATA of a stream of ours", frame(DATA, 0, 2, b"x"), PROTOCOL),
     Case("5.1", "idle: RST_STREAM of a stream of ours", frame(RESET, 0, 2, bytes(4)), PROTOCOL),
     # --- open
     Case(
-        "5.1", "open: all that may come", BEGUN + priority(1) + window(1, 1) + LAST, served=SERVED
+        "5.1",
+        "open: all that may come",
+        BEGUN + priority_frame(1) + window(1, 1) + LAST,
+        served=SERVED,
     ),
     # --- half closed
     Case("5.1", "half closed: DATA", ASKED + LAST, CLOSED),
@@ -82,7 +85,7 @@ CASES = [
         (*PROTOCOL, *CLOSED),
     ),
     Case("5.1", "half closed: WINDOW_UPDATE", ASKED + window(1, 1), served=EMPTY),
-    Case("5.1", "half closed: PRIORITY", ASKED + priority(1), served=EMPTY),
+    Case("5.1", "half closed: PRIORITY", ASKED + priority_frame(1), served=EMPTY),
     Case("5.1", "half closed: RST_STREAM", ASKED + frame(RESET, 0, 1, bytes(4))),
     # --- closed by the client's RST_STREAM
     Case("5.1", "given up: DATA", GIVEN_UP + LAST, CLOSED),
@@ -92,7 +95,7 @@ CASES = [
         (*PROTOCOL, *CLOSED),
     ),
     Case("5.1", "given up: WINDOW_UPDATE", GIVEN_UP + window(1, 1)),
-    Case("5.1", "given up: PRIORITY", GIVEN_UP + priority(1)),
+    Case("5.1", "given up: PRIORITY", GIVEN_UP + priority_frame(1)),
     Case("5.1", "given up: RST_STREAM", GIVEN_UP + frame(RESET, 0, 1, bytes(4))),
     # --- identifiers
     Case("5.1.1", "an even stream", frame(HEADERS, WHOLE, 2, GET), PROTOCOL),
@@ -113,9 +116,13 @@ CASES = [
     ),
     # --- priorities
     Case(
-        "5.3", "a chain of streams not begun", b"".join(priority(n, n + 2) for n in range(1, 9, 2))
+        "5.3",
+        "a chain of streams not begun",
+        b"".join(priority_frame(n, n + 2) for n in range(1, 9, 2)),
     ),
-    Case("5.3", "a stream that depends on itself", BEGUN + priority(1, 1) + LAST, served=SERVED),
+    Case(
+        "5.3", "a stream that depends on itself", BEGUN + priority_frame(1, 1) + LAST, served=SERVED
+    ),
     Case(
         "5.3",
         "HEADERS that depend on themselves",
@@ -167,7 +174,7 @@ CASES = [
         FRAME_SIZE,
     ),
     # --- PRIORITY
-    Case("6.3", "PRIORITY of no stream", priority(0), PROTOCOL),
+    Case("6.3", "PRIORITY of no stream", priority_frame(0), PROTOCOL),
     Case(
         *("6.3", "too short a PRIORITY", BEGUN + frame(PRIORITY, 0, 1, bytes(4))),
         resets=((1, FaultCode.FRAME_SIZE_ERROR),),
@@ -204,15 +211,15 @@ CASES = [
         FLOW,
     ),
     # --- CONTINUATION
-    Case("6.10", "several", continued(GET[:5], b"", GET[5:9], GET[9:]), served=EMPTY),
-    Case("6.10", "of trailers", BEGUN + continued(b"", b"", b""), served=EMPTY),
+    Case("6.10", "several", continuation_frames(GET[:5], b"", GET[5:9], GET[9:]), served=EMPTY),
+    Case("6.10", "of trailers", BEGUN + continuation_frames(b"", b"", b""), served=EMPTY),
     Case("6.10", "another frame between", frame(HEADERS, 0, 1, GET) + SIGN, PROTOCOL),
     Case("6.10", "behind the end of HEADERS", BEGUN + frame(CONTINUATION, 4, 1, b""), PROTOCOL),
     Case(
         *(
             "6.10",
             "behind the end of a CONTINUATION",
-            continued(GET, b"") + frame(CONTINUATION, 4, 1),
+            continuation_frames(GET, b"") + frame(CONTINUATION, 4, 1),
         ),
         PROTOCOL,
     ),
@@ -241,7 +248,7 @@ OPEN_ENDED = [
     ("malformed trailers", frame(HEADERS, WHOLE, 1, post("/"))),
     ("RST_STREAM", frame(RESET, 0, 1, bytes(4))),
     ("WINDOW_UPDATE", window(1, 5)),
-    ("PRIORITY", priority(1)),
+    ("PRIORITY", priority_frame(1)),
 ]
 
 
@@ -283,7 +290,7 @@ def test_header_blocks_of_ended_streams_are_decoded() -> None:
 def test_frames_for_a_completed_stream() -> None:
     """5.1, closed: both are done; only what may cross the answer is ignored."""
     for late_frame, is_fatal in [
-        (window(1, 1) + priority(1) + frame(RESET, 0, 1, bytes(4)), None),
+        (window(1, 1) + priority_frame(1) + frame(RESET, 0, 1, bytes(4)), None),
         (LAST, FaultCode.STREAM_CLOSED),
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
@@ -311,7 +318,7 @@ def test_a_response_may_overlap_its_request() -> None:
     sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, b"\x88")
     sending.send_data(stream, b"some")
-    engine.take(LAST + window(1, 5) + priority(1))
+    engine.take(LAST + window(1, 5) + priority_frame(1))
     sending.send_data(stream, b"more")
     sending.send_trailers(stream, b"\x88")
     sent = engine.flush()

@@ -31,7 +31,7 @@ MODELS = [model("a"), model("b"), model("c")]
 _EXPIRED = Beginning("in ensemble 'e', Request timeout expired (")
 
 
-def only(messages: list[Any], kind: type[Any]) -> Any:
+def only_message(messages: list[Any], kind: type[Any]) -> Any:
     (message,) = messages
     assert type(message) is kind, message
     return message
@@ -46,7 +46,7 @@ def test_one_step_after_the_other() -> None:
     ((endpoint, second_step),) = rig.sent()
     assert (endpoint, inputs_of(second_step)) == ("b", {"X": b"abcd"})
     rig.finish("b", second_step.id, b"efgh")
-    (output,) = inferred_of(only(rig.client_messages(), m.Finished)).outputs
+    (output,) = inferred_of(only_message(rig.client_messages(), m.Finished)).outputs
     assert (output.name, output.data) == ("OUT", b"efgh")
     assert rig.ensemble.live_requests == 0
 
@@ -69,7 +69,7 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     rig.from_step("a", m.Failed(runs["a"], "INTERNAL", "boom", 0, False))
     assert rig.client_messages() == []
     rig.finish("b", runs["b"])
-    failed = only(rig.client_messages(), m.Failed)
+    failed = only_message(rig.client_messages(), m.Failed)
     assert (failed.code, failed.message) == ("INTERNAL", "in ensemble 'e', boom")
     assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
     assert rig.runs() == {}
@@ -84,7 +84,7 @@ def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
     rig.submit()
     text = "[request id: <id_unknown>] Exceeds maximum queue size"
     rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", text, 2, False))
-    failed = only(rig.client_messages(), m.Failed)
+    failed = only_message(rig.client_messages(), m.Failed)
     assert (failed.code, failed.retry_after_s) == ("UNAVAILABLE", 2)
     assert failed.message == f"in ensemble 'e', {text}"
     assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
@@ -96,7 +96,7 @@ def test_the_first_error_counts() -> None:
     runs = rig.runs()
     for name in ("b", "a"):
         rig.from_step(name, m.Failed(runs[name], "INTERNAL", name, 0, False))
-    assert only(rig.client_messages(), m.Failed).message == "in ensemble 'e', b"
+    assert only_message(rig.client_messages(), m.Failed).message == "in ensemble 'e', b"
 
 
 def test_a_cancelled_request_begins_no_step() -> None:
@@ -108,7 +108,7 @@ def test_a_cancelled_request_begins_no_step() -> None:
     assert rig.sent(m.Cancel) == [("a", m.Cancel(runs["a"]))]
     assert rig.client_messages() == []
     rig.finish("a", runs["a"])
-    assert only(rig.client_messages(), m.Failed).code == "CANCELLED"
+    assert only_message(rig.client_messages(), m.Failed).code == "CANCELLED"
     assert rig.runs() == {}
 
 
@@ -118,11 +118,11 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     ((_, submit),) = rig.sent()
     assert submit.deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
-    failed = only(rig.client_messages(), m.Failed)
+    failed = only_message(rig.client_messages(), m.Failed)
     assert (failed.early, failed.message) == (True, _EXPIRED)
     assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
-    only(rig.client_messages(), m.Settled)
+    only_message(rig.client_messages(), m.Settled)
     assert rig.ensemble.live_requests == 0
 
 
@@ -133,8 +133,10 @@ def test_a_missing_output_is_a_deadlock() -> None:
     for core in (rig, plain_rig):
         core.submit()
         core.respond("a", core.runs()["a"], b"", final=True)
-    only(rig.client_messages(), m.Responded)  # the end of a stream without the output is no error
-    assert only(plain_rig.client_messages(), m.Failed).message == (
+    only_message(
+        rig.client_messages(), m.Responded
+    )  # the end of a stream without the output is no error
+    assert only_message(plain_rig.client_messages(), m.Failed).message == (
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
         "not set while no more ensemble steps can be made"
     )
@@ -145,14 +147,14 @@ def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFix
     for _ in range(2):
         rig.submit()
         rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred(()))))
-        assert only(rig.client_messages(), m.Finished)
+        assert only_message(rig.client_messages(), m.Finished)
     assert caplog.messages == ["Composing models did not output tensor OUT"]
 
 
 def test_an_output_that_a_condition_left_out_is_not(caplog: pytest.LogCaptureFixture) -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], conditions={0: "IN"})
     rig.submit(data=b"")
-    assert only(rig.client_messages(), m.Finished) and not caplog.messages
+    assert only_message(rig.client_messages(), m.Finished) and not caplog.messages
 
 
 def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None:
@@ -164,7 +166,7 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     for endpoint, submit in rig.sent():
         rig.finish(endpoint, submit.id)
-    failure = only(rig.client_messages(), m.Failed)
+    failure = only_message(rig.client_messages(), m.Failed)
     assert (failure.code, rig.core.live_requests, rig.memory.used) == ("UNSUPPORTED", 0, 0)
     assert "has become decoupled" in failure.message
 
@@ -177,7 +179,7 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
     for final in (False, False, True):
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     rig.finish("b", rig.runs()["b"])
-    only(rig.client_messages(), m.Finished)
+    only_message(rig.client_messages(), m.Finished)
     assert rig.core.live_requests == 0
 
 
@@ -195,7 +197,7 @@ def test_only_so_many_requests_of_a_step_at_a_time() -> None:
     rig.finish("a", first_runs["a"])
     assert rig.runs().keys() == {"a", "b"}
     rig.from_client(m.Cancel(3))  # cancelled while the request waits
-    assert only(rig.client_messages(), m.Failed).id == 3
+    assert only_message(rig.client_messages(), m.Failed).id == 3
 
 
 def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() -> None:
@@ -203,7 +205,7 @@ def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() ->
     rig.submit(deadline_ms=10)
     number = rig.runs()["a"]
     rig.pass_ms(11)
-    assert only(rig.client_messages(), m.Failed).early
+    assert only_message(rig.client_messages(), m.Failed).early
     rig.from_control(ProcessExited(7000, ""))
     rig.from_step("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
     assert (rig.client_messages(), rig.core.live_requests) == ([], 0)
@@ -213,11 +215,11 @@ def test_requests_waiting_for_capacity_are_bounded() -> None:
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1, max_queue_size=2)
     for number in (1, 2, 3, 4):
         rig.submit(number)
-    refusal = only(rig.client_messages(), m.Failed)
+    refusal = only_message(rig.client_messages(), m.Failed)
     assert (refusal.id, refusal.code, refusal.retry_after_s) == (4, "UNAVAILABLE", 1)
     assert "Exceeds maximum queue size" in refusal.message
     rig.from_client(m.Cancel(3))  # the cancellation frees a place in the queue
-    assert only(rig.client_messages(), m.Failed).id == 3
+    assert only_message(rig.client_messages(), m.Failed).id == 3
     rig.submit(5)
     assert rig.client_messages() == []
 
@@ -249,9 +251,9 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
         rig.finish("b", rig.runs()["b"])
     assert len(rig.client_messages()) == FIRST_CREDIT
     rig.from_client(m.Credit(1, 1))
-    only(rig.client_messages(), m.Responded)
+    only_message(rig.client_messages(), m.Responded)
     rig.respond("a", number, b"", final=True)
-    assert only(rig.client_messages(), m.Responded).final
+    assert only_message(rig.client_messages(), m.Responded).final
 
 
 def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
@@ -268,7 +270,7 @@ def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     assert rig.sent(m.Credit) == [("a", m.Credit(runs["a"], 1))]
     assert rig.client_messages() == []
     rig.respond("a", runs["a"], b"", final=True)
-    assert only(rig.client_messages(), m.Failed).message == "in ensemble 'e', boom"
+    assert only_message(rig.client_messages(), m.Failed).message == "in ensemble 'e', boom"
 
 
 def test_outputs_of_known_size_are_placed() -> None:
@@ -281,13 +283,13 @@ def test_outputs_of_known_size_are_placed() -> None:
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None
     assert rig.memory.used >= 4 * elements
-    rig.from_step("a", m.Finished(first_step.id, *placed(output.memory_range)))
+    rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     ((_, second_step),) = rig.sent()
     assert inputs_of(second_step)["X"] == output.memory_range
     (last_output,) = inference_of(second_step).outputs
     assert last_output.memory_range is not None
-    rig.from_step("b", m.Finished(second_step.id, *placed(last_output.memory_range)))
-    only(rig.client_messages(), m.Finished)
+    rig.from_step("b", m.Finished(second_step.id, *place_output(last_output.memory_range)))
+    only_message(rig.client_messages(), m.Finished)
     assert 0 < rig.memory.used < 8 * elements
     rig.from_client(
         m.Release(
@@ -311,12 +313,12 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     ((_, first_step),) = rig.sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None and output.or_input
-    rig.from_step("a", m.Finished(first_step.id, *placed(output.memory_range)))
+    rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     ((_, second_step),) = rig.sent()
     (last_output,) = inference_of(second_step).outputs
     assert last_output.memory_range not in (None, output.memory_range) and last_output.or_input
-    rig.from_step("b", m.Finished(second_step.id, *placed(output.memory_range)))
-    (final_output,) = inferred_of(only(rig.client_messages(), m.Finished)).outputs
+    rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
+    (final_output,) = inferred_of(only_message(rig.client_messages(), m.Finished)).outputs
     assert final_output.data == output.memory_range
     assert 0 < rig.memory.used < 8 * elements
     memory_range = output.memory_range
@@ -346,7 +348,7 @@ def test_memory_of_an_exited_client_is_freed() -> None:
     ((_, first_step),) = rig.sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None
-    rig.from_step("a", m.Finished(first_step.id, *placed(output.memory_range)))
+    rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     rig.from_control(ProcessExited(7000, ""))
     assert rig.memory.used == 0
 
@@ -365,8 +367,8 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
             assert not is_hit
             (output,) = inference_of(submit).outputs
             assert output.memory_range is not None
-            rig.from_step("a", m.Finished(submit.id, *placed(output.memory_range)))
-        (final_output,) = inferred_of(only(rig.client_messages(), m.Finished)).outputs
+            rig.from_step("a", m.Finished(submit.id, *place_output(output.memory_range)))
+        (final_output,) = inferred_of(only_message(rig.client_messages(), m.Finished)).outputs
         assert isinstance(final_output.data, Range) and rig.memory.used
         rig.from_client(
             m.Release(
@@ -378,7 +380,7 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
         assert rig.memory.used == 0
 
 
-def placed(memory_range: Range) -> Packed:
+def place_output(memory_range: Range) -> Packed:
     tensor = TensorRef("Y", "FP32", (memory_range.byte_size // 4,), memory_range)
     return pack_inferred(Inferred((tensor,)))
 
@@ -391,7 +393,7 @@ def test_a_scheduler_that_is_lost() -> None:
     rig.from_control(SchedulerLost("a", "a2"))
     assert rig.sent() == [("a2", first_step)]
     rig.from_control(SchedulerLost("a2", ""))
-    assert only(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
+    assert only_message(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
 
 
 def test_messages_of_a_former_scheduler_of_a_step_are_ignored() -> None:
@@ -421,7 +423,7 @@ def test_a_final_rejection_of_a_step_keeps_its_retry_hint() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", "full", 7, False))
-    assert only(rig.client_messages(), m.Failed).retry_after_s == 7
+    assert only_message(rig.client_messages(), m.Failed).retry_after_s == 7
 
 
 def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
@@ -429,7 +431,7 @@ def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     rig.submit()
     rig.from_control(Drain())
     rig.submit(2)
-    assert only(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
+    assert only_message(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
     rig.finish("a", rig.runs()["a"])
     kinds = [type(message) for _, message in rig.control.take()]
     assert kinds[-1] is Drained

@@ -25,18 +25,18 @@ CHAIN = [
 ]
 
 
-def on_gpu(name: str, gpus: tuple[int, ...] = (0,), **fields: Any) -> dict[str, Any]:
+def gpu_model(name: str, gpus: tuple[int, ...] = (0,), **fields: Any) -> dict[str, Any]:
     """Return a model of fixed shapes that computes on these GPUs."""
     group = {"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}
     config = model(name, dims=(SIZE,))
     return {**config, "backend": "pytorch", "instance_group": [group], **fields}
 
 
-def on_cpu(name: str) -> dict[str, Any]:
-    return on_gpu(name, instance_group=[{"kind": "KIND_CPU", "count": 1, "gpus": []}])
+def cpu_model(name: str) -> dict[str, Any]:
+    return gpu_model(name, instance_group=[{"kind": "KIND_CPU", "count": 1, "gpus": []}])
 
 
-def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
+def last_submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
     """Return the step that was submitted last, and the memory range of its output."""
     ((endpoint, submit),) = rig.sent()
     (output,) = inference_of(submit).outputs
@@ -49,16 +49,16 @@ def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, memory_range: Rang
     rig.from_step(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((tensor_ref,)))))
 
 
-def rig_of(*models: dict[str, Any], exporting: CudaExporter | None = None) -> EnsembleRig:
+def make_rig(*models: dict[str, Any], exporting: CudaExporter | None = None) -> EnsembleRig:
     cuda = exporting or FakeCuda().exporting()
     return EnsembleRig(CHAIN, models, dims=(SIZE,), cuda=lambda: cuda)
 
 
 def test_tensors_between_steps_on_one_device_stay_there() -> None:
     cuda = FakeCuda()
-    rig = rig_of(on_gpu("a"), on_gpu("b"), on_cpu("c"), exporting=cuda.exporting())
+    rig = make_rig(gpu_model("a"), gpu_model("b"), cpu_model("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))
-    endpoint, submit, memory_range = submitted(rig)
+    endpoint, submit, memory_range = last_submitted(rig)
     assert memory_range is not None and memory_range.memory.cuda is not None
     assert (endpoint, memory_range.memory.cuda.device) == ("a", 0)
     # Open the memory and write to it, as a worker on the device does.
@@ -67,14 +67,14 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     value = np.full(SIZE, 2.5, np.float32)
     worker.view(memory_range).numpy().view(np.float32)[:] = value
     finish(rig, endpoint, submit, memory_range)
-    endpoint, submit, step_output = submitted(rig)
+    endpoint, submit, step_output = last_submitted(rig)
     step_input = inputs_of(submit)["X"]
     assert endpoint == "b" and step_input == memory_range
     assert np.array_equal(worker.view(step_input).numpy().view(np.float32), value)
     # The next step computes on the CPU.
     assert step_output is not None and step_output.memory.cuda is None
     finish(rig, endpoint, submit, step_output)
-    endpoint, submit, step_output = submitted(rig)
+    endpoint, submit, step_output = last_submitted(rig)
     assert endpoint == "c" and step_output is not None and step_output.memory.cuda is None
     finish(rig, endpoint, submit, step_output)
     (message,) = rig.client_messages()
@@ -85,9 +85,9 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
 
 def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     cuda = FakeCuda()
-    rig = rig_of(on_gpu("a"), on_gpu("b"), on_gpu("c"), exporting=cuda.exporting())
+    rig = make_rig(gpu_model("a"), gpu_model("b"), gpu_model("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))
-    _, _, memory_range = submitted(rig)
+    _, _, memory_range = last_submitted(rig)
     assert memory_range is not None
     worker = Mappings(cuda.device_memory().open)
     worker.view(memory_range)
@@ -98,40 +98,49 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
 
 @pytest.mark.parametrize(
     "second_config",
-    [on_gpu("b", (1,)), on_gpu("b", (0, 1)), on_cpu("b"), on_gpu("b", backend="python")],
+    [
+        gpu_model("b", (1,)),
+        gpu_model("b", (0, 1)),
+        cpu_model("b"),
+        gpu_model("b", backend="python"),
+    ],
 )
 def test_other_tensors_go_by_the_host(second_config: dict[str, Any]) -> None:
     """The second model is on another device, on two devices, on none, or has its inputs in host
     memory.
     """
-    rig = rig_of(on_gpu("a"), second_config, on_gpu("c"))
+    rig = make_rig(gpu_model("a"), second_config, gpu_model("c"))
     rig.submit(data=bytes(4 * SIZE))
-    _, _, memory_range = submitted(rig)
+    _, _, memory_range = last_submitted(rig)
     assert memory_range is not None and memory_range.memory.cuda is None
 
 
 def test_a_python_model_that_takes_tensors_on_its_device() -> None:
     parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}}
-    rig = rig_of(on_gpu("a"), on_gpu("b", backend="python", parameters=parameters), on_gpu("c"))
+    rig = make_rig(
+        gpu_model("a"), gpu_model("b", backend="python", parameters=parameters), gpu_model("c")
+    )
     rig.submit(data=bytes(4 * SIZE))
-    _, _, memory_range = submitted(rig)
+    _, _, memory_range = last_submitted(rig)
     assert memory_range is not None and memory_range.memory.cuda is not None
 
 
 def test_tensors_pass_through_the_host_without_cuda_or_space(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def none() -> CudaExporter:
+    def raise_unavailable() -> CudaExporter:
         raise Unavailable("there is no driver")
 
     full_cuda = FakeCuda().exporting()
     full_cuda.most = MB
-    for cuda in (none, lambda: full_cuda):
-        rig = EnsembleRig(CHAIN, [on_gpu("a"), on_gpu("b"), on_gpu("c")], dims=(SIZE,), cuda=cuda)
+    for cuda in (raise_unavailable, lambda: full_cuda):
+        rig = EnsembleRig(
+            CHAIN, [gpu_model("a"), gpu_model("b"), gpu_model("c")], dims=(SIZE,), cuda=cuda
+        )
         caplog.clear()
         for number in range(1, 4):
             rig.submit(number, data=bytes(4 * SIZE))
-            _, _, memory_range = submitted(rig)
+            _, _, memory_range = last_submitted(rig)
             assert memory_range is not None and memory_range.memory.cuda is None
         assert not caplog.records  # the warning was logged once, when the ensemble was planned
 

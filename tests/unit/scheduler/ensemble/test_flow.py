@@ -65,7 +65,7 @@ def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     )
 
 
-def expected(graph: Graph, false_tensors: set[str]) -> tuple[set[int], set[str]]:
+def expected_results(graph: Graph, false_tensors: set[str]) -> tuple[set[int], set[str]]:
     """Return the steps that run and the outputs that exist, computed from the definition."""
     needed = graph.needed_steps(graph.outputs)
     runs: set[int] = set()
@@ -106,7 +106,7 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
         )
         for used in firing.inputs.values():
             used.release()
-    runs, outputs = expected(graph, false_tensors)
+    runs, outputs = expected_results(graph, false_tensors)
     assert sorted(started_steps) == sorted(runs)
     (response,) = flow.responses
     assert response.keys() == outputs

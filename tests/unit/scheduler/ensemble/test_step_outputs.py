@@ -18,14 +18,14 @@ STREAM_MODELS = [model("a", decoupled=True), model("b")]
 GONE = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True)
 
 
-def failed(rig: EnsembleRig) -> m.Failed:
+def only_failure(rig: EnsembleRig) -> m.Failed:
     """Return the only message to the client, an error."""
     (message,) = rig.client_messages()
     assert isinstance(message, m.Failed)
     return message
 
 
-def begun_stream(**settings: Any) -> tuple[EnsembleRig, int]:
+def begin_stream(**settings: Any) -> tuple[EnsembleRig, int]:
     """Return a rig whose request has begun a decoupled first step, and the step's number."""
     rig = EnsembleRig(STREAM, STREAM_MODELS, **settings)
     rig.submit()
@@ -34,7 +34,7 @@ def begun_stream(**settings: Any) -> tuple[EnsembleRig, int]:
 
 def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
     """Credit-based flow control works end to end, so the outputs of later steps are bounded."""
-    rig, number = begun_stream()
+    rig, number = begin_stream()
     for index in range(FIRST_CREDIT):
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
@@ -48,7 +48,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
     """The failed request ends when the producer has ended, so its discarded responses are
     credited at once.
     """
-    rig, number = begun_stream()
+    rig, number = begin_stream()
     rig.respond("a", number, b"0000")
     rig.from_step("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
@@ -56,12 +56,12 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
         rig.respond("a", number, b"0000")
         assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
-    assert failed(rig).code == "INTERNAL"
+    assert only_failure(rig).code == "INTERNAL"
     assert rig.ensemble.live_requests == 0
 
 
 def test_a_response_that_is_an_error_is_granted_on() -> None:
-    rig, number = begun_stream()
+    rig, number = begin_stream()
     rig.from_step("a", m.Responded(number, "INTERNAL", "boom", b"", [], False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
 
@@ -72,7 +72,7 @@ def test_an_output_of_an_exited_worker_fails_its_request() -> None:
     rig.submit()
     tensor = TensorRef("Y", "FP32", (1,), Range(GONE, 0, 4))
     rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
-    assert failed(rig).code == "UNAVAILABLE"
+    assert only_failure(rig).code == "UNAVAILABLE"
     assert (rig.ensemble.live_requests, rig.memory.held_count) == (0, 0)
     rig.submit(2)
     assert "a" in rig.runs()
@@ -81,12 +81,12 @@ def test_an_output_of_an_exited_worker_fails_its_request() -> None:
 def test_a_response_that_cannot_be_read_is_counted() -> None:
     """The request fails, and a producer of further responses receives its credit."""
     for schema, data in ((b"\xc1", []), (packed_output(b"")[0], [b"", b""])):
-        rig, number = begun_stream()
+        rig, number = begin_stream()
         rig.from_step("a", m.Responded(number, "", "", schema, data, False))
         assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
         assert rig.core.gauges()["malformed"] == 1
         rig.respond("a", number, b"", final=True)
-        assert (failed(rig).code, rig.ensemble.live_requests) == ("INTERNAL", 0)
+        assert (only_failure(rig).code, rig.ensemble.live_requests) == ("INTERNAL", 0)
 
 
 def test_an_unreadable_condition_fails_its_request() -> None:
@@ -97,20 +97,20 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     unsealed = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed, 0, 4))
     rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
-    assert failed(rig).code == "INVALID_ARG"
+    assert only_failure(rig).code == "INVALID_ARG"
     assert rig.ensemble.live_requests == 0
 
 
 def test_no_step_that_waited_begins_after_a_failure() -> None:
     """Section 3.7: no new step begins; the failed request frees its place for another request."""
-    rig, number = begun_stream(max_inflight=1)
+    rig, number = begin_stream(max_inflight=1)
     rig.respond("a", number, b"0000")
     rig.respond("a", number, b"0001")
     ((_, first_step),) = rig.sent()
     rig.from_step("b", m.Failed(first_step.id, "INTERNAL", "boom", 0, False))
     assert rig.runs() == {}
     rig.respond("a", number, b"", final=True)
-    assert failed(rig).code == "INTERNAL"
+    assert only_failure(rig).code == "INTERNAL"
 
 
 def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
@@ -125,7 +125,7 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
     assert len(rig.core._requests.timers) < 2000
 
 
-class Elsewhere:
+class WorkerArena:
     """A worker's arena with one output of a step, and the releases that the ensemble has sent."""
 
     def __init__(self, data: bytes) -> None:
@@ -152,7 +152,7 @@ def test_clients_read_memory_of_the_ensemble() -> None:
     """
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     rig.submit()
-    elsewhere = Elsewhere(b"abcd" * 5000)
+    elsewhere = WorkerArena(b"abcd" * 5000)
     rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
     elsewhere.reuse()
@@ -182,7 +182,7 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     """The next step's worker reads the tensor in place."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
-    elsewhere = Elsewhere(b"abcd" * 5000)
+    elsewhere = WorkerArena(b"abcd" * 5000)
     rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     ((_, submit),) = rig.sent()
     data = inputs_of(submit)["X"]
@@ -199,8 +199,8 @@ def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     """The worker's block is released, too."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()
-    elsewhere = Elsewhere(b"abcd" * 5000)
+    elsewhere = WorkerArena(b"abcd" * 5000)
     rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
-    assert failed(rig).code == "INVALID_ARG"
+    assert only_failure(rig).code == "INVALID_ARG"
     assert rig.memory.used == 0

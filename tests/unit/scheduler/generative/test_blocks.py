@@ -10,7 +10,7 @@ from shmserve.scheduler.generative.sequences import ROOT_KEY, BlockPool, block_k
 KEYS = [block_key(ROOT_KEY, array("i", [token])) for token in range(8)]
 
 
-def sealed(pool: BlockPool, count: int) -> list[int]:
+def seal_blocks(pool: BlockPool, count: int) -> list[int]:
     """Allocate and seal blocks with the first keys."""
     blocks = pool.allocate(count)
     for block, key in zip(blocks, KEYS, strict=False):
@@ -22,7 +22,7 @@ def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> No
     pool = BlockPool(4)
     free, shared = pool.allocate(2)
     pool.share([shared])
-    (keyed,) = sealed(pool, 1)
+    (keyed,) = seal_blocks(pool, 1)
     assert [pool.writable(block) for block in (free, shared, keyed)] == [True, False, False]
 
 
@@ -46,7 +46,7 @@ def test_a_table_grows_in_place() -> None:
 
 def test_a_cached_block_in_the_way_is_evicted() -> None:
     pool = BlockPool(4)
-    first_block, second_block = sealed(pool, 2)
+    first_block, second_block = seal_blocks(pool, 2)
     pool.release([second_block])
     assert pool.allocate(1, previous=first_block) == [second_block]
     assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first_block, None)
@@ -54,7 +54,7 @@ def test_a_cached_block_in_the_way_is_evicted() -> None:
 
 def test_the_least_recently_used_is_evicted_first_and_of_a_table_the_last() -> None:
     pool = BlockPool(4)
-    blocks = sealed(pool, 4)
+    blocks = seal_blocks(pool, 4)
     pool.release(blocks[:2])
     pool.release(blocks[2:])
     pool.share([blocks[1]])
@@ -66,7 +66,7 @@ def test_the_least_recently_used_is_evicted_first_and_of_a_table_the_last() -> N
 
 def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
     pool = BlockPool(16)
-    sealed_blocks = sealed(pool, 1)
+    sealed_blocks = seal_blocks(pool, 1)
     pool.release(sealed_blocks)
     block_lists = [pool.allocate(1, previous=previous) for previous in (1, 3, 5, 7, 9, 11, 13)]
     assert all(block_lists)
@@ -76,7 +76,7 @@ def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
 
 def test_the_first_of_two_with_one_content_is_found() -> None:
     pool = BlockPool(4)
-    (first_block,), (second_block,) = sealed(pool, 1), sealed(pool, 1)
+    (first_block,), (second_block,) = seal_blocks(pool, 1), seal_blocks(pool, 1)
     assert pool.find(KEYS[0]) == first_block
     pool.release([second_block])
     assert (pool.available, pool.cached, pool.used) == (3, 0, 1)

@@ -24,7 +24,7 @@ PROMPT = array("i", [3, 1, 4, 1, 5, 9, 2, 6])
 
 
 @dataclass
-class Llm:
+class FakeLlmWorker:
     """A fake worker that handles its messages one at a time."""
 
     rig: Rig
@@ -112,7 +112,7 @@ def engine_settings(**fields: Any) -> EngineSettings:
     return EngineSettings.of({**small_settings, **fields})
 
 
-def rig_of(settings: EngineSettings) -> Rig:
+def make_rig(settings: EngineSettings) -> Rig:
     return Rig(
         decoupled=True,
         backend="llm",
@@ -125,7 +125,7 @@ def submit(rig: Rig, count: int = 1, **fields: Any) -> list[int]:
     return rig.submit(count, batch_size=0, **fields)
 
 
-def ended(rig: Rig) -> dict[int, str]:
+def take_ended(rig: Rig) -> dict[int, str]:
     """Return the codes of requests that have ended since the last call, by number."""
     codes = {}
     for answer in rig.answers():
@@ -136,12 +136,12 @@ def ended(rig: Rig) -> dict[int, str]:
 
 def test_requests_are_prepared_and_run_to_their_end() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     numbers = submit(rig, 3)
     while llm.turn():
         pass
-    assert ended(rig) == dict.fromkeys(numbers, "")
+    assert take_ended(rig) == dict.fromkeys(numbers, "")
     statistics = rig.snapshot()
     assert (statistics["success"], statistics["executing"]) == (3, 0)
     assert statistics["execution_count"] > 3
@@ -153,25 +153,25 @@ def test_requests_are_prepared_and_run_to_their_end() -> None:
 
 def test_waiting_requests_are_prepared_once_an_instance_is_ready() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
+    rig = make_rig(settings)
     (number,) = submit(rig)
-    llm = Llm(rig, settings)
+    llm = FakeLlmWorker(rig, settings)
     while llm.turn():
         pass
-    assert ended(rig) == {number: ""}
+    assert take_ended(rig) == {number: ""}
 
 
 def test_too_many_requests_that_wait_are_refused() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
+    rig = make_rig(settings)
     numbers = submit(rig, 4)
-    assert ended(rig) == {numbers[3]: "UNAVAILABLE"}
+    assert take_ended(rig) == {numbers[3]: "UNAVAILABLE"}
 
 
 def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() -> None:
     settings = engine_settings(kv_cache_blocks=4)
-    rig = rig_of(settings)
-    llm = Llm(rig, settings, most=20)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings, most=20)
     (too_long,) = submit(rig)
     llm.receive()
     llm.turn()
@@ -182,21 +182,21 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
     (fitting,) = submit(rig)
     while llm.turn():
         pass
-    assert ended(rig) == {fitting: ""}
+    assert take_ended(rig) == {fitting: ""}
 
 
 @pytest.mark.parametrize("turns", range(12))
 def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     first_request, second_request = submit(rig, 2)
     for _ in range(turns):
         llm.turn()
     rig.client(m.Cancel(first_request))
     while llm.turn():
         pass
-    codes = ended(rig)
+    codes = take_ended(rig)
     assert codes[second_request] == "" and codes[first_request] in ("CANCELLED", "")
     assert rig.snapshot()["executing"] == 0
     assert not llm.worker.known
@@ -204,30 +204,30 @@ def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
 
 def test_a_burst_fills_the_batch_and_the_queue() -> None:
     settings = engine_settings(max_waiting_requests=4, max_batch_size=2)
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     numbers = submit(rig, 8)
-    assert ended(rig) == dict.fromkeys(numbers[6:], "UNAVAILABLE")
+    assert take_ended(rig) == dict.fromkeys(numbers[6:], "UNAVAILABLE")
     llm.turn()
     (surplus,) = submit(rig)
-    assert ended(rig) == {surplus: "UNAVAILABLE"}
+    assert take_ended(rig) == {surplus: "UNAVAILABLE"}
     while llm.turn():
         pass
-    assert ended(rig) == dict.fromkeys(numbers[:6], "")
+    assert take_ended(rig) == dict.fromkeys(numbers[:6], "")
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("turns", range(1, 14))
 def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, samples: int) -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings, samples=samples)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings, samples=samples)
     (number,) = submit(rig)
     for _ in range(turns):
         llm.turn()
-    ended_before = ended(rig)
+    ended_before = take_ended(rig)
     rig.supervisor(ProcessExited(100, "killed"))
-    successor = Llm(rig, settings, pid=101, samples=samples)
+    successor = FakeLlmWorker(rig, settings, pid=101, samples=samples)
     resumed = [message for message in successor.receive() if isinstance(message, g.Prepare)]
     if not ended_before:
         (prepare,) = resumed
@@ -239,7 +239,7 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
             assert resumed_sample.sent_characters == len(tokens)
     while successor.turn():
         pass
-    assert ended_before | ended(rig) == {number: ""}
+    assert ended_before | take_ended(rig) == {number: ""}
     assert not successor.worker.known
 
 
@@ -248,12 +248,12 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
 def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int) -> None:
     """The next worker generates the same tokens. It receives the tokens from before all deaths."""
     settings = engine_settings()
-    rig = rig_of(settings)
+    rig = make_rig(settings)
     (number,) = submit(rig)
     known_tokens: dict[int, bytes] = {}
     codes: dict[int, str] = {}
     for pid, turns in enumerate((first_turns, second_turns, 10_000), 100):
-        llm = Llm(rig, settings, pid=pid, most=20, samples=2, replays=True)
+        llm = FakeLlmWorker(rig, settings, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
             for resumed in prepare.resumed:
                 assert resumed.tokens.startswith(known_tokens.get(resumed.sample, b""))
@@ -261,7 +261,7 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
         for _ in range(turns):
             if not llm.turn():
                 break
-        codes |= ended(rig)
+        codes |= take_ended(rig)
         if pid < 102:
             rig.supervisor(ProcessExited(pid, "killed"))
     assert codes == {number: ""}
@@ -269,13 +269,13 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
 
 def test_a_sample_that_was_over_does_not_begin_again() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings, most=20, samples=2)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings, most=20, samples=2)
     (number,) = submit(rig)
     while list(llm.open.values()) != [1]:
         assert llm.turn()
     rig.supervisor(ProcessExited(100, "killed"))
-    successor = Llm(rig, settings, pid=101, most=20, samples=2)
+    successor = FakeLlmWorker(rig, settings, pid=101, most=20, samples=2)
     (prepare,) = successor.receive()
     assert {resumed.sample: resumed.finish_reason for resumed in prepare.resumed} == {
         0: "stop",
@@ -283,12 +283,12 @@ def test_a_sample_that_was_over_does_not_begin_again() -> None:
     }
     while successor.turn():
         pass
-    assert ended(rig) == {number: ""}
+    assert take_ended(rig) == {number: ""}
 
 
 def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances() -> None:
     settings = engine_settings(max_waiting_requests=9)
-    rig = rig_of(settings)
+    rig = make_rig(settings)
     rig.start(2, 102)
     submit(rig)
     rig.supervisor(RetireInstance(2))
@@ -307,45 +307,45 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
 def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() -> None:
     """The kernel reuses pids, so a new worker may have the address of a dead one."""
     settings = engine_settings()
-    rig = rig_of(settings)
+    rig = make_rig(settings)
     for _ in range(2):
-        llm = Llm(rig, settings)
+        llm = FakeLlmWorker(rig, settings)
         (number,) = submit(rig)
         while llm.turn():
             pass
-        assert ended(rig) == {number: ""}
+        assert take_ended(rig) == {number: ""}
         rig.supervisor(ProcessExited(100, "killed"))
 
 
 def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
+    rig = make_rig(settings)
     (number,) = submit(rig)
     codes: dict[int, str] = {}
     for pid in range(100, 103):
         assert not codes
-        llm = Llm(rig, settings, pid=pid)
+        llm = FakeLlmWorker(rig, settings, pid=pid)
         llm.turn()
         rig.supervisor(ProcessExited(pid, "killed"))
-        codes = ended(rig)
+        codes = take_ended(rig)
     assert codes == {number: "INTERNAL"}
 
 
 def test_running_generations_fail_if_no_instance_will_return() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     (number,) = submit(rig)
     llm.turn()
     rig.supervisor(ProcessExited(100, "killed"), InstanceGone(0, "it cannot load"))
-    assert ended(rig) == {number: "UNAVAILABLE"}
+    assert take_ended(rig) == {number: "UNAVAILABLE"}
     assert rig.snapshot()["executing"] == 0
 
 
 def test_an_exited_client_does_not_affect_other_clients() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     submit(rig, peer=b"7001.ab")
     (other_request,) = submit(rig, peer=GATEWAY)
     llm.turn()
@@ -353,14 +353,14 @@ def test_an_exited_client_does_not_affect_other_clients() -> None:
     rig.supervisor(ProcessExited(7001, ""))
     while llm.turn():
         pass
-    assert ended(rig) == {other_request: ""}
+    assert take_ended(rig) == {other_request: ""}
     assert not llm.worker.known
 
 
 def test_results_of_another_step_end_the_worker() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     submit(rig)
     llm.turn()
     rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
@@ -370,8 +370,8 @@ def test_results_of_another_step_end_the_worker() -> None:
 
 def test_a_drain_waits_for_running_generations() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     submit(rig)
     rig.supervisor(Drain(False))
     assert not rig.to_supervisor(Drained)
@@ -382,8 +382,8 @@ def test_a_drain_waits_for_running_generations() -> None:
 
 def test_a_step_that_failed_fails_its_requests_alone() -> None:
     settings = engine_settings()
-    rig = rig_of(settings)
-    llm = Llm(rig, settings)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
     (number,) = submit(rig)
     llm.turn()
     (step,) = llm.receive()
@@ -392,9 +392,9 @@ def test_a_step_that_failed_fails_its_requests_alone() -> None:
     (key,) = llm.open
     rig.respond(llm.peer, key, b"", code="INTERNAL", final=True, failed=True)
     rig.worker(llm.peer, g.Stepped(step.step, [], 0, 0, 0, skipped=[row.sequence]))
-    assert ended(rig) == {number: "INTERNAL"}
+    assert take_ended(rig) == {number: "INTERNAL"}
     (next_number,) = submit(rig)
     llm.worker.known.clear()
     while llm.turn():
         pass
-    assert ended(rig) == {next_number: ""}
+    assert take_ended(rig) == {next_number: ""}

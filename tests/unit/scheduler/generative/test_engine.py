@@ -14,7 +14,7 @@ from tests.simulation.generative import VARIANTS, EngineRig, Schedule, engine_se
 from tests.support.generative_worker import END, VOCABULARY
 
 
-def rig_of(**settings: Any) -> EngineRig:
+def make_rig(**settings: Any) -> EngineRig:
     return EngineRig(engine_settings(**settings))
 
 
@@ -25,7 +25,7 @@ def submit(rig: EngineRig, prompt: list[int], max_tokens: int, **settings: Any) 
 
 
 def test_one_request_has_its_tokens() -> None:
-    rig = rig_of()
+    rig = make_rig()
     generation = submit(rig, list(range(1, 10)), 20)
     rig.drain()
     rig.verify(generation, [0])
@@ -44,7 +44,7 @@ def test_any_schedule_generates_the_tokens_of_each_request_alone(seed: int) -> N
 @pytest.mark.parametrize(("blocks", "seats"), [(14, 4), (20, 4), (20, 8), (64, 8)])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
-    rig = rig_of(kv_cache_blocks=blocks, max_batch_size=seats, preemption_mode=mode)
+    rig = make_rig(kv_cache_blocks=blocks, max_batch_size=seats, preemption_mode=mode)
     search = BeamSearch(3, 0.7, "false", [END, 7, 19])
     random_ = random.Random(blocks)
     for _ in range(8):
@@ -57,7 +57,7 @@ def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
 
 
 def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
-    rig = rig_of(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
+    rig = make_rig(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
     search = BeamSearch(2, 0.7, "false", [END, 7, 19])
     submit(rig, [1] * 4, 11, beams=search)
     submit(rig, [2] * 8, 13)
@@ -68,7 +68,7 @@ def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
 
 
 def test_beams_continue_from_shared_blocks() -> None:
-    rig = rig_of()
+    rig = make_rig()
     submit(rig, [5] * 10, 6, beams=BeamSearch(3, 1.0, "false", []))
     rig.drain()
     counts = rig.engine.counts
@@ -77,7 +77,7 @@ def test_beams_continue_from_shared_blocks() -> None:
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
-    rig = rig_of()
+    rig = make_rig()
     prompt = [5] * 33
     submit(rig, prompt, 2)
     rig.drain()
@@ -92,7 +92,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 
 def test_swapped_blocks_are_found_by_other_sequences() -> None:
-    rig = rig_of(kv_cache_blocks=8, preemption_mode="swap")
+    rig = make_rig(kv_cache_blocks=8, preemption_mode="swap")
     _, second_generation = (submit(rig, [token] * 12, 12) for token in (1, 2))
     rig.drain()
     assert rig.engine.counts.swapped_in
@@ -104,7 +104,7 @@ def test_swapped_blocks_are_found_by_other_sequences() -> None:
 
 
 def test_a_generation_that_can_never_run_is_rejected() -> None:
-    rig = rig_of(kv_cache_blocks=4)
+    rig = make_rig(kv_cache_blocks=4)
     assert rig.submit([1] * 10, 8) is None
     assert rig.submit([1], 2, beams=BeamSearch(9, 1.0, "false", [])) is None
     assert rig.submit([1] * 10, 2, beams=BeamSearch(4, 1.0, "false", [])) is None
@@ -113,7 +113,7 @@ def test_a_generation_that_can_never_run_is_rejected() -> None:
 
 @pytest.mark.parametrize("preemption", [True, False])
 def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> None:
-    rig = rig_of(kv_cache_blocks=32, max_batch_size=3, enable_preemption=preemption)
+    rig = make_rig(kv_cache_blocks=32, max_batch_size=3, enable_preemption=preemption)
     generation = submit(rig, [5] * 9, 4, samples=11)
     rig.drain()
     assert {sample for key, sample in rig.ended if key == generation.key} == set(range(11))
@@ -121,9 +121,9 @@ def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> Non
 
 
 def test_without_preemption_all_samples_must_fit_together() -> None:
-    assert rig_of(kv_cache_blocks=8).submit([1] * 12, 13, samples=4) is not None
+    assert make_rig(kv_cache_blocks=8).submit([1] * 12, 13, samples=4) is not None
     for blocks, all_fit in ((19, True), (18, False)):
-        rig = rig_of(kv_cache_blocks=blocks, enable_preemption=False)
+        rig = make_rig(kv_cache_blocks=blocks, enable_preemption=False)
         assert (rig.submit([1] * 12, 13, samples=4) is not None) == all_fit
         rig.drain()
         assert not any(rig.engine.counts.preemptions.values())
@@ -132,7 +132,7 @@ def test_without_preemption_all_samples_must_fit_together() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: str) -> None:
-    rig = rig_of(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
+    rig = make_rig(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
     waiting = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
     start_order: list[int] = []
     while rig.turn():
@@ -147,7 +147,7 @@ def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: st
 
 
 def test_the_last_sequence_in_order_is_preempted() -> None:
-    rig = rig_of(kv_cache_blocks=8, scheduling_policy="priority")
+    rig = make_rig(kv_cache_blocks=8, scheduling_policy="priority")
     later_generation = submit(rig, [1] * 12, 12, priority=3)
     rig.turn()
     first_generation = submit(rig, [2] * 12, 12)
@@ -156,7 +156,7 @@ def test_the_last_sequence_in_order_is_preempted() -> None:
 
 
 def test_a_step_that_preempted_admits_no_request() -> None:
-    rig = rig_of(kv_cache_blocks=9, max_batch_size=2)
+    rig = make_rig(kv_cache_blocks=9, max_batch_size=2)
     _, second_generation, third_generation = (
         submit(rig, [token] * length, 12) for token, length in ((1, 12), (2, 16), (3, 4))
     )
@@ -170,7 +170,7 @@ def test_a_step_that_preempted_admits_no_request() -> None:
 
 
 def test_sequences_of_the_running_step_are_not_preempted() -> None:
-    rig = rig_of(kv_cache_blocks=9, prefill_chunk_size=4)
+    rig = make_rig(kv_cache_blocks=9, prefill_chunk_size=4)
     long_generation, short_generation = submit(rig, [1] * 28, 2), submit(rig, [2] * 4, 12)
     rig.drain()
     assert (long_generation.preemptions, short_generation.preemptions) == (1, 0)
@@ -196,7 +196,7 @@ def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
 
 
 def test_prompts_do_not_delay_decoding_sequences() -> None:
-    rig = rig_of(prefill_chunk_size=16, max_prefill_tokens=16, max_tokens_per_batch=16)
+    rig = make_rig(prefill_chunk_size=16, max_prefill_tokens=16, max_tokens_per_batch=16)
     first_generation = submit(rig, [1] * 5, 12)
     rig.turn()
     long_generation = submit(rig, [2] * 100, 2)
@@ -208,21 +208,21 @@ def test_prompts_do_not_delay_decoding_sequences() -> None:
 
 
 def test_prompts_are_cut_at_multiples_of_16() -> None:
-    rig = rig_of(prefill_chunk_size=32, max_prefill_tokens=40)
+    rig = make_rig(prefill_chunk_size=32, max_prefill_tokens=40)
     first_generation, second_generation = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
     rig.turn()
     computed = [
         submitted.sequences[0].computed for submitted in (first_generation, second_generation)
     ]
     assert computed == [32, 0]  # the remaining 8 tokens of the step are no multiple of the chunk
-    rig = rig_of(prefill_chunk_size=29)
+    rig = make_rig(prefill_chunk_size=29)
     generation = submit(rig, [1] * 70, 1)
     rig.turn()
     assert generation.sequences[0].computed == 16
 
 
 def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
-    rig = rig_of(target_itl_ms=2.0)
+    rig = make_rig(target_itl_ms=2.0)
     submit(rig, [1] * 5, 20)
     rig.turn()
     long_generation = submit(rig, [2] * 100, 2)
@@ -234,7 +234,7 @@ def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
 def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
     token_ms: float, computed: int
 ) -> None:
-    rig = rig_of(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
+    rig = make_rig(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
     submit(rig, [1] * 5, 20)
     rig.turn()
     rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
@@ -244,7 +244,7 @@ def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
 
 
 def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
-    rig = rig_of(speculative_decoding={"enabled": True})
+    rig = make_rig(speculative_decoding={"enabled": True})
     search = BeamSearch(3, 1.0, "false", [])
     for _ in range(2):
         submit(rig, [1] * 5, 9)
@@ -259,7 +259,7 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
 
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:
-    rig = rig_of(scheduling_policy="sjf", max_batch_size=2, max_wait_time_ms=50.0)
+    rig = make_rig(scheduling_policy="sjf", max_batch_size=2, max_wait_time_ms=50.0)
     long_generation = submit(rig, [1] * 40, 20)
     for turn in range(200):
         for _ in range(2):

@@ -71,7 +71,7 @@ def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
     ]
 
 
-def learned(steps: int = 400) -> StepTimes:
+def learn_step_times(steps: int = 400) -> StepTimes:
     """Return estimates learned from steps of 4 ms, plus 1 ms per decoded and 0.25 ms per prompt
     token.
     """
@@ -83,7 +83,7 @@ def learned(steps: int = 400) -> StepTimes:
 
 
 def test_the_time_of_a_step_is_learned() -> None:
-    times = learned()
+    times = learn_step_times()
     assert times.expected_ms(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
     assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
 
@@ -131,7 +131,7 @@ def test_the_estimate_converges_to_repeated_observations(
 
 
 def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
-    times = learned()
+    times = learn_step_times()
     assert times.fitting_tokens(StepWork(8, 0), 0, 31.0) == 64  # 19 ms remain, enough for 76 tokens
     assert times.fitting_tokens(StepWork(0, 0), 0, 33.0) == 112
     assert times.fitting_tokens(StepWork(8, 0), 0, 5.0) == 16
@@ -141,20 +141,20 @@ def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
 def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
     """At the end of the prompt, attention costs as much as the linear layers, as on a CPU."""
 
-    def took_ms(load: StepWork) -> float:
+    def step_ms(load: StepWork) -> float:
         return 5 + load.decoded + load.prefilled / 5 + load.pairs * 20e-5
 
     times, chunks = StepTimes(), []
     for _ in range(2):  # the estimates are learned in the first round
         for keys in range(100, 200):
             load = StepWork(4, 0, 4 * keys)
-            times.observe(load, took_ms(load))
+            times.observe(load, step_ms(load))
         begin, steps = 0, []
         while begin < 900:
             count = times.fitting_tokens(StepWork(4, 0, 800), begin, 50.0)
             load = StepWork(4, count, 800 + count * (begin + count))
             begin += count
-            steps.append(took_ms(load))
+            steps.append(step_ms(load))
             times.observe(load, steps[-1])
             chunks.append(count)
     assert max(steps) < 53
@@ -163,7 +163,7 @@ def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
 
 
 def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
-    times = learned()
+    times = learn_step_times()
     for _ in range(100):
         times.observe_copies(10, 20.0)
     assert times.copy_ms == pytest.approx(2.0, rel=0.05)
@@ -172,7 +172,7 @@ def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
 
 
 def test_drafts_are_as_long_as_pays() -> None:
-    times = learned()
+    times = learn_step_times()
     for _ in range(100):
         times.observe_drafts(4, 0.4)
     assert times.draft_length(1, 0.9, 4) == 4
@@ -184,7 +184,7 @@ def test_drafts_are_as_long_as_pays() -> None:
 
 
 def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
-    times = learned()
+    times = learn_step_times()
     for _ in range(100):
         times.observe_drafts(4, 4.0)
     assert times.draft_ms == pytest.approx(1.0, rel=0.05)

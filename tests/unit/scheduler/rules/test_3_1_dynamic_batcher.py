@@ -16,7 +16,7 @@ from tests.support.texts import EXPIRED
 DELAY = {"max_queue_delay_microseconds": 1000}
 
 
-def sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
+def batch_sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
     """Complete up to `batches` batches; return the number of requests in each."""
     sent: list[int] = []
     while len(sent) < batches and (executes := rig.executes()):
@@ -26,13 +26,13 @@ def sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
     return sent
 
 
-def closed(rig: Rig) -> dict[str, int]:
+def count_closed(rig: Rig) -> dict[str, int]:
     """Return the number of closed batches by reason."""
     counts: dict[str, int] = rig.report()["shmserve"]["batches_closed"]
     return {reason: count for reason, count in counts.items() if count}
 
 
-def queue(rig: Rig, *units: int, **fields: Any) -> bytes:
+def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
     """Queue requests of these sizes, then add an instance; return its address."""
     for size in units:
         rig.submit(batch_size=size, **fields)
@@ -55,7 +55,7 @@ def test_batch_sizes_are_summed_and_no_request_is_split(
 ) -> None:
     """Rule 3.1.1: a request counts as its batch size, at least 1; a maximum of 0 is one of 1."""
     rig = Rig({}, max_batch_size=max_batch_size)
-    assert sizes(rig, queue(rig, *units)) == expected
+    assert batch_sizes(rig, queue_requests(rig, *units)) == expected
 
 
 def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
@@ -66,30 +66,30 @@ def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
     for key in (b"a", b"a", b"b", b"a"):
         rig.submit(shape_key=key)
     peer = rig.start()
-    assert sizes(rig, peer) == [2, 1]
+    assert batch_sizes(rig, peer) == [2, 1]
     rig.pass_time(MS)
-    assert sizes(rig, peer) == [1]
-    assert closed(rig) == {CloseReason.SHAPE: 2, CloseReason.DELAY: 1}
+    assert batch_sizes(rig, peer) == [1]
+    assert count_closed(rig) == {CloseReason.SHAPE: 2, CloseReason.DELAY: 1}
 
 
 def test_beyond_the_largest_preferred_size_any_size_counts_as_preferred() -> None:
     """Rule 3.1.3: 3 and 4 with a preferred 6 run as 3, immediately."""
     rig = Rig({**DELAY, "preferred_batch_size": [6]})
-    assert sizes(rig, queue(rig, 3, 4)) == [1]
-    assert closed(rig) == {CloseReason.PREFERRED: 1}
+    assert batch_sizes(rig, queue_requests(rig, 3, 4)) == [1]
+    assert count_closed(rig) == {CloseReason.PREFERRED: 1}
 
 
 def test_the_largest_preferred_size_reached_is_taken() -> None:
     """Rule 3.1.3."""
     rig = Rig({**DELAY, "preferred_batch_size": [2, 4]})
-    assert sizes(rig, queue(rig, 1, 1, 1, 1)) == [4]
+    assert batch_sizes(rig, queue_requests(rig, 1, 1, 1, 1)) == [4]
 
 
 def test_a_preferred_size_runs_exactly_and_the_rest_waits() -> None:
     """Rule 3.1.4: 7 queued with preferred 4 and 6, without a delay, run as 6 and 1."""
     rig = Rig({"preferred_batch_size": [4, 6]})
-    assert sizes(rig, queue(rig, *[1] * 7)) == [6, 1]
-    assert closed(rig) == {CloseReason.PREFERRED: 1, CloseReason.IDLE: 1}
+    assert batch_sizes(rig, queue_requests(rig, *[1] * 7)) == [6, 1]
+    assert count_closed(rig) == {CloseReason.PREFERRED: 1, CloseReason.IDLE: 1}
 
 
 def test_after_the_delay_all_requests_run_even_past_a_preferred_size() -> None:
@@ -97,15 +97,15 @@ def test_after_the_delay_all_requests_run_even_past_a_preferred_size() -> None:
     rig = Rig({**DELAY, "preferred_batch_size": [4]})
     rig.submit(5)
     rig.pass_time(MS)
-    assert sizes(rig, rig.start()) == [5]
-    assert closed(rig) == {CloseReason.DELAY: 1}
+    assert batch_sizes(rig, rig.start()) == [5]
+    assert count_closed(rig) == {CloseReason.DELAY: 1}
 
 
 def test_without_a_delay_queued_requests_run_at_once() -> None:
     """Rule 3.1.6."""
     rig = Rig({"preferred_batch_size": [4]})
-    assert sizes(rig, queue(rig, 1, 1)) == [2]
-    assert closed(rig) == {CloseReason.IDLE: 1}
+    assert batch_sizes(rig, queue_requests(rig, 1, 1)) == [2]
+    assert count_closed(rig) == {CloseReason.IDLE: 1}
 
 
 def test_the_delay_counts_from_the_oldest_that_waits() -> None:
@@ -117,7 +117,7 @@ def test_the_delay_counts_from_the_oldest_that_waits() -> None:
     peer = rig.start()
     assert rig.wake_ns == rig.now + 600_000
     rig.pass_time(600_000)
-    assert sizes(rig, peer) == [2]
+    assert batch_sizes(rig, peer) == [2]
 
 
 def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
@@ -134,7 +134,7 @@ def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
 def test_the_largest_preferred_size_runs_at_once(preferred: list[int]) -> None:
     """Rule 3.1.7: the default preferred size is the maximum size."""
     rig = Rig({**DELAY, "preferred_batch_size": preferred}, max_batch_size=4)
-    assert sizes(rig, queue(rig, 1, 1, 2)) == [3]
+    assert batch_sizes(rig, queue_requests(rig, 1, 1, 2)) == [3]
 
 
 def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
@@ -148,7 +148,7 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
     rig.submit(1)
     assert rig.executes() == []
     rig.finish(peer, batch)
-    assert sizes(rig, peer) == [3]
+    assert batch_sizes(rig, peer) == [3]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:
 def test_requests_are_numbered_as_they_come() -> None:
     """Rule 3.1.1: requests run in order of arrival, whatever their sizes."""
     rig = Rig({})
-    peer = queue(rig, 3, 8, 1, 1, 7)
+    peer = queue_requests(rig, 3, 8, 1, 1, 7)
     contents = []
     while executes := rig.executes():
         for _, batch in executes:

@@ -12,11 +12,11 @@ LEVELS = {"priority_levels": 3, "default_priority_level": 2}
 DELAYED = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
 
 
-def refused(number: int, text: str, retry_s: int = 0) -> m.Failed:
+def refusal_message(number: int, text: str, retry_s: int = 0) -> m.Failed:
     return m.Failed(number, "UNAVAILABLE", text, retry_s, False)
 
 
-def order(rig: Rig, peer: bytes) -> list[list[int]]:
+def execution_order(rig: Rig, peer: bytes) -> list[list[int]]:
     """Complete the batches one by one; return the numbers of the requests in each."""
     batches: list[list[int]] = []
     while executes := rig.executes():
@@ -26,7 +26,7 @@ def order(rig: Rig, peer: bytes) -> list[list[int]]:
     return batches
 
 
-def busy(dynamic: dict[str, Any], **settings: Any) -> tuple[Rig, bytes, m.Execute]:
+def busy_rig(dynamic: dict[str, Any], **settings: Any) -> tuple[Rig, bytes, m.Execute]:
     """Return a rig whose only instance executes request 1."""
     rig, peer = ready_rig(dynamic, **settings)
     rig.submit()
@@ -38,7 +38,7 @@ def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
     rig = Rig(LEVELS, max_batch_size=1)
     for priority in (3, 0, 1, 2**40, 2, 3, 1):
         rig.submit(priority=priority)
-    assert order(rig, rig.start()) == [[3], [7], [2], [4], [5], [1], [6]]
+    assert execution_order(rig, rig.start()) == [[3], [7], [2], [4], [5], [1], [6]]
 
 
 def test_a_batch_may_span_levels() -> None:
@@ -46,7 +46,7 @@ def test_a_batch_may_span_levels() -> None:
     rig = Rig(LEVELS, max_batch_size=4)
     for priority in (3, 2, 1, 3, 2):
         rig.submit(priority=priority)
-    assert order(rig, rig.start()) == [[3, 2, 5, 1], [4]]
+    assert execution_order(rig, rig.start()) == [[3, 2, 5, 1], [4]]
 
 
 def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
@@ -55,14 +55,14 @@ def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
     rig.submit(3, priority=3)
     assert rig.executes() == []
     rig.submit(batch_size=4, priority=1)
-    assert order(rig, peer) == [[4]]
+    assert execution_order(rig, peer) == [[4]]
     rig.pass_time(MS)
-    assert order(rig, peer) == [[1, 2, 3]]
+    assert execution_order(rig, peer) == [[1, 2, 3]]
 
 
 def test_a_low_level_may_starve() -> None:
     """Rule 3.2.1: strict priority, no ageing."""
-    rig, peer, batch = busy(LEVELS, max_batch_size=1)
+    rig, peer, batch = busy_rig(LEVELS, max_batch_size=1)
     rig.submit(priority=3)
     for _ in range(50):
         rig.submit(priority=1)
@@ -83,12 +83,14 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
         "priority_queue_policy": policies,
         "default_queue_policy": {"max_queue_size": 3},
     }
-    rig, peer, batch = busy(dynamic)
+    rig, peer, batch = busy_rig(dynamic)
     for priority, max_queued in ((3, 1), (1, 2), (2, 3)):
         rig.submit(max_queued, priority=priority)
         assert rig.answers() == []
         (number,) = rig.submit(priority=priority, request_id="r")
-        assert rig.answers() == [refused(number, "[request id: r] Exceeds maximum queue size", 1)]
+        assert rig.answers() == [
+            refusal_message(number, "[request id: r] Exceeds maximum queue size", 1)
+        ]
     rig.finish(peer, batch)
     rig.answers()
     rig.submit(priority=1)
@@ -97,20 +99,20 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
 
 def test_a_bound_of_zero_is_none_but_the_servers() -> None:
     """Rule 3.2.2."""
-    rig, _, _ = busy({})
+    rig, _, _ = busy_rig({})
     rig.submit(10_000)
     assert rig.answers() == []
 
 
 def test_delayed_requests_count_for_their_levels_bound() -> None:
     """Rule 3.2.2."""
-    rig, _, _ = busy({"default_queue_policy": {**DELAYED, "max_queue_size": 2}})
+    rig, _, _ = busy_rig({"default_queue_policy": {**DELAYED, "max_queue_size": 2}})
     rig.submit(1)
     rig.pass_time(MS + 1)
     rig.submit(1)
     (number,) = rig.submit()
     assert rig.answers() == [
-        refused(number, "[request id: <id_unknown>] Exceeds maximum queue size", 1)
+        refusal_message(number, "[request id: <id_unknown>] Exceeds maximum queue size", 1)
     ]
 
 
@@ -122,12 +124,12 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
         "priority_queue_policy": policies,
         "default_queue_policy": {"default_timeout_microseconds": 3000},
     }
-    rig, _, _ = busy(dynamic)
+    rig, _, _ = busy_rig(dynamic)
     high_priority, low_priority = rig.submit(priority=1) + rig.submit(priority=3)
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refused(high_priority, EXPIRED)]
+    assert rig.answers() == [refusal_message(high_priority, EXPIRED)]
     rig.pass_time(2 * MS)
-    assert rig.answers() == [refused(low_priority, EXPIRED)]
+    assert rig.answers() == [refusal_message(low_priority, EXPIRED)]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     policy: dict[str, Any], own_us: int, limit_us: int | None
 ) -> None:
     """Rule 3.2.3: `allow_timeout_override`."""
-    rig, _, _ = busy({"default_queue_policy": policy})
+    rig, _, _ = busy_rig({"default_queue_policy": policy})
     (number,) = rig.submit(timeout_us=own_us)
     if limit_us is None:
         rig.pass_time(3_600_000 * MS)
@@ -157,21 +159,21 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     rig.pass_time(limit_us * 1000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refused(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED)]
 
 
 def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
     """Rule 3.2.4: REJECT."""
-    rig, _, _ = busy({"default_queue_policy": {"default_timeout_microseconds": 1000}})
+    rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     (number,) = rig.submit(request_id="r")
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refused(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED)]
     assert rig.report()["shmserve"]["failures"]["REJECTED"] == 1
 
 
 def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
     """Rule 3.2.4: DELAY. Delayed requests no longer time out."""
-    rig, peer, batch = busy({**LEVELS, "default_queue_policy": DELAYED}, max_batch_size=1)
+    rig, peer, batch = busy_rig({**LEVELS, "default_queue_policy": DELAYED}, max_batch_size=1)
     rig.submit(2, priority=2)  # the requests 2 and 3 will be delayed
     rig.pass_time(MS + 1)
     rig.submit(priority=3)  # request 4
@@ -179,12 +181,12 @@ def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
     rig.pass_time(MS // 2)
     rig.finish(peer, batch)
     rig.answers()
-    assert order(rig, peer) == [[5], [2], [3], [4]]
+    assert execution_order(rig, peer) == [[5], [2], [3], [4]]
 
 
 def test_delayed_requests_may_wait_for_ever() -> None:
     """Rule 3.2.4."""
-    rig, peer, batch = busy({"default_queue_policy": DELAYED}, max_batch_size=1)
+    rig, peer, batch = busy_rig({"default_queue_policy": DELAYED}, max_batch_size=1)
     (delayed,) = rig.submit()
     for _ in range(20):
         rig.pass_time(MS + 1)
@@ -202,24 +204,24 @@ def test_a_requests_own_timeout_delays_it_too(limit_us: int, is_deadline: bool) 
     --request-timeout-is-deadline. Other deadlines still apply.
     """
     policy = {**DELAYED, "allow_timeout_override": True}
-    rig, _, _ = busy({"default_queue_policy": policy}, request_timeout_is_deadline=is_deadline)
+    rig, _, _ = busy_rig({"default_queue_policy": policy}, request_timeout_is_deadline=is_deadline)
     (number,) = rig.submit(timeout_us=400, timeout_ns=limit_us * 1000)
     rig.submit(timeout_us=400, arrived_ns=rig.now - MS)
     rig.pass_time(MS)
     assert rig.answers() == []
     rig.pass_time(3_600_000 * MS)
-    assert rig.answers() == ([refused(number, EXPIRED)] if limit_us else [])
+    assert rig.answers() == ([refusal_message(number, EXPIRED)] if limit_us else [])
 
 
 @pytest.mark.parametrize("is_deadline", [False, True])
 def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
     """Without `allow_timeout_override` nothing reads a request's `timeout`, as in Triton."""
-    rig, _, _ = busy({}, request_timeout_is_deadline=is_deadline)
+    rig, _, _ = busy_rig({}, request_timeout_is_deadline=is_deadline)
     (number,) = rig.submit(timeout_us=30)
     rig.pass_time(MS)
     answers = rig.answers()
     text = "Request timeout expired (30 microseconds, from the request's parameter 'timeout')"
-    assert answers == ([refused(number, text)] if is_deadline else [])
+    assert answers == ([refusal_message(number, text)] if is_deadline else [])
 
 
 @pytest.mark.parametrize(
@@ -242,38 +244,40 @@ def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
 def test_an_expired_request_names_the_limit_and_its_origin(
     fields: dict[str, Any], policy: dict[str, Any], text: str
 ) -> None:
-    rig, _, _ = busy({"default_queue_policy": policy})
+    rig, _, _ = busy_rig({"default_queue_policy": policy})
     (number,) = rig.submit(**fields)
     rig.pass_time(MS)
-    assert rig.answers() == [refused(number, f"Request timeout expired ({text})")]
+    assert rig.answers() == [refusal_message(number, f"Request timeout expired ({text})")]
 
 
 def test_cancelling_a_delayed_request_takes_it_out() -> None:
     """Rule 3.2.4."""
-    rig, peer, batch = busy({"default_queue_policy": DELAYED})
+    rig, peer, batch = busy_rig({"default_queue_policy": DELAYED})
     delayed, remaining = rig.submit(2)
     rig.pass_time(MS + 1)
     rig.client(m.Cancel(delayed))
     rig.finish(peer, batch)
-    assert order(rig, peer) == [[remaining]]
+    assert execution_order(rig, peer) == [[remaining]]
 
 
 @pytest.mark.parametrize("policy", [{}, DELAYED])
 def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) -> None:
     """Rule 3.2.5: the request is rejected at once, even while the instance is busy."""
     policy = {"default_timeout_microseconds": 1000, **policy}
-    rig, _, _ = busy({"default_queue_policy": policy})
+    rig, _, _ = busy_rig({"default_queue_policy": policy})
     number = rig.submit()[0]
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
-    assert rig.answers() == ([] if "timeout_action" in policy else [refused(number, EXPIRED)])
+    assert rig.answers() == (
+        [] if "timeout_action" in policy else [refusal_message(number, EXPIRED)]
+    )
 
 
 def test_a_timeout_expires_after_its_microseconds() -> None:
     """Rule 3.2.6."""
-    rig, _, _ = busy({"default_queue_policy": {"default_timeout_microseconds": 7}})
+    rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 7}})
     (number,) = rig.submit()
     rig.pass_time(7_000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refused(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED)]

@@ -162,7 +162,7 @@ BULLETS = """
 
 
 @cache
-def _tests(file: str) -> set[str]:
+def _find_tests(file: str) -> set[str]:
     text = (TESTS / FILES[file]).read_text()
     return set(re.findall(r"^(?:async )?def (test_\w+)\(", text, re.MULTILINE))
 
@@ -172,5 +172,5 @@ def _tests(file: str) -> set[str]:
 )
 def test_a_bullet_has_tests(bullet: str) -> None:
     tests = [line.split() for line in bullet.splitlines()[1:]]
-    missing = [f"{file}::{name}" for file, name in tests if name not in _tests(file)]
+    missing = [f"{file}::{name}" for file, name in tests if name not in _find_tests(file)]
     assert tests and not missing

@@ -49,12 +49,12 @@ SECTIONS = {
 }
 
 
-def _named() -> set[str]:
+def _tested_rules() -> set[str]:
     texts = (path.read_text() for path in TESTS.rglob("test_*.py") if path != Path(__file__))
     return {number for text in texts for number in re.findall(r"Rule (\d+\.\d+(?:\.\d+)?)\b", text)}
 
 
-def _sections() -> set[str]:
+def _tested_sections() -> set[str]:
     """Return the sections of the reference that docstrings of tests name."""
     texts = (path.read_text() for path in TESTS.rglob("test_*.py") if path != Path(__file__))
     lines = (
@@ -65,13 +65,13 @@ def _sections() -> set[str]:
 
 @pytest.mark.parametrize("number", SECTIONS)
 def test_a_section_has_a_test_that_names_it(number: str) -> None:
-    assert number in _sections()
+    assert number in _tested_sections()
 
 
 @pytest.mark.parametrize("number", RULES)
 def test_a_rule_has_a_test_that_names_it(number: str) -> None:
-    assert number in _named()
+    assert number in _tested_rules()
 
 
 def test_no_test_names_a_rule_that_there_is_not() -> None:
-    assert _named() <= set(RULES)
+    assert _tested_rules() <= set(RULES)

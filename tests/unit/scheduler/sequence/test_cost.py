@@ -16,7 +16,7 @@ from tests.rigs.sequence_rig import START, SequenceRig
 FEW, MANY = 200, 4_000
 
 
-def operations(action: Callable[[], None]) -> int:
+def count_operations(action: Callable[[], None]) -> int:
     """Return the number of executed Python instructions, including loops within one line."""
     count = 0
 
@@ -35,10 +35,10 @@ def operations(action: Callable[[], None]) -> int:
 
 
 # Python 3.12 counts lines instead of opcodes until opcodes have been traced once.
-operations(lambda: None)
+count_operations(lambda: None)
 
 
-def cancelling(numbers: slice, waiting: int, new_count: int = 0) -> int:
+def cancellation_cost(numbers: slice, waiting: int, new_count: int = 0) -> int:
     """Return the cost of cancelling the requests in a slice of one sequence.
 
     Args:
@@ -56,7 +56,7 @@ def cancelling(numbers: slice, waiting: int, new_count: int = 0) -> int:
         for number in requests[numbers]:
             rig.client(m.Cancel(number))
 
-    return operations(cancel)
+    return count_operations(cancel)
 
 
 @pytest.mark.parametrize("adds_new", [False, True])
@@ -64,24 +64,24 @@ def test_a_cancellation_costs_no_more_with_many_waiting(adds_new: bool) -> None:
     """The last requests of the sequence are cancelled, so that no later request ends with them."""
     tail = slice(None, -20, -1)
     few_cost, many_cost = (
-        cancelling(tail, count, count if adds_new else 0) for count in (FEW, MANY)
+        cancellation_cost(tail, count, count if adds_new else 0) for count in (FEW, MANY)
     )
     assert many_cost < few_cost * 1.1
 
 
 def test_all_that_is_behind_costs_once_for_each() -> None:
-    few_cost, many_cost = (cancelling(slice(0, 1), count) / count for count in (FEW, MANY))
+    few_cost, many_cost = (cancellation_cost(slice(0, 1), count) / count for count in (FEW, MANY))
     assert many_cost < few_cost * 1.1
 
 
 def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
     """The free slots belong to other instances; the retiring instance has equally many slots."""
 
-    def retiring(instances: int) -> int:
+    def retirement_cost(instances: int) -> int:
         dispatch: Any = SequenceRig(rows=8, instances=instances).core._dispatch
         table = dispatch._sequences
         freed_number = table._free[0][2]
-        return operations(lambda: table.close(freed_number))
+        return count_operations(lambda: table.close(freed_number))
 
-    few_cost, many_cost = retiring(2), retiring(200)
+    few_cost, many_cost = retirement_cost(2), retirement_cost(200)
     assert many_cost < few_cost * 1.1

@@ -50,7 +50,7 @@ class Table:
         self.now += IDLE_NS
         self.sequences.expire_idle(self.now)
 
-    def kept(self) -> int:
+    def count_kept(self) -> int:
         """Return the number of sequences, slots and ids in the table."""
         table = self.sequences
         waiting = sum(1 for _ in table.backlog)
@@ -76,7 +76,7 @@ def test_each_of_many_runs_once_and_is_forgotten() -> None:
             assert submitted in table.executed
         else:
             table.turn()
-        assert table.kept() <= 3 * SLOTS
+        assert table.count_kept() <= 3 * SLOTS
     with pytest.raises(InvalidArgument, match="must specify the START flag"):
         table.submit(greedy, 5, 0)
 
@@ -93,7 +93,7 @@ def test_of_many_that_find_no_slot_so_many_wait() -> None:
         except QueueFull:
             refusal_count += 1
     assert refusal_count == MANY - SLOTS - MOST
-    assert table.kept() == SLOTS + MOST + MOST
+    assert table.count_kept() == SLOTS + MOST + MOST
     submitted = table.submit(other_client, -1, START)
     for _ in range(2):
         table.turn()

@@ -25,7 +25,7 @@ steps = st.lists(
 )
 
 
-class Watched(SequenceRig):
+class WatchedRig(SequenceRig):
     """A rig that records where requests run and checks each batch."""
 
     def __init__(self, strategy: str) -> None:
@@ -61,7 +61,7 @@ class Watched(SequenceRig):
             self.last[sequence] = row.key
         assert len({self.sequences[row.key] for row in used_rows}) == len(used_rows)
 
-    def note(self) -> None:
+    def record_messages(self) -> None:
         """Record the messages to clients."""
         for answer in self.answers():
             self.answer_counts[answer.id] += 1
@@ -80,7 +80,7 @@ class Watched(SequenceRig):
             self.pids += 1
             self.peers[value] = self.start(value, self.pids)
         self._take()
-        self.note()
+        self.record_messages()
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
@@ -89,7 +89,7 @@ class Watched(SequenceRig):
 def test_every_request_ends_once_and_every_batch_is_in_order(
     strategy: str, events: list[Any]
 ) -> None:
-    rig = Watched(strategy)
+    rig = WatchedRig(strategy)
     for event in events:
         rig.step(*event)
     for _ in range(400):
@@ -115,7 +115,7 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
 def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
     """The cost is the number of executed lines of code."""
 
-    def lines(waiting: int) -> int:
+    def count_lines(waiting: int) -> int:
         rig = SequenceRig("oldest", rows=2)
         for sequence in range(1, waiting + 1):
             message = m.Submit(
@@ -126,17 +126,17 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
         rig._take()
         counted = 0
 
-        def count(*_: Any) -> Any:
+        def count_line(*_: Any) -> Any:
             nonlocal counted
             counted += 1
-            return count
+            return count_line
 
-        sys.settrace(count)
+        sys.settrace(count_line)
         try:
             rig.done()
         finally:
             sys.settrace(None)
         return counted
 
-    few_lines, many_lines = lines(10), lines(10_000)
+    few_lines, many_lines = count_lines(10), count_lines(10_000)
     assert many_lines < few_lines * 1.5

@@ -26,7 +26,7 @@ def rig(request: pytest.FixtureRequest) -> SequenceRig:
     return SequenceRig(request.param)
 
 
-def error(rig: Rig) -> str:
+def only_error(rig: Rig) -> str:
     """Return the only error since the last call."""
     (answer,) = rig.answers()
     assert isinstance(answer, m.Failed) and answer.code == "INVALID_ARG"
@@ -39,7 +39,7 @@ def error(rig: Rig) -> str:
 @pytest.mark.parametrize("sequence", [0, ""])
 def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
     rig.request(sequence, START)
-    assert error(rig) == (
+    assert only_error(rig) == (
         "inference request to model 'm' must specify a non-zero or non-empty correlation ID"
     )
 
@@ -47,7 +47,7 @@ def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
 @pytest.mark.parametrize("rows", [0, 2])
 def test_3_3_batch_size_must_be_one(rig: SequenceRig, rows: int) -> None:
     rig.request(1, START, batch_size=rows)
-    assert error(rig) == (
+    assert only_error(rig) == (
         "inference request to model 'm' must specify batch-size 1 due to requirements of sequence "
         "batcher"
     )
@@ -60,11 +60,11 @@ def test_3_3_the_first_needs_start(rig: SequenceRig) -> None:
     )
     for sequence in (7, "seven"):
         rig.request(sequence)
-        assert error(rig) == text.format(sequence)
+        assert only_error(rig) == text.format(sequence)
     rig.request(7, START | END)
     rig.answers()
     rig.request(7)
-    assert error(rig) == text.format(7)
+    assert only_error(rig) == text.format(7)
 
 
 def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
@@ -76,7 +76,7 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
         rig.request(sequence, START)
-        assert error(rig) == (
+        assert only_error(rig) == (
             f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{sent_value}',"
             f" but model 'm' expects '{expected}'"
         )
@@ -180,7 +180,7 @@ def test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     assert rig.batches() == {0: [2]}
     rig.answers()
     rig.request(1)
-    assert "must specify the START flag" in error(rig)
+    assert "must specify the START flag" in only_error(rig)
 
 
 def test_3_3_who_runs_or_waits_is_not_idle() -> None:
@@ -220,7 +220,7 @@ def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
     rig.request(2)
-    assert "must specify the START flag" in error(rig)
+    assert "must specify the START flag" in only_error(rig)
     assert rig.report()["inference_stats"]["fail"]["count"] == 3
 
 
@@ -266,7 +266,7 @@ def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceR
     assert not rig.runs()
     rig.answers()
     rig.request(1)
-    assert "must specify the START flag" in error(rig)
+    assert "must specify the START flag" in only_error(rig)
 
 
 @pytest.mark.parametrize("slots", [0, 1])
@@ -370,7 +370,7 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
     assert text in outcomes.pop(runs) and text in outcomes.pop(waiting) and not outcomes
     rig.request(1)
-    assert "the state of this one was lost when the model's worker died" in error(rig)
+    assert "the state of this one was lost when the model's worker died" in only_error(rig)
     # The other instance runs it at once.
     assert rig.batches()[1] == [None, 3]
     rig.done(1)
@@ -396,7 +396,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     for sequence in range(2, 16_384 + 4):
-        rig.scheduler.from_client(b"7009.ab", submitted(sequence), rig.now)
+        rig.scheduler.from_client(b"7009.ab", submit_message(sequence), rig.now)
     refusals = [answer for answer in rig.answers() if isinstance(answer, m.Failed)]
     assert len(refusals) == 1 and refusals[0].retry_after_s
     assert refusals[0].message == (
@@ -428,7 +428,7 @@ def test_connections_of_a_gateway_take_turns() -> None:
     assert rig.outcomes() == dict.fromkeys([*greedy, *other_requests])
 
 
-def submitted(sequence: int) -> m.Submit:
+def submit_message(sequence: int) -> m.Submit:
     return m.Submit(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, "")
 
 
@@ -516,7 +516,7 @@ def ended_slots(rig: SequenceRig) -> list[list[int]]:
     return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
 
 
-def begun(rig: SequenceRig, flags: int = START) -> None:
+def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
     """Begin sequence 1 and complete its request."""
     rig.request(1, flags)
     rig.done()
@@ -524,12 +524,12 @@ def begun(rig: SequenceRig, flags: int = START) -> None:
 
 
 def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
-    begun(rig, START | END)
+    begin_sequence(rig, START | END)
     assert ended_slots(rig) == []
 
 
 def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
-    begun(rig)
+    begin_sequence(rig)
     rig.request(1)
     ending = rig.request(1, END)
     rig.client(m.Cancel(ending))
@@ -541,7 +541,7 @@ def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig
 
 
 def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: SequenceRig) -> None:
-    begun(rig)
+    begin_sequence(rig)
     rig.request(2, START)  # keeps the instance busy
     rig.request(1)
     rig.client(m.Cancel(rig.request(1)))
@@ -553,7 +553,7 @@ def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: Seq
 
 def test_3_5_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
-    begun(rig)
+    begin_sequence(rig)
     rig.request(2, START)
     rig.pass_time(5000 * US)
     sent = [type(message) for _, message in rig.workers.take()]

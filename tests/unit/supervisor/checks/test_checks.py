@@ -243,11 +243,11 @@ def test_a_run_directory_that_a_start_would_refuse(tmp_path: Path) -> None:
     assert "has mode 0755; it must be 0700" in inspected.problem
 
 
-def state_is(state: str) -> Callable[[ServerConfig], str]:
+def always_state(state: str) -> Callable[[ServerConfig], str]:
     return lambda _: state
 
 
-def verdict_of(state: str) -> Verdict:
+def make_verdict(state: str) -> Verdict:
     return Verdict(state, "x", "y")
 
 
@@ -256,7 +256,7 @@ def test_exit_status_is_the_worst(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int
 ) -> None:
     checks = [
-        table.HostCheck(name, state_is(model_state), verdict_of)
+        table.HostCheck(name, always_state(model_state), make_verdict)
         for name, model_state in (("one", OK), ("two", state), ("three", OK))
     ]
     monkeypatch.setattr(table.run_checks, "__defaults__", (checks,))

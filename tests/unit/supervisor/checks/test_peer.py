@@ -23,7 +23,7 @@ CONFIG = server.from_flags(
 )
 
 
-def elsewhere(*names: str) -> access.PeerFacts:
+def simulate_other_files(*names: str) -> access.PeerFacts:
     """Simulate a process that sees other files under the same paths."""
     return PEER._replace(identities={**SEES, **dict.fromkeys(names, (9, 9))})
 
@@ -31,7 +31,13 @@ def elsewhere(*names: str) -> access.PeerFacts:
 @pytest.mark.parametrize(
     ("changed", "peer_facts", "name", "state", "expected_text"),
     [
-        ({}, elsewhere("/dev/shm"), "/dev/shm", WRONG, "cannot find regions by their keys"),
+        (
+            {},
+            simulate_other_files("/dev/shm"),
+            "/dev/shm",
+            WRONG,
+            "cannot find regions by their keys",
+        ),
         (
             {},
             PEER._replace(identities={**SEES, "/dev/shm": None}),
@@ -39,17 +45,23 @@ def elsewhere(*names: str) -> access.PeerFacts:
             WRONG,
             "cannot find",
         ),
-        ({}, elsewhere("user"), "user", WARNING, "user namespace"),
+        ({}, simulate_other_files("user"), "user", WARNING, "user namespace"),
         ({}, PEER._replace(uid=7), "user", WRONG, "uid 7, and the server has uid 1000"),
         ({"group": 50}, PEER._replace(uid=7), "user", WRONG, "may not open its objects"),
         ({"group": 50}, PEER._replace(uid=7, groups=frozenset({50})), "user", OK, "--shm-group"),
         ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "can open all objects"),
-        ({}, elsewhere("run directory"), "run dir", WARNING, "cannot find it"),
+        ({}, simulate_other_files("run directory"), "run dir", WARNING, "cannot find it"),
         ({"runs": False}, PEER, "run dir", OK, "no server is running"),
-        ({}, elsewhere("net"), "network", WARNING, "127.0.0.1 does not reach"),
-        ({}, elsewhere("ipc", "pid"), "devices", WARNING, "different ipc and pid namespace"),
+        ({}, simulate_other_files("net"), "network", WARNING, "127.0.0.1 does not reach"),
+        (
+            {},
+            simulate_other_files("ipc", "pid"),
+            "devices",
+            WARNING,
+            "different ipc and pid namespace",
+        ),
         ({}, PEER._replace(visible_devices="1"), "devices", WARNING, "is 1, the server's None"),
-        ({"devices": 0}, elsewhere("ipc"), "devices", OK, "no CUDA device"),
+        ({"devices": 0}, simulate_other_files("ipc"), "devices", OK, "no CUDA device"),
     ],
 )
 def test_judgement(

@@ -70,7 +70,7 @@ class Rig:
         step = (self.target_count > count) - (self.target_count < count)
         return Change(count + step, "it is wanted") if step else None
 
-    async def look(self, answers: bool = True) -> int:
+    async def sample_once(self, answers: bool = True) -> int:
         """Look once, and have the scheduler answer; how many instances there are then."""
         self.autoscaler.sample()
         was_queried = self.sent.count(m.SnapshotStatistics())
@@ -92,7 +92,7 @@ def run_scenario(
 ) -> None:
     """Yield a started version, and let a story run."""
 
-    async def live() -> None:
+    async def run_rig() -> None:
         rig = Rig(Processes(*flags), monkeypatch)
         await rig.version.instances.complete_config()
         await rig.version.instances.load()
@@ -101,7 +101,7 @@ def run_scenario(
         await scenario(rig)
         await rig.processes.end()
 
-    asyncio.run(live())
+    asyncio.run(run_rig())
 
 
 def test_instances_change_one_at_a_time_and_every_change_is_logged(
@@ -111,9 +111,9 @@ def test_instances_change_one_at_a_time_and_every_change_is_logged(
 
     async def scenario(rig: Rig) -> None:
         rig.target_count = 3
-        assert [await rig.look() for _ in range(3)] == [2, 3, 3]
+        assert [await rig.sample_once() for _ in range(3)] == [2, 3, 3]
         rig.target_count = 2
-        assert await rig.look() == 2
+        assert await rig.sample_once() == 2
         assert rig.changes() == [
             *(m.CountChange(True), m.CountChange(True)),
             *(m.RetireInstance(2), m.CountChange(False)),
@@ -132,16 +132,16 @@ def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.Monke
     async def scenario(rig: Rig) -> None:
         rig.target_count = 3
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
-        assert await rig.look() == 1
+        assert await rig.sample_once() == 1
         assert rig.sent.count(m.SnapshotStatistics()) == 0
         rig.model.orders.clear()
-        assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
+        assert [await rig.sample_once(answers=False) for _ in range(3)] == [1, 1, 1]
         # The scheduler is not queried again meanwhile.
         assert rig.sent.count(m.SnapshotStatistics()) == 1
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
-        assert await rig.look() == 1
+        assert await rig.sample_once() == 1
         rig.model.orders.clear()
-        assert await rig.look() == 2
+        assert await rig.sample_once() == 2
 
     run_scenario(monkeypatch, scenario)
 
@@ -152,16 +152,16 @@ def test_an_instance_that_does_not_load_is_not_retried_at_once(
     async def scenario(rig: Rig) -> None:
         rig.target_count = 2
         rig.processes.at_start = Made.kill
-        assert await rig.look() == 1
+        assert await rig.sample_once() == 1
         assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
         rig.processes.at_start = lambda child: None
         started = len(rig.processes.started)
-        assert await rig.look() == 1
+        assert await rig.sample_once() == 1
         assert len(rig.processes.started) == started
         monkeypatch.setattr(autoscaler, "_RETRY_S", 0)
         for watch in rig.autoscaler._states.values():
             watch.next_change_s = 0
-        assert await rig.look() == 2
+        assert await rig.sample_once() == 2
         assert not [event for event in rig.events if event.count == event.before]
 
     run_scenario(monkeypatch, scenario)
@@ -175,7 +175,7 @@ def test_no_instance_is_added_without_capacity_of_the_host(
         monkeypatch.setattr(
             HostCapacity, "missing_resources", lambda capacity, count: f"room for {count}"
         )
-        assert [await rig.look() for _ in range(3)] == [1, 1, 1]
+        assert [await rig.sample_once() for _ in range(3)] == [1, 1, 1]
         text = "model 'm' keeps 1 instances although it is wanted: room for 2"
         assert caplog.text.count(text) == 1
         rig.target_count = 1
@@ -189,8 +189,8 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
 ) -> None:
     async def scenario(rig: Rig) -> None:
         rig.target_count = 3
-        await rig.look()
-        await rig.look()
+        await rig.sample_once()
+        await rig.sample_once()
         instances, spec = rig.version.instances, rig.version.spec
         same_update = instances.update_to(spec, instances.config)
         assert (same_update.added, same_update.removed) == ([], [])
@@ -229,14 +229,16 @@ def load(at_s: float, **sample_fields: Any) -> LoadSample:
     return LoadSample(at_s=at_s, **fields)
 
 
-def served(policy: ScalingPolicy) -> ScalingPolicy:
+def informed_policy(policy: ScalingPolicy) -> ScalingPolicy:
     """Return a policy that knows the duration of an execution."""
     policy.sample(load(0.0, executed=0, succeeded=0, executions=0, execution_s=0.0), 2)
     policy.sample(load(0.1), 2)
     return policy
 
 
-def looks(policy: ScalingPolicy, seconds: float, count: int, **fields: Any) -> list[Change]:
+def sample_changes(
+    policy: ScalingPolicy, seconds: float, count: int, **fields: Any
+) -> list[Change]:
     """Return the changes after repeated samples of the same load for this time."""
     times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
     decisions = (policy.sample(load(at_s, **fields), count) for at_s in times)
@@ -246,21 +248,21 @@ def looks(policy: ScalingPolicy, seconds: float, count: int, **fields: Any) -> l
 def test_an_instance_is_added_if_the_queue_is_too_long_twice() -> None:
     """Ten that wait for two instances of 50 ms each wait for 250 ms."""
     queue = {"pending": 10, "busy": 2}
-    policy = served(ScalingPolicy(1, 4, target_s=0.2))
+    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
     assert policy.sample(load(0.2, **queue), 2) is None
     assert policy.sample(load(0.3, **queue), 2) == Change(
         3, "requests wait 250 ms, the limit is 150 ms"
     )
-    policy = served(ScalingPolicy(1, 4, target_s=0.2))
+    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
     assert policy.sample(load(0.2, **queue), 2) is None
     assert policy.sample(load(0.3), 2) is None  # the removed instance counts no longer
     assert policy.sample(load(0.4, **queue), 2) is None
-    assert not looks(served(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
+    assert not sample_changes(informed_policy(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
 
 
 def test_no_scaling_while_the_queue_drains_soon() -> None:
     def final_change(queue_decrease: int) -> Change | None:
-        policy = served(ScalingPolicy(1, 4, target_s=0.2))
+        policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
         for number in range(7):
             queue = load(0.2 + number / 10, pending=60 - queue_decrease * number, busy=2)
             change = policy.sample(queue, 2)
@@ -272,20 +274,22 @@ def test_no_scaling_while_the_queue_drains_soon() -> None:
 
 def test_not_where_an_instance_is_free_or_none_is_there() -> None:
     """Such requests wait for their batch to fill, or for a worker that restarts."""
-    policy = served(ScalingPolicy(1, 4, target_s=0.2))
-    assert not looks(policy, 1, 2, pending=10, busy=1)
-    assert not looks(served(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, pending=10, ready=0)
+    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
+    assert not sample_changes(policy, 1, 2, pending=10, busy=1)
+    assert not sample_changes(
+        informed_policy(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, pending=10, ready=0
+    )
 
 
 def test_an_instance_is_added_when_served_requests_waited() -> None:
     """A mean wait of 33 ms corresponds to 150 ms at p99."""
-    policy = served(ScalingPolicy(1, 4, target_s=0.2))
-    decisions = [looks_once(policy, number) for number in range(1, 7)]
+    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
+    decisions = [sample_further(policy, number) for number in range(1, 7)]
     assert decisions[:5] == [None] * 5
     assert decisions[5] == Change(3, "requests wait 37.5 ms on average, the limit is 32.6 ms")
 
 
-def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
+def sample_further(policy: ScalingPolicy, number: int) -> Change | None:
     """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
     counted = dict.fromkeys(("executed", "succeeded", "executions"), count)
@@ -295,33 +299,33 @@ def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
 
 
 def test_an_execution_that_hangs_makes_wait() -> None:
-    policy = served(ScalingPolicy(1, 4, target_s=1.0))
-    assert not looks(policy, 0.8, 2, pending=1, busy=2)
-    (first_change, *_) = looks(policy, 2, 2, pending=1, busy=2)
+    policy = informed_policy(ScalingPolicy(1, 4, target_s=1.0))
+    assert not sample_changes(policy, 0.8, 2, pending=1, busy=2)
+    (first_change, *_) = sample_changes(policy, 2, 2, pending=1, busy=2)
     assert first_change.total == 3
 
 
 def test_without_a_target_they_may_wait_for_the_delay_or_an_execution() -> None:
     queue = {"pending": 10, "busy": 2}  # 250 ms
-    assert looks(served(ScalingPolicy(1, 4, delay_s=0.05)), 0.3, 2, **queue)
-    assert not looks(served(ScalingPolicy(1, 4, delay_s=0.06)), 0.3, 2, **queue)
-    assert looks(served(ScalingPolicy(1, 4)), 0.3, 2, **queue)
-    assert not looks(served(ScalingPolicy(1, 4)), 0.3, 2, pending=9, busy=2)
-    assert not looks(ScalingPolicy(1, 4), 1, 2, **queue)  # nothing has been executed yet
+    assert sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.05)), 0.3, 2, **queue)
+    assert not sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.06)), 0.3, 2, **queue)
+    assert sample_changes(informed_policy(ScalingPolicy(1, 4)), 0.3, 2, **queue)
+    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 0.3, 2, pending=9, busy=2)
+    assert not sample_changes(ScalingPolicy(1, 4), 1, 2, **queue)  # nothing has been executed yet
 
 
 def test_an_instance_idle_for_twenty_seconds_is_removed() -> None:
-    assert not looks(served(ScalingPolicy(1, 4)), 18, 2)
-    (first_change, *_) = looks(served(ScalingPolicy(1, 4)), 21, 2)
+    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 18, 2)
+    (first_change, *_) = sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 2)
     assert first_change == Change(1, "at most 0.0 instances were busy for 20 s")
-    assert not looks(served(ScalingPolicy(1, 4)), 21, 2, busy=1)
-    assert looks(served(ScalingPolicy(1, 4)), 21, 3, busy=1)
-    assert not looks(served(ScalingPolicy(2, 4)), 21, 2)
+    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 2, busy=1)
+    assert sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 3, busy=1)
+    assert not sample_changes(informed_policy(ScalingPolicy(2, 4)), 21, 2)
 
 
 def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
-    policy = served(ScalingPolicy(1, 4))
-    looks(policy, 21, 2)
+    policy = informed_policy(ScalingPolicy(1, 4))
+    sample_changes(policy, 21, 2)
     policy.changed(21.2, 2, 1)
     policy.changed(30.0, 1, 2)
     decisions = [policy.sample(load(30 + number / 10), 2) for number in range(450)]

@@ -64,19 +64,19 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
         (folder / version / "model.py").write_text("x = 1\n")
     (folder / "configs").mkdir()
 
-    def look() -> str:
+    def read_fingerprint() -> str:
         versions = find([tmp_path], "m")
         assert versions is not None
         return version_fingerprint(versions, 1)
 
-    fingerprint_before = look()
+    fingerprint_before = read_fingerprint()
     for unrelated in ("config.pbtxt", "configs/other.pbtxt", "2/model.py"):
         (folder / unrelated).write_text("y = 2\n")
-        assert look() == fingerprint_before
+        assert read_fingerprint() == fingerprint_before
     for used in ("1/model.py", "labels.txt"):
         (folder / used).write_text("y = 23\n")
-        assert look() != fingerprint_before
-        fingerprint_before = look()
+        assert read_fingerprint() != fingerprint_before
+        fingerprint_before = read_fingerprint()
 
 
 # --- which instances --------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_afterwards_there_is_what_is_asked_for(
 # --- processes --------------------------------------------------------------------------------
 
 
-async def serving(processes: Processes, count: int) -> ModelVersion:
+async def start_version(processes: Processes, count: int) -> ModelVersion:
     """Return a version with this number of instances."""
     version = processes.version(spec(config(group("m_0", count))))
     await version.start()
@@ -149,7 +149,7 @@ def update(version: ModelVersion, count: int) -> InstanceUpdate:
 async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests() -> None:
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
-    model = await serving(processes, 2)
+    model = await start_version(processes, 2)
     observed_states = []
     reduced = update(model, 1)
     await model.instances.add(reduced)
@@ -171,7 +171,7 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
 
 async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     processes = Processes()
-    model = await serving(processes, 2)
+    model = await start_version(processes, 2)
     reduced = update(model, 1)
     await model.instances.add(reduced)
     model.commit(reduced)
@@ -185,7 +185,7 @@ async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
 async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     """Given up while it loads, as an unload does: readiness and configuration stay."""
     processes = Processes()
-    model = await serving(processes, 1)
+    model = await start_version(processes, 1)
     config_before = model.config
     processes.hanging = True
     enlarged = update(model, 3)

@@ -167,7 +167,7 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     served, poller = server(processes, repository)
     object.__setattr__(processes.context.config, "repository_poll_s", 0.001)
 
-    async def shown(*states: str) -> None:
+    async def await_states(*states: str) -> None:
         async with asyncio.timeout(10):
             while [row.get("state") for row in await served.index(False)] != [*states]:
                 pass
@@ -177,10 +177,10 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     await until_async(lambda: len(processes.started) == 2)
     repository.present = False
     await until_async(lambda: not any(child.alive for child in processes.started))
-    await shown()
+    await await_states()
     processes.hanging = False
     repository.present = True
-    await shown("READY")
+    await await_states("READY")
     polling.cancel()
     await served.stop()
     await processes.end()
@@ -229,22 +229,24 @@ class Gateway:
 def test_only_what_differs_is_sent() -> None:
     gateway, publications = Gateway(), Publications()
 
-    def sent(published: list[ModelPublished], absent: list[str]) -> list[Any]:
+    def send_changes(published: list[ModelPublished], absent: list[str]) -> list[Any]:
         gateway.sent.clear()
         publications.update(
             gateway, "m", {publication.version: publication for publication in published}, absent
         )
         return gateway.sent[:]
 
-    assert sent([], ["1"]) == [GONE]
-    assert sent([], ["1"]) == []
-    assert sent([PUBLISHED], []) == [PUBLISHED]
-    assert sent([PUBLISHED], []) == []
-    assert sent([replace(PUBLISHED, ready=False)], []) == [ReadinessChanged("m", "1", False)]
-    assert sent([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
+    assert send_changes([], ["1"]) == [GONE]
+    assert send_changes([], ["1"]) == []
+    assert send_changes([PUBLISHED], []) == [PUBLISHED]
+    assert send_changes([PUBLISHED], []) == []
+    assert send_changes([replace(PUBLISHED, ready=False)], []) == [
+        ReadinessChanged("m", "1", False)
+    ]
+    assert send_changes([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
     old_publication = replace(PUBLISHED, latest=False)
-    assert sent([TWO, old_publication], []) == [TWO, old_publication]
-    assert sent([TWO], []) == [GONE]
+    assert send_changes([TWO, old_publication], []) == [TWO, old_publication]
+    assert send_changes([TWO], []) == [GONE]
     assert list(publications.snapshot()) == [GONE, TWO]
 
 

@@ -15,7 +15,7 @@ from tests.rigs.process_rig import ALONE, Processes, plan, turns
 ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
 
-class Traced(Processes):
+class TracedProcesses(Processes):
     """Processes that record sender and receiver: "Drain to s2" is received by scheduler 2,
     "from worker" is sent by a worker.
     """
@@ -24,7 +24,7 @@ class Traced(Processes):
         super().__init__()
         self.message_log: list[str] = []
 
-    def _who(self, address: Address) -> str:
+    def _describe_address(self, address: Address) -> str:
         if isinstance(address, SchedulerAddress):
             return f"s{address.number}"
         titles = {child.pid: child.title.split()[0] for child in self.started}
@@ -33,11 +33,13 @@ class Traced(Processes):
     def send(self, address: Address, message: Any) -> None:
         """Record a message unless it is about log settings."""
         if type(message).__name__ != "SetLogging":
-            self.message_log.append(f"{type(message).__name__} to {self._who(address)}")
+            self.message_log.append(
+                f"{type(message).__name__} to {self._describe_address(address)}"
+            )
         super().send(address, message)
 
     def _dispatch(self, address: Address, message: Any) -> None:
-        self.message_log.append(f"{type(message).__name__} from {self._who(address)}")
+        self.message_log.append(f"{type(message).__name__} from {self._describe_address(address)}")
         super()._dispatch(address, message)
 
     def broadcast(self, message: Any, *roles: str) -> None:
@@ -45,25 +47,25 @@ class Traced(Processes):
             self.message_log.append(f"{type(message).__name__} to all")
 
 
-async def load(processes: Traced, model: ModelVersion) -> None:
+async def load(processes: TracedProcesses, model: ModelVersion) -> None:
     await model.start()
 
 
-async def end(processes: Traced, model: ModelVersion) -> None:
+async def end(processes: TracedProcesses, model: ModelVersion) -> None:
     await model.stop()
 
 
-async def worker_dies(processes: Traced, model: ModelVersion) -> None:
+async def kill_worker(processes: TracedProcesses, model: ModelVersion) -> None:
     processes.started[0].kill()
     await turns()
 
 
-async def scheduler_dies(processes: Traced, model: ModelVersion) -> None:
+async def kill_scheduler(processes: TracedProcesses, model: ModelVersion) -> None:
     processes.started[1].kill()
     await turns(40)
 
 
-async def move(processes: Traced, model: ModelVersion) -> None:
+async def move(processes: TracedProcesses, model: ModelVersion) -> None:
     async def publish() -> None:
         processes.message_log.append("published")
 
@@ -72,7 +74,9 @@ async def move(processes: Traced, model: ModelVersion) -> None:
     await model.regroup(ENSEMBLE, publish)
 
 
-SCENARIOS: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], list[str]]] = [
+SCENARIOS: list[
+    tuple[Callable[[TracedProcesses, ModelVersion], Coroutine[Any, Any, None]], list[str]]
+] = [
     (
         load,
         [
@@ -89,7 +93,7 @@ SCENARIOS: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]
         ],
     ),
     (
-        worker_dies,
+        kill_worker,
         [
             "WorkerStarted from worker",
             "InstanceExpected to s1",
@@ -98,7 +102,7 @@ SCENARIOS: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]
         ],
     ),
     (
-        scheduler_dies,
+        kill_scheduler,
         [
             "Started from host",
             "OpenScheduler to host",
@@ -143,9 +147,10 @@ SCENARIOS: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]
 
 @pytest.mark.parametrize(("scenario", "message_log"), SCENARIOS)
 async def test_the_order_of_messages(
-    scenario: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], message_log: list[str]
+    scenario: Callable[[TracedProcesses, ModelVersion], Coroutine[Any, Any, None]],
+    message_log: list[str],
 ) -> None:
-    processes = Traced()
+    processes = TracedProcesses()
     model = processes.version(plan(), ALONE)
     if scenario is not load:
         await model.start()

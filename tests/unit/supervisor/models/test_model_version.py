@@ -166,11 +166,11 @@ async def test_killed_workers_are_always_restarted(
     await model.start()
     paused = instance_processes.Instances._pause_s
 
-    def noted(*row: Any) -> float:
+    def note_pause(*row: Any) -> float:
         pauses.append(paused(*row))
         return 0.0
 
-    monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(noted))
+    monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(note_pause))
     processes.started[0].kill(signal.SIGABRT)
     await turns(1)
     async with asyncio.timeout(10):
@@ -285,7 +285,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def steps_of(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
+def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
     """Return an ensemble over "a" and "b" whose outputs Y have labels; some of the models are
     ready.
     """
@@ -304,11 +304,11 @@ def steps_of(*ready: str, labels: dict[str, list[str]] | None = None) -> Ensembl
 def test_an_output_has_the_labels_of_the_model_that_makes_it(
     own_labels: dict[str, list[str]], label: str
 ) -> None:
-    steps = steps_of("a", "b", labels=own_labels)
+    steps = ensemble_steps("a", "b", labels=own_labels)
     asyncio.run(steps.complete_config())
     assert steps.labels == {"Z": [label]}
 
 
 def test_an_ensemble_is_ready_while_all_its_models_are() -> None:
-    assert steps_of("a", "b").any_ready
-    assert not steps_of("a").any_ready
+    assert ensemble_steps("a", "b").any_ready
+    assert not ensemble_steps("a").any_ready

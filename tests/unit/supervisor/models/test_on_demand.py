@@ -64,10 +64,10 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
             bool(bound) and sum(resident.byte_size for resident in resident_models.values()) > bound
         )
 
-    def idle(resident: Resident) -> bool:
+    def is_idle(resident: Resident) -> bool:
         return 0 < resident.idle_limit_ns <= 10 - resident.used_ns
 
-    def free() -> list[Resident]:
+    def free_residents() -> list[Resident]:
         return [
             resident
             for resident in resident_models.values()
@@ -75,13 +75,15 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
         ]
 
     for name in names:
-        assert is_over_bound() or idle(resident_models[name])
+        assert is_over_bound() or is_idle(resident_models[name])
         if is_over_bound():
-            assert resident_models[name].used_ns == min(resident.used_ns for resident in free())
+            assert resident_models[name].used_ns == min(
+                resident.used_ns for resident in free_residents()
+            )
         del resident_models[name]
         unloaded.add(name)
-    assert not (is_over_bound() and free())
-    assert not any(map(idle, free()))
+    assert not (is_over_bound() and free_residents())
+    assert not any(map(is_idle, free_residents()))
 
 
 def test_an_ensemble_is_unloaded_with_its_steps() -> None:
@@ -123,20 +125,20 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
     a, b, coming = version("a", 1, 2, device=7), version("b", 2, 3), version("c", loaded=False)
     use = MemoryUse()
 
-    def sizes_of(*models: Any) -> list[int]:
+    def model_sizes(*models: Any) -> list[int]:
         return [use.byte_size(model) for model in models]
 
-    assert sizes_of(model("a", a)) == [0], "nothing is known"
+    assert model_sizes(model("a", a)) == [0], "nothing is known"
     asyncio.run(use.measure([a, b, coming]))
     # The second process belongs to two models. A loading model counts as large as the mean of the
     # others.
-    assert sizes_of(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
+    assert model_sizes(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
     sizes[1] = 1000
     asyncio.run(use.measure([a, b]))
-    assert sizes_of(model("a", a)) == [137], "it was looked at just now"
+    assert model_sizes(model("a", a)) == [137], "it was looked at just now"
     asyncio.run(use.measure([b]))
-    assert sizes_of(model("a", version("a", loaded=False))) == [137], "as much as it had"
-    assert sizes_of(model("a", a, version("a", loaded=False))) == [274]
+    assert model_sizes(model("a", version("a", loaded=False))) == [137], "as much as it had"
+    assert model_sizes(model("a", a, version("a", loaded=False))) == [274]
 
 
 async def test_an_unexpected_error_of_a_load_is_an_internal_error(

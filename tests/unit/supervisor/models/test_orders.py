@@ -26,7 +26,7 @@ from tests.rigs.process_rig import CONFIG, Processes, turns
 from tests.support.waiting import until_async
 
 
-def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
+def make_config(name: str, steps: list[str], note: str) -> ModelSpec:
     """Return a model, or an ensemble of models; `note` makes configurations differ."""
     config: dict[str, Any] = {
         **CONFIG,
@@ -65,7 +65,7 @@ class Repository:
         if name not in self.models:
             raise NotFound("there is no such model folder")
         steps, note = json.loads(override) if override else (self.models[name], "")
-        return config_of(name, steps, note)
+        return make_config(name, steps, note)
 
     def steps(self, name: str) -> list[StepModel]:
         if name not in self.models:
@@ -118,7 +118,7 @@ class Server(Processes):
         self.sent.append(make(0))
         return self.acknowledgements.begin(["gateway"] if self.deaf else [])
 
-    def hears_again(self) -> None:
+    def acknowledge_all(self) -> None:
         """Acknowledge all publications so far for the gateway."""
         self.deaf = False
         self.acknowledgements.exited("gateway")
@@ -148,14 +148,14 @@ class Server(Processes):
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
     """Run a scenario; fail if it does not end."""
 
-    async def limited() -> None:
+    async def run_limited() -> None:
         async with asyncio.timeout(10):
             await scenario()
 
-    asyncio.run(limited())
+    asyncio.run(run_limited())
 
 
-async def as_far_as_they_come() -> None:
+async def run_ready_tasks() -> None:
     """Run all tasks that wait for no external event, including those in threads."""
     for _ in range(50):
         await asyncio.to_thread(len, "")
@@ -174,7 +174,7 @@ def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
         load = asyncio.ensure_future(server.load("s"))
         await turns()
         assert not (unload.done() or load.done())
-        server.hears_again()
+        server.acknowledge_all()
         await asyncio.gather(unload, load)
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
         await server.end()
@@ -193,7 +193,7 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
         await until_async(lambda: server.registry.model("e").published)
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
-        server.hears_again()
+        server.acknowledge_all()
         await unload
         await asyncio.gather(load, return_exceptions=True)
         await until_async(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
@@ -212,7 +212,7 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
         load = asyncio.ensure_future(server.load("f"))
         await until_async(lambda: server.registry.model("t").incoming)
         unload = asyncio.ensure_future(server.unload("s"))
-        await as_far_as_they_come()
+        await run_ready_tasks()
         assert not (load.done() or unload.done())
         server.load_held()
         await load
@@ -242,7 +242,7 @@ def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
             asyncio.ensure_future(server.load("e", ["t"], "first")),
             asyncio.ensure_future(server.load("e", ["s"], "second")),
         ]
-        await as_far_as_they_come()
+        await run_ready_tasks()
         server.load_held()
         await asyncio.gather(*loading, *loads)
         assert server.note("e") == "second"
@@ -397,7 +397,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
             (m.ModelPublished, "2"),
         ]
         assert [update.latest for update in snapshot] == [False, True]
-        server.hears_again()
+        server.acknowledge_all()
         await load
         snapshot = list(server.publications.snapshot())
         assert [type(update) for update in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
@@ -422,7 +422,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
             server.worker("s").kill()
             await until_async(lambda: version.ready)
         assert not load.done()
-        server.hears_again()
+        server.acknowledge_all()
         await load
         assert server.note("s") == "new"
         await server.end()
@@ -585,11 +585,11 @@ def test_an_abandoned_load_cancels_its_steps_loads(
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("s").incoming)
         other_loads = [asyncio.ensure_future(server.load(name)) for name in more_names]
-        await as_far_as_they_come()
+        await run_ready_tasks()
         await server.unload("e")
         with pytest.raises(InvalidArgument, match="failed to load 'e', no version is available"):
             await load
-        await as_far_as_they_come()
+        await run_ready_tasks()
         assert any(child.alive for child in server.started) is bool(more_names)
         server.load_held()
         await asyncio.gather(*other_loads)
@@ -608,7 +608,7 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
         await until_async(lambda: server._held)
         unload = asyncio.ensure_future(server.unload("s"))
         later_load = asyncio.ensure_future(server.load("s", [], "c"))
-        await as_far_as_they_come()
+        await run_ready_tasks()
         server.load_held()
         outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
         text = "failed to load 's', no version is available"

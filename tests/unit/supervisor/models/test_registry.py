@@ -43,40 +43,40 @@ def model(**fields: Any) -> ModelEntry:
     return ModelEntry("m", **fields)
 
 
-def serving(version: Version, **fields: Any) -> ModelEntry:
+def serving_entry(version: Version, **fields: Any) -> ModelEntry:
     return model(serving={"1": version}, **fields)
 
 
-def offered(entry: ModelEntry) -> ModelEntry:
+def offered_entry(entry: ModelEntry) -> ModelEntry:
     order = Order(entry, OrderKind.LOAD)
     order.phase = OrderPhase.OFFERED
     entry.orders.append(order)
     return entry
 
 
-def leaving() -> list[Any]:
+def retiring_versions() -> list[Any]:
     return [SimpleNamespace(spec=SimpleNamespace(version="1"))]
 
 
 RESTARTING = "a process is being restarted"
 # (facts, state, reason, whether all of it serves that should)
 TABLE = [
-    (serving(Version()), "READY", "", True),
-    (serving(Version(ready=False)), "LOADING", RESTARTING, False),
-    (serving(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
-    (serving(Version(), incoming={"1": Version(ready=False)}), "READY", "", True),
-    (serving(Version(), retiring=leaving()), "READY", "", True),
-    (serving(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
-    (model(incoming={"1": Version()}, retiring=leaving()), "LOADING", "", False),
-    (offered(model(incoming={"1": Version()})), "LOADING", "", False),
-    (model(retiring=leaving(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
+    (serving_entry(Version()), "READY", "", True),
+    (serving_entry(Version(ready=False)), "LOADING", RESTARTING, False),
+    (serving_entry(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
+    (serving_entry(Version(), incoming={"1": Version(ready=False)}), "READY", "", True),
+    (serving_entry(Version(), retiring=retiring_versions()), "READY", "", True),
+    (serving_entry(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
+    (model(incoming={"1": Version()}, retiring=retiring_versions()), "LOADING", "", False),
+    (offered_entry(model(incoming={"1": Version()})), "LOADING", "", False),
+    (model(retiring=retiring_versions(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
     (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
     (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", DUPLICATE_MODEL, True),
     (model(outcomes={"1": LoadOutcome("no memory")}), "UNAVAILABLE", "no memory", False),
     (model(on_demand=True, outcomes={"1": UNLOADED}), "ON_DEMAND", "", True),
     (model(on_demand=True, outcomes={"1": LoadOutcome("no")}), "UNAVAILABLE", "no", True),
     (model(on_demand=True, incoming={"1": Version()}), "LOADING", "", True),
-    (serving(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
+    (serving_entry(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
 ]
 
 
@@ -107,16 +107,16 @@ def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
 
 
 def test_a_successor_is_shown_instead_of_the_serving_version() -> None:
-    entry = offered(serving(Version(), incoming={"1": Version(ready=False)}))
+    entry = offered_entry(serving_entry(Version(), incoming={"1": Version(ready=False)}))
     assert statuses(entry) == {"1": ("LOADING", RESTARTING)}
 
 
 PROGRESS = [
     (model(), "loading"),
-    (offered(model(incoming={"1": Version()})), "loading"),
-    (serving(Version()), "ready"),
-    (serving(Version(ready=False)), "loading"),
-    (serving(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
+    (offered_entry(model(incoming={"1": Version()})), "loading"),
+    (serving_entry(Version()), "ready"),
+    (serving_entry(Version(ready=False)), "loading"),
+    (serving_entry(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
     (model(outcomes={"": LoadOutcome("no such folder")}), "failed: no such folder"),
     (model(outcomes={"": DUPLICATE}), f"failed: {DUPLICATE_MODEL}"),
     (

@@ -32,7 +32,7 @@ from shmserve.supervisor.models.repository import (
 CONFIG = 'backend: "python" max_batch_size: 4\n'
 
 
-def make(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
+def make_folder(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
     """Create a model's folder with a model.py in each version."""
     folder = root / name
     folder.mkdir(parents=True)
@@ -50,8 +50,8 @@ def make(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> 
 def test_finds_models_and_their_versions(tmp_path: Path) -> None:
     too_large = (str(2**63), "9" * 30)
     versions = ("1", "10", "2", "20240131235959", str(2**63 - 1))
-    make(tmp_path, "b", *versions, "0", "01", "-1", "1a", "warmup", "configs", *too_large)
-    make(tmp_path, "a", config=None)
+    make_folder(tmp_path, "b", *versions, "0", "01", "-1", "1a", "warmup", "configs", *too_large)
+    make_folder(tmp_path, "a", config=None)
     (tmp_path / "b" / "3").write_text("a file, no version")
     (tmp_path / "readme.txt").write_text("no model")
     (tmp_path / ".git").mkdir()
@@ -80,7 +80,7 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
 def test_a_model_without_a_version_names_the_folders_that_may_be_one(
     tmp_path: Path, folders: list[str], text: str
 ) -> None:
-    make(tmp_path, "m", *folders)
+    make_folder(tmp_path, "m", *folders)
     message = no_version(scan([tmp_path])["m"])
     assert message.startswith(
         "at least one version must be available under the version policy of m"
@@ -91,8 +91,8 @@ def test_a_model_without_a_version_names_the_folders_that_may_be_one(
 
 
 def test_a_named_configuration_overrides_the_default_one(tmp_path: Path) -> None:
-    make(tmp_path, "with", "1", config="max_batch_size: 4")
-    make(tmp_path, "without", "1", config="max_batch_size: 4")
+    make_folder(tmp_path, "with", "1", config="max_batch_size: 4")
+    make_folder(tmp_path, "without", "1", config="max_batch_size: 4")
     (tmp_path / "with" / "configs").mkdir()
     (tmp_path / "with" / "configs" / "alt.pbtxt").write_text("max_batch_size: x")
     (tmp_path / "without" / "configs").write_text("no folder")
@@ -110,8 +110,8 @@ def test_a_named_configuration_overrides_the_default_one(tmp_path: Path) -> None
 
 def test_a_model_in_two_repositories_is_in_none(tmp_path: Path) -> None:
     for repository in ("one", "two", "three"):
-        make(tmp_path / repository, "m", "1")
-        make(tmp_path / repository, f"only-{repository}", "1")
+        make_folder(tmp_path / repository, "m", "1")
+        make_folder(tmp_path / repository, f"only-{repository}", "1")
     repositories = [tmp_path / name for name in ("one", "two", "three")]
     models = scan(repositories)
     assert models["m"].problem == "model appears in two or more repositories"
@@ -120,22 +120,22 @@ def test_a_model_in_two_repositories_is_in_none(tmp_path: Path) -> None:
 
 
 def test_a_name_that_cannot_be_requested_is_reported(tmp_path: Path) -> None:
-    make(tmp_path, "my\nmodel", "1")
+    make_folder(tmp_path, "my\nmodel", "1")
     problem = scan([tmp_path])["my\nmodel"].problem
     assert problem.startswith("invalid model name 'my\\nmodel', ")
 
 
 def test_links_out_of_the_repository_are_followed(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
-    secret = make(tmp_path / "elsewhere", "secret", "1")
-    make(repository, "plain", "1")
+    secret = make_folder(tmp_path / "elsewhere", "secret", "1")
+    make_folder(repository, "plain", "1")
     (repository / "folder").symlink_to(secret)
-    make(repository, "version")
+    make_folder(repository, "version")
     (repository / "version" / "1").symlink_to(secret / "1")
-    make(repository, "config", "1", config=None)
+    make_folder(repository, "config", "1", config=None)
     (repository / "config" / "config.pbtxt").symlink_to(secret / "config.pbtxt")
     (repository / "alias").symlink_to("plain")
-    make(repository, "weights", "1")
+    make_folder(repository, "weights", "1")
     (repository / "weights" / "1" / "model.pt").symlink_to(secret / "1" / "model.py")
     models = scan([repository])
     assert {name: folder.problem for name, folder in models.items()} == dict.fromkeys(
@@ -146,9 +146,9 @@ def test_links_out_of_the_repository_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
-    make(tmp_path, "plain", "1")
+    make_folder(tmp_path, "plain", "1")
     for folder in ("config", "version", "file", "lost+found"):
-        make(tmp_path, folder, "1", config=None)
+        make_folder(tmp_path, folder, "1", config=None)
     configs = ("config/config.pbtxt", "lost+found/config.pbtxt")
     for loop in ("folder", *configs, "version/2", "file/1/weights"):
         (tmp_path / loop).symlink_to(Path(loop).name)
@@ -167,14 +167,14 @@ def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_text_is_reported_as_one(tmp_path: Path) -> None:
-    make(tmp_path, os.fsdecode(b"m\xff"), "1")
+    make_folder(tmp_path, os.fsdecode(b"m\xff"), "1")
     ((name, folder),) = scan([tmp_path]).items()
     assert (name, folder.name) == ("m\N{REPLACEMENT CHARACTER}",) * 2
     assert folder.problem.startswith("invalid model name")
 
 
 def test_a_version_that_went_away_meanwhile(tmp_path: Path) -> None:
-    folder = ModelFolder("m", make(tmp_path, "m", "1"), tmp_path, versions=(1, 2))
+    folder = ModelFolder("m", make_folder(tmp_path, "m", "1"), tmp_path, versions=(1, 2))
     assert folder.files(1) == ["model.py"]
     with pytest.raises(InvalidArgument, match="m/2: No such file or directory"):
         folder.files(2)
@@ -222,7 +222,7 @@ def test_bad_names_are_refused(tmp_path: Path, name: str, expected: str) -> None
 
 @pytest.mark.parametrize("name", ["...", "a..b", ".m", "-m", "a b", "a:b", "a%2F", 'é"', "m" * 255])
 def test_names_equal_those_of_folders(tmp_path: Path, name: str) -> None:
-    make(tmp_path, name, "1")
+    make_folder(tmp_path, name, "1")
     assert find([tmp_path], name) == ModelFolder(
         name, tmp_path / name, tmp_path, tmp_path / name / "config.pbtxt", (1,)
     )
@@ -242,13 +242,13 @@ def test_good_names_stay_one_part_of_a_path(name: str) -> None:
 
 
 def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
-    make(tmp_path, "m", "1")
+    make_folder(tmp_path, "m", "1")
     folder = scan([tmp_path])["m"]
     config, _ = read_config(folder)
     assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 4)
     override, _ = read_config(folder, '{"name": "m", "backend": "pytorch"}')
     assert (override.backend, override.max_batch_size) == ("pytorch", 0)
-    make(tmp_path, "bare", "1", config=None)
+    make_folder(tmp_path, "bare", "1", config=None)
     bare_config, source = read_config(scan([tmp_path])["bare"])
     assert (bare_config.backend, source) == ("", UNWRITTEN)
 
@@ -263,14 +263,14 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         "typo": ("max_batch: 1", "typo/config.pbtxt:1:1: max_batch: no such field; did you mean"),
     }
     for name, (text, expected) in texts.items():
-        make(tmp_path, name, "1", config=text)
+        make_folder(tmp_path, name, "1", config=text)
         config, source = read_config(scan([tmp_path])[name])
         assert config.name == name
         with pytest.raises(InvalidArgument) as caught:
             source.check(config)
         assert caught.value.message.startswith(expected)
-    (make(tmp_path, "bytes") / "config.pbtxt").write_bytes(b"\xff\xfe")
-    make(tmp_path, "gone")
+    (make_folder(tmp_path, "bytes") / "config.pbtxt").write_bytes(b"\xff\xfe")
+    make_folder(tmp_path, "gone")
     models = scan([tmp_path])
     (tmp_path / "gone" / "config.pbtxt").unlink()
     for name, expected in (("bytes", "not UTF-8 text"), ("gone", "No such file or directory")):
@@ -316,45 +316,45 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
 
 
 def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> None:
-    make(tmp_path, "m", "1")
+    make_folder(tmp_path, "m", "1")
     file = tmp_path / "m" / "1" / "model.py"
     seen_file = [fingerprint(scan([tmp_path])["m"])]
 
-    def changed() -> bool:
+    def has_changed() -> bool:
         seen_file.append(fingerprint(scan([tmp_path])["m"]))
         return seen_file[-1] != seen_file[-2]
 
-    assert not changed()
+    assert not has_changed()
     file.write_text("x = 22\n")
-    assert changed()
+    assert has_changed()
     os.utime(file, ns=(1, 1))
-    assert changed()
+    assert has_changed()
     stat_before = file.stat()
     copy = file.with_name("new")
     copy.write_text("x = 33\n")
     os.utime(copy, ns=(stat_before.st_atime_ns, stat_before.st_mtime_ns))
     copy.rename(file)  # same size, same time, another file
-    assert changed()
+    assert has_changed()
     (file.parent / "__pycache__").mkdir()
     (file.parent / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"1")
-    assert not changed()
+    assert not has_changed()
     (file.parent / "data").mkdir()
-    assert changed()
+    assert has_changed()
     (file.parent / "data" / "w.bin").write_bytes(b"1")
-    assert changed()
+    assert has_changed()
     (tmp_path / "m" / "2").mkdir()
-    assert changed()
+    assert has_changed()
     (tmp_path / "m" / "config.pbtxt").unlink()
-    assert changed()
+    assert has_changed()
     (file.parent / "broken").symlink_to("nowhere")
-    assert changed()
+    assert has_changed()
     (file.parent / "loop").symlink_to("..")
-    assert changed()
-    assert not changed()
+    assert has_changed()
+    assert not has_changed()
 
 
 def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
-    make(tmp_path, "m", "1")
+    make_folder(tmp_path, "m", "1")
     weights = tmp_path / "weights.bin"
     weights.write_bytes(b"1")
     (tmp_path / "m" / "1" / "model.pt").symlink_to(weights)

@@ -136,7 +136,7 @@ def test_one_name_space_for_both_kinds() -> None:
     key = f"/test-{os.getpid()}-cuda"
     posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
 
-    async def steps() -> None:
+    async def scenario() -> None:
         office = Office()
         registry = office.registry
         name_taken = pytest.raises(AlreadyExists, match="already in manager")
@@ -156,7 +156,7 @@ def test_one_name_space_for_both_kinds() -> None:
         office.registry.draining.gateway_exited(7)
 
     try:
-        asyncio.run(steps())
+        asyncio.run(scenario())
     finally:
         posix_ipc.unlink_shared_memory(key)
 
@@ -206,13 +206,13 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
     office = Office()
     registry, check_sent, answered = office.registry, asyncio.Event(), asyncio.Event()
 
-    async def slow(memory: Memory) -> None:
+    async def check_slowly(memory: Memory) -> None:
         check_sent.set()
         await answered.wait()
 
     await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
     assert registry._opener.handles is not None
-    registry._opener.handles.check = slow  # type: ignore[method-assign]
+    registry._opener.handles.check = check_slowly  # type: ignore[method-assign]
     waiting = [
         asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
         for _ in range(2)
@@ -309,11 +309,11 @@ def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
     workers = Workers({0: [10]}, {10: ""})
     send = workers.handles._send
 
-    def lie(pid: int, message: CheckMemory) -> None:
+    def answer_falsely(pid: int, message: CheckMemory) -> None:
         workers.handles.checked(12, MemoryChecked(message.id, "INVALID_ARG", "a lie"))
         send(pid, message)
 
-    workers.handles._send = lie
+    workers.handles._send = answer_falsely
     workers.check(0)
 
 
@@ -363,7 +363,7 @@ def scheduler(gateway: Rig) -> Scheduler:
     return scheduler
 
 
-def published(
+def region_published(
     name: str, memory_id: int, number: int = 0, handle: bytes = HANDLE
 ) -> m.RegionPublished:
     memory = Memory.on_device(memory_id, 1100, CudaHandle(handle, 1, UUID))
@@ -371,7 +371,7 @@ def published(
     return m.RegionPublished(name, "", memory_range, os.getuid(), NO_GROUP, number)
 
 
-def host(memory_id: int, number: int) -> m.RegionPublished:
+def host_region(memory_id: int, number: int) -> m.RegionPublished:
     memory_range = list(pack_range(Range(Memory(memory_id, 1, 3, 9, 100, sealed=False), 0, 100)))
     return m.RegionPublished("host", "/h", memory_range, os.getuid(), NO_GROUP, number)
 
@@ -473,8 +473,8 @@ def test_refusals_of_the_supervisor_reach_the_client(gateway: Rig) -> None:
 
 def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
     http = gateway.http
-    gateway.apply(lambda number: published("device", 5, number))
-    gateway.apply(lambda number: host(6, number))
+    gateway.apply(lambda number: region_published("device", 5, number))
+    gateway.apply(lambda number: host_region(6, number))
     listed = [{"name": "device", "device_id": 1, "byte_size": 1000}]
     assert http.get(f"{PATH}/status").ok().json() == listed
     assert http.get(f"{PATH}/region/device/status").ok().json() == listed
@@ -523,7 +523,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
 def test_outputs_overlap_in_one_allocation_only() -> None:
     table = RegionTable(lambda memory_id: None, "error")
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
-        table.publish(published(f"r{number}", number + 1, handle=handle))
+        table.publish(region_published(f"r{number}", number + 1, handle=handle))
     uses = RegionReferences(table)
     uses.reference_range(RegionRange("r0", 0, 16), write=True)
     uses.reference_range(RegionRange("r2", 0, 16), write=True)
@@ -536,7 +536,7 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
 
 def test_other_users_do_not_see_a_users_regions() -> None:
     table = RegionTable(lambda memory_id: None)
-    table.publish(published("r", 1))
+    table.publish(region_published("r", 1))
     assert [region.name for region in table.visible_regions("", ME, cuda=True)] == ["r"]
     assert table.visible_regions("", ME, cuda=False) == []
     for peer in (BOB, NOBODY):
@@ -590,8 +590,8 @@ class Stub:
     def __init__(self) -> None:
         self.settings = GatewaySettings(cuda_devices=2)
         self.regions = RegionTable(lambda memory_id: None)
-        self.regions.publish(published("device", 5))
-        self.regions.publish(host(6, 0))
+        self.regions.publish(region_published("device", 5))
+        self.regions.publish(host_region(6, 0))
         self.sent: list[Any] = []
         self.supervisor = self
         self.listener = self
@@ -668,7 +668,7 @@ def test_the_peer_of_a_unix_socket_is_known(
 ) -> None:
     path = str(tmp_path / "socket")
 
-    async def steps() -> None:
+    async def scenario() -> None:
         handle: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         class Protocol(asyncio.Protocol):
@@ -684,7 +684,7 @@ def test_the_peer_of_a_unix_socket_is_known(
         await server.wait_closed()
 
     with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(steps())
+        runner.run(scenario())
 
 
 def test_other_connections_have_no_known_peer() -> None:

@@ -20,7 +20,7 @@ ME = Peer(os.getuid(), tuple(os.getgroups()))
 SIZE = 4096
 
 
-class Side(RegionOffice):
+class RegionServer(RegionOffice):
     """A server with one gateway, at one end of a link."""
 
     def __init__(self, end: socket.socket, max_regions: int = 100) -> None:
@@ -41,11 +41,16 @@ class Side(RegionOffice):
 
 
 @contextlib.asynccontextmanager
-async def sides(max_regions: int = 100) -> AsyncIterator[tuple[Side, Side]]:
+async def linked_servers(
+    max_regions: int = 100,
+) -> AsyncIterator[tuple[RegionServer, RegionServer]]:
     """Return the two servers; the second one may have a lower limit of regions."""
     fds_before = len(os.listdir("/proc/self/fd"))
     link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    first_server, second_server = Side(link_ends[0]), Side(link_ends[1], max_regions)
+    first_server, second_server = (
+        RegionServer(link_ends[0]),
+        RegionServer(link_ends[1], max_regions),
+    )
     yield first_server, second_server
     for server in (first_server, second_server):
         server.registry.close()
@@ -56,8 +61,8 @@ async def sides(max_regions: int = 100) -> AsyncIterator[tuple[Side, Side]]:
 
 
 def test_each_has_what_the_other_has() -> None:
-    async def steps() -> None:
-        async with sides() as (first_server, second_server):
+    async def scenario() -> None:
+        async with linked_servers() as (first_server, second_server):
             await first_server.register("a", objects[0].key)
             await second_server.register("b", objects[1].key)
             assert first_server.names() == second_server.names() == ["a", "b"]
@@ -80,14 +85,14 @@ def test_each_has_what_the_other_has() -> None:
 
     with SharedObject(SIZE) as a, SharedObject(SIZE) as b:
         objects = a, b
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 def test_at_the_same_time() -> None:
     """The servers do not wait for each other for ever; a name registered at both is one region."""
 
-    async def steps() -> None:
-        async with sides() as (first_server, second_server):
+    async def scenario() -> None:
+        async with linked_servers() as (first_server, second_server):
             registrations = [
                 server.register("same", shared.key) for server in (first_server, second_server)
             ]
@@ -104,27 +109,27 @@ def test_at_the_same_time() -> None:
             assert first_server.names() == second_server.names() == []
 
     with SharedObject(SIZE) as shared:
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 def test_a_server_cannot_take_a_region_of_another_server() -> None:
     """The other server keeps it."""
 
-    async def steps() -> None:
-        async with sides(max_regions=1) as (first_server, second_server):
+    async def scenario() -> None:
+        async with linked_servers(max_regions=1) as (first_server, second_server):
             for name in "ab":
                 await first_server.register(name, shared.key)
             assert (first_server.names(), second_server.names()) == (["a", "b"], ["a"])
 
     with SharedObject(SIZE) as shared:
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 def test_the_other_one_ends() -> None:
     """The remaining server does not wait for it."""
 
-    async def steps() -> None:
-        async with sides() as (first_server, second_server):
+    async def scenario() -> None:
+        async with linked_servers() as (first_server, second_server):
             second_server.link.close()
             await first_server.link.ended
             await first_server.register("a", shared.key)
@@ -132,14 +137,14 @@ def test_the_other_one_ends() -> None:
             first_server.link.ask("anything")
 
     with SharedObject(SIZE) as shared:
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("successor_exits", [False, True])
 def test_the_first_one_waits_until_the_other_uses_the_run_directory(successor_exits: bool) -> None:
     """Otherwise it would remove the directory, and both servers would end."""
 
-    async def steps() -> None:
+    async def scenario() -> None:
         link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         received, uses_directory = asyncio.Event(), asyncio.Event()
 
@@ -161,4 +166,4 @@ def test_the_first_one_waits_until_the_other_uses_the_run_directory(successor_ex
         for link in (successor, handover._successor):
             link.close()
 
-    asyncio.run(steps())
+    asyncio.run(scenario())

@@ -32,13 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     folders: dict[str, Path] = {}
 
-    def of(family: str = "llama", **options: Any) -> Path:
+    def write(family: str = "llama", **options: Any) -> Path:
         key = repr((family, sorted(options.items())))
         if key not in folders:
             folders[key] = write_folder(root / str(len(folders)), family, **options)
         return folders[key]
 
-    return of
+    return write
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def reference(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def generated(path: Path, prompt: list[int], **options: Any) -> list[int]:
+def generate(path: Path, prompt: list[int], **options: Any) -> list[int]:
     """Return the tokens that transformers' `generate` appends to a prompt."""
     import torch
 

@@ -21,7 +21,7 @@ from shmserve.workers.backends.llm import texts
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import END, tokenizer_text
-from tests.unit.workers.backends.llm.conftest import generated, reference
+from tests.unit.workers.backends.llm.conftest import generate, reference
 
 Folder = Callable[..., Path]
 PROMPT = [5, 77, 130, 200]
@@ -35,8 +35,8 @@ def scheduler(folder: Folder, tmp_path: Path) -> Iterator[Scheduler]:
         yield engine_rig
 
 
-def greedy(folder: Folder, count: int) -> list[int]:
-    return generated(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
+def greedy_tokens(folder: Folder, count: int) -> list[int]:
+    return generate(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 
 def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) -> None:
@@ -44,8 +44,8 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
     scheduler.run()
     responses = scheduler.responses[1]
     assert len(responses) > 8
-    assert scheduler.tokens(1) == greedy(folder, 24)
-    assert scheduler.text(1) == TOKENIZER.decode(greedy(folder, 24))
+    assert scheduler.tokens(1) == greedy_tokens(folder, 24)
+    assert scheduler.text(1) == TOKENIZER.decode(greedy_tokens(folder, 24))
     assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
         len(responses) - 1
     )
@@ -117,7 +117,7 @@ def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
 
 
 def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder) -> None:
-    full_text = TOKENIZER.decode(greedy(folder, 30))
+    full_text = TOKENIZER.decode(greedy_tokens(folder, 30))
     pairs = [full_text[index : index + 2] for index in range(2, len(full_text) - 2)]
     stop_string = next(pair for pair in pairs if "\ufffd" not in pair)
     option_sets: list[dict[str, Any]] = [{}, {"stream": True}, {"include_stop_str_in_output": True}]
@@ -140,7 +140,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     """As in vLLM, the tokenizer's end token is not reported as a stop reason; other end tokens
     are.
     """
-    token = greedy(folder, 2)[1]
+    token = greedy_tokens(folder, 2)[1]
     path = shutil.copytree(folder(), tmp_path / "ends")
     settings = {"eos_token_id": [0, token]}
     (path / "generation_config.json").write_text(json.dumps(settings))
@@ -178,7 +178,7 @@ def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler.rig.instance.link.receive()
     scheduler.finish()
     assert len(responses) == 33
-    assert scheduler.tokens(1) == greedy(folder, 120)
+    assert scheduler.tokens(1) == greedy_tokens(folder, 120)
 
 
 def test_a_request_without_a_reader_fails_while_other_requests_generate(
@@ -257,7 +257,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
     scheduler.add(1, **settings, seed=3)
     scheduler.run()
-    full_pieces = [pieces(scheduler, 1, index) for index in (0, 1)]
+    full_pieces = [text_and_entries(scheduler, 1, index) for index in (0, 1)]
     tokens = [[entry["token_id"] for entry in content] for _, content in full_pieces]
     first_entries = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][
         :count
@@ -271,7 +271,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     ]  # fmt: skip
     scheduler.add(2, resumed, **settings, seed=5)
     scheduler.run()
-    text, content = pieces(scheduler, 2, 0)
+    text, content = text_and_entries(scheduler, 2, 0)
     content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
     known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
     assert text.startswith(known_text[characters:])
@@ -283,7 +283,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
         entry["text_offset"] for entry in full_pieces[0][1][content_count:16]
     ]
     assert len(content) == 24 - content_count
-    ended_pieces = pieces(scheduler, 2, 1)
+    ended_pieces = text_and_entries(scheduler, 2, 1)
     assert (
         ended_pieces[0] == full_pieces[1][0]
         and [entry["token_id"] for entry in ended_pieces[1]] == tokens[1]
@@ -291,7 +291,9 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
 
 
-def pieces(scheduler: Scheduler, key: int, index: int) -> tuple[str, list[dict[str, Any]]]:
+def text_and_entries(
+    scheduler: Scheduler, key: int, index: int
+) -> tuple[str, list[dict[str, Any]]]:
     """Return the text of a sample and the reported entries of its tokens."""
     content = [
         token
@@ -334,7 +336,7 @@ def test_a_repeated_prompt_is_scored_with_its_text(
     scheduler.add(1, max_tokens=5, text_input=text, **settings)
     scheduler.add(2, max_tokens=5, input_ids=tokens, **settings)
     scheduler.run()
-    all_tokens = [*tokens, *generated(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
+    all_tokens = [*tokens, *generate(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
     with torch.inference_mode():
         expected = reference(folder())(torch.tensor([all_tokens])).logits[0].log_softmax(-1)
     for key in (1, 2):
@@ -507,7 +509,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
-def of_property(schema: Any) -> dict[str, Any]:
+def property_schema(schema: Any) -> dict[str, Any]:
     configuration = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
     return json_schema({**configuration, "additionalProperties": False})
 
@@ -523,7 +525,7 @@ def of_property(schema: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_annotations_of_a_schema_restrict_nothing(scheduler: Scheduler, schema: Any) -> None:
-    scheduler.add(1, input_ids=PROMPT, max_tokens=90, seed=1, **of_property(schema))
+    scheduler.add(1, input_ids=PROMPT, max_tokens=90, seed=1, **property_schema(schema))
     scheduler.run()
     assert list(json.loads(scheduler.text(1))) == ["v"]
 
@@ -532,7 +534,7 @@ def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
     bias = {str(token): 100 for token in range(320) if TOKENIZER.decode([token]) in (" ", "\n")}
     schema = {"type": "integer", "minimum": 0, "maximum": 9}
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 200, "logit_bias": bias}
-    scheduler.add(1, temperature=0, **settings, **of_property(schema))
+    scheduler.add(1, temperature=0, **settings, **property_schema(schema))
     scheduler.run()
     assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
     assert list(json.loads(scheduler.text(1))) == ["v"]
@@ -578,7 +580,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(tokenizer_text())
 
 
-def detokenized(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+def detokenize(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
@@ -587,7 +589,7 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = tokenizer.encode(text).ids
         for end in range(len(tokens) + 1):
-            pieces = detokenized(tokenizer, tokens[:end])
+            pieces = detokenize(tokenizer, tokens[:end])
             assert "".join(pieces) == tokenizer.decode(tokens[:end])
             assert not any("\ufffd" in piece for piece in pieces[:-1])
 
@@ -597,13 +599,13 @@ def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> No
     differ = 0
     for _ in range(300):
         tokens = [chance.randrange(320) for _ in range(chance.randrange(1, 40))]
-        differ += "".join(detokenized(tokenizer, tokens)) != tokenizer.decode(tokens)
+        differ += "".join(detokenize(tokenizer, tokens)) != tokenizer.decode(tokens)
     assert differ == 0
 
 
 def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
     broken = tokenizer.encode("é").ids[:1] * 40
-    assert sum(map(bool, detokenized(tokenizer, broken)[:-1])) >= 2
+    assert sum(map(bool, detokenize(tokenizer, broken)[:-1])) >= 2
 
 
 def test_no_part_of_a_stop_string_is_sent() -> None:
@@ -621,10 +623,10 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
             given_text += piece
             memory_range += size
         given_text += filtered.flush()
-        assert (given_text, emitted) == expected(text, stops, included), (text, stops)
+        assert (given_text, emitted) == expected_text(text, stops, included), (text, stops)
 
 
-def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:
+def expected_text(text: str, stops: list[str], included: bool) -> tuple[str, str]:
     """Return the text up to the stop string that is completed first, and that stop string."""
     for end in range(1, len(text) + 1):
         for stop_string in stops:

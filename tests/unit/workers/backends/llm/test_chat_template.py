@@ -11,7 +11,7 @@ from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversati
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 
-def rendered(source: str, **variables: Any) -> str:
+def render(source: str, **variables: Any) -> str:
     request = {"messages": [{"role": "user", "content": "Hi"}], **variables}
     return ChatTemplate({"default": source}, {}).render(
         request if isinstance(request, dict) else {"messages": request}
@@ -28,22 +28,22 @@ def rendered(source: str, **variables: Any) -> str:
 )
 def test_developer_becomes_system_where_the_template_lacks_it(source: str, role: str) -> None:
     messages = [{"role": "developer", "content": "x"}]
-    assert rendered(source, messages=messages) == f"{role}:x;"
+    assert render(source, messages=messages) == f"{role}:x;"
 
 
 @pytest.mark.parametrize("name", ["reasoning_effort", "documents"])
 def test_a_variable_that_a_template_does_not_use_is_refused(name: str) -> None:
     value = "low" if name == "reasoning_effort" else [{"text": "x"}]
-    assert rendered("{{ %s | string | length > 0 }}" % name, **{name: value}) == "True"  # noqa: UP031
+    assert render("{{ %s | string | length > 0 }}" % name, **{name: value}) == "True"  # noqa: UP031
     with pytest.raises(InvalidArgument, match=f"{name}: the model's chat template does not use"):
-        rendered(ROLES, **{name: value})
-    assert rendered(ROLES, **{name: None}) == "user:Hi;"
+        render(ROLES, **{name: value})
+    assert render(ROLES, **{name: None}) == "user:Hi;"
 
 
 def test_members_of_chat_template_kwargs_are_variables() -> None:
     source = "{{ enable_thinking is defined and not enable_thinking }}"
-    assert rendered(source, chat_template_kwargs={"enable_thinking": False}) == "True"
-    assert rendered(source) == "False"
+    assert render(source, chat_template_kwargs={"enable_thinking": False}) == "True"
+    assert render(source) == "False"
 
 
 def test_a_message_without_content_and_calls_is_empty() -> None:
@@ -58,7 +58,7 @@ def test_a_message_without_content_and_calls_is_empty() -> None:
         {"role": "assistant", "tool_calls": [{"id": "d"}]},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "e"}]},
     ]
-    assert rendered(source, messages=messages) == "[][]<c><d>[]"
+    assert render(source, messages=messages) == "[][]<c><d>[]"
 
 
 def test_the_result_of_a_tool_is_a_text_even_where_a_template_takes_parts() -> None:
@@ -68,12 +68,12 @@ def test_the_result_of_a_tool_is_a_text_even_where_a_template_takes_parts() -> N
     )
     parts = [{"type": "text", "text": text} for text in "ab"]
     messages = [{"role": "user", "content": parts}, {"role": "tool", "content": parts}]
-    assert rendered(source, messages=messages) == "ab[a\nb]"
+    assert render(source, messages=messages) == "ab[a\nb]"
 
 
 def test_a_continued_message_has_no_generation_prompt() -> None:
     with pytest.raises(InvalidArgument, match="continue_final_message: add_generation_prompt"):
-        rendered(ROLES, continue_final_message=True, add_generation_prompt=True)
+        render(ROLES, continue_final_message=True, add_generation_prompt=True)
 
 
 MALFORMED: dict[str, Any] = {
@@ -117,4 +117,4 @@ def test_a_variable_of_another_type_is_refused(name: str) -> None:
 )
 def test_malformed_members_of_a_message_are_refused(message: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=r"^messages: "):
-        rendered(ROLES, messages=[{"role": "assistant", **message}])
+        render(ROLES, messages=[{"role": "assistant", **message}])

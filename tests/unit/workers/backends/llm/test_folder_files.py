@@ -26,7 +26,7 @@ from tests.support.hf_folders import (
     write_folder,
 )
 from tests.support.pages import GUIDE
-from tests.unit.workers.backends.llm.conftest import generated
+from tests.unit.workers.backends.llm.conftest import generate
 from tests.unit.workers.backends.llm.test_checkpoint import edit
 
 Folder = Callable[..., Path]
@@ -40,7 +40,7 @@ def token(content: str, **fields: Any) -> dict[str, Any]:
     return {"content": content, **dict.fromkeys(flags, False), **fields}
 
 
-def spaced() -> str:
+def spaced_tokenizer() -> str:
     """Return a tokenizer.json that represents spaces by U+2581, like that of Llama 2."""
     pieces = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"thefox", "th", "the", "▁the", "fo", "fox", "▁fox"]
@@ -188,7 +188,7 @@ SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
 def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
-        (path / "tokenizer.json").write_text(spaced())
+        (path / "tokenizer.json").write_text(spaced_tokenizer())
     for name, fields in (SPACED if spaces else FILES)[files].items():
         edit(path, name, **fields)
     reference, checkpoint = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
@@ -206,7 +206,7 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files:
     )
 
 
-def unigram() -> str:
+def unigram_tokenizer() -> str:
     """Return the tokenizer.json of a Unigram model, like that of T5."""
     pieces = [
         ("<unk>", 0.0),
@@ -233,7 +233,7 @@ def test_classes_that_replace_other_parts_are_refused(
     tmp_path: Path, name: str, problem: str
 ) -> None:
     path = write_folder(tmp_path / "m")
-    (path / "tokenizer.json").write_text(unigram())
+    (path / "tokenizer.json").write_text(unigram_tokenizer())
     edit(path, SETTINGS, tokenizer_class=name)
     if problem:
         with pytest.raises(InvalidArgument, match=f"tokenizer_class: {problem}"):
@@ -304,7 +304,7 @@ def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
 def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     prompt = [9, 8, 7]
-    expected = generated(folder(), prompt, max_new_tokens=30)
+    expected = generate(folder(), prompt, max_new_tokens=30)
     stop_token = expected[12]
     memory_range = expected.index(stop_token)
     text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop_token)
@@ -337,7 +337,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
 def test_the_end_of_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, spaces: bool) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
-        (path / "tokenizer.json").write_text(spaced())
+        (path / "tokenizer.json").write_text(spaced_tokenizer())
     reference = AutoTokenizer.from_pretrained(path)
     words, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
     with llm_rig(tmp_path / "rig", path) as scheduler:
@@ -452,13 +452,46 @@ def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
     [
         ("{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}", "|"),
         ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}|", "|"),
-        ("{{ '-' if messages[0].content is none else messages[0].content }}|", "|"),
     ],
 )
 def test_a_missing_content_beside_calls_is_empty_as_in_vllm(template: str, text: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
+
+
+WRITTEN = "{{ messages[0].tool_calls[0].function.arguments"
+ARGUMENTS = "{% set a = messages[0].tool_calls[0]['function']['arguments'] %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (WRITTEN + " }}", '{"a":  "é"}'),
+        (WRITTEN + " + '|' }}", '{"a":  "é"}|'),
+        (WRITTEN + " ~ '|' }}", '{"a":  "é"}|'),
+        (ARGUMENTS + "{{ a }}", '{"a":  "é"}'),
+        (WRITTEN + " | tojson }}", '{"a": "é"}'),
+        (WRITTEN + ".a }}", "é"),
+        (ARGUMENTS + "{{ a if a is string else a | tojson }}", '{"a": "é"}'),
+        ("{% for k, v in messages[0].tool_calls[0].function.arguments | items %}{{ k }}{{ v }}"
+         "{% endfor %}", "aé"),
+        ("{{ '-' if messages[0].content is none else messages[0].content }}", "-"),
+        ("{{ 'content' in messages[0] }}{{ messages[0].content is none }}", "FalseFalse"),
+    ],
+)  # fmt: skip
+def test_calls_have_the_form_that_a_template_requires(template: str, text: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":  "é"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
+
+
+@pytest.mark.parametrize("arguments", [None, "", {}])
+def test_missing_arguments_are_an_empty_object(arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    for template in (WRITTEN + " }}", WRITTEN + " | tojson }}"):
+        assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == "{}"
 
 
 NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
@@ -471,6 +504,7 @@ NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": 
         ({SETTINGS: NAMED}, {"tools": TOOLS}, "T"),
         ({SETTINGS: NAMED}, {"chat_template": "tool_use"}, "T"),
         ({SETTINGS: NAMED[1:]}, {"tools": TOOLS}, "T"),
+        ({SETTINGS: {"default": "D", "tool_use": "T"}}, {"tools": TOOLS}, "T"),
         ({SETTINGS: NAMED, "chat_template.jinja": "J"}, {"tools": TOOLS}, "J"),
         ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"}, {}, "J"),
         (
@@ -557,7 +591,7 @@ def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
         path = write_folder(tmp_path / name, tie_word_embeddings=True)
         save_weights(path, tensors)
         prompt = [5, 6, 7]
-        expected = generated(path, prompt, max_new_tokens=8, eos_token_id=None)
+        expected = generate(path, prompt, max_new_tokens=8, eos_token_id=None)
         with llm_rig(tmp_path / f"rig-{name}", path) as scheduler:
             scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=8, ignore_eos=True)
             scheduler.run()

@@ -149,7 +149,7 @@ LATE = {
 }
 
 
-def parsed(
+def parse_message(
     family: str, chunks: list[str], stream: bool, **options: Any
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Return the content, the reasoning, and the name and arguments of each call."""
@@ -187,7 +187,7 @@ def split(text: str, seed: int) -> list[str]:
 def test_calls_and_content(case: str, stream: bool) -> None:
     family, text, content, calls = GOOD[case]
     for chunks in ([text], *(split(text, seed) for seed in range(12))):
-        parsed_content, _, parsed_calls = parsed(family, chunks, stream)
+        parsed_content, _, parsed_calls = parse_message(family, chunks, stream)
         assert parsed_content == content
         assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls
 
@@ -197,16 +197,16 @@ def test_calls_and_content(case: str, stream: bool) -> None:
 def test_malformed_calls_are_content(case: str, stream: bool) -> None:
     family, text = BAD[case]
     for chunks in ([text], *(split(text, seed) for seed in range(6))):
-        assert parsed(family, chunks, stream) == (text, "", [])
+        assert parse_message(family, chunks, stream) == (text, "", [])
 
 
 @pytest.mark.parametrize("case", LATE)
 def test_calls_that_are_malformed_late(case: str) -> None:
     family, text = LATE[case]
-    assert parsed(family, [text], stream=False) == (text, "", [])
-    streamed = {repr(parsed(family, split(text, seed), stream=True)) for seed in range(8)}
+    assert parse_message(family, [text], stream=False) == (text, "", [])
+    streamed = {repr(parse_message(family, split(text, seed), stream=True)) for seed in range(8)}
     assert len(streamed) == 1
-    assert len(parsed(family, [text], stream=True)[2]) == 1
+    assert len(parse_message(family, [text], stream=True)[2]) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,7 +221,7 @@ def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
         for stream in (False, True):
-            results = {repr(parsed(family, split(text, seed), stream)) for seed in range(3)}
+            results = {repr(parse_message(family, split(text, seed), stream)) for seed in range(3)}
             assert len(results) == 1, text
 
 
@@ -243,7 +243,7 @@ def test_arguments_are_sent_as_they_come() -> None:
 def test_one_call_without_parallel_tool_calls(stream: bool) -> None:
     for case in ("hermes with text", "qwen twice", "llama twice", "pythonic", "mistral"):
         family, text, _, calls = GOOD[case]
-        _, _, parsed_calls = parsed(family, split(text, 3), stream, parallel=False)
+        _, _, parsed_calls = parse_message(family, split(text, 3), stream, parallel=False)
         assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls[:1]
 
 
@@ -281,7 +281,7 @@ def test_reasoning_that_the_prompt_has_begun_and_calls() -> None:
     text = f"\nHm <tool_call>\n</think>\n\n<tool_call>{JSON}</tool_call>"
     for begin in ("", "<think>"):
         for seed in range(5):
-            content, reasoning, calls = parsed(
+            content, reasoning, calls = parse_message(
                 *("hermes", split(begin + text, seed), True),
                 reasoning=REASONING["qwen3"],
                 starts_reasoning=True,

@@ -18,7 +18,7 @@ from shmserve.workers.backends.llm.model.attention import (
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
-from tests.unit.workers.backends.llm.conftest import generated, reference
+from tests.unit.workers.backends.llm.conftest import generate, reference
 
 Folder = Callable[..., Path]
 LLAMA3 = {
@@ -65,7 +65,7 @@ def prompt(size: int, seed: int = 0) -> list[int]:
     return [random.Random(seed + index).randrange(3, 320) for index in range(size)]
 
 
-class Lone:
+class LoneModel:
     """A model with a cache that computes one sequence in chunks."""
 
     def __init__(self, path: Path, block_size: int = 4, blocks: int = 128) -> None:
@@ -74,15 +74,15 @@ class Lone:
         self.attention = make_attention(self.cache, self.model.architecture, "cpu")
         assert isinstance(self.attention, SparseAttention)
 
-    def chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
+    def run_chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
         """Return the logits of all tokens, computed in chunks."""
         logits = [
-            self.together([(tokens[begin : begin + size], begin, table)])
+            self.run_pass([(tokens[begin : begin + size], begin, table)])
             for begin in range(0, len(tokens), size)
         ]
         return torch.cat(logits)
 
-    def together(
+    def run_pass(
         self, rows: list[tuple[list[int], int, list[int]]], drafted: bool = False
     ) -> torch.Tensor:
         """Return the logits of all rows of one pass.
@@ -104,23 +104,23 @@ def test_logits_equal_those_of_transformers(
     tokens = prompt(90)
     with torch.inference_mode():
         expected = reference(path)(torch.tensor([tokens])).logits[0]
-    lone_model = Lone(path)
+    lone_model = LoneModel(path)
     shuffled = random.Random(1).sample(range(128), 128)
     all_blocks, halves = list(range(128)), [*range(10), *range(60, 128)]
     for size, table in ((90, all_blocks), (90, halves), (16, shuffled), (7, shuffled), (1, halves)):
-        chunks = lone_model.chunks(tokens, size, table)
+        chunks = lone_model.run_chunks(tokens, size, table)
         assert torch.allclose(chunks, expected, atol=1e-4), (size, (chunks - expected).abs().max())
 
 
 def test_a_wrong_block_is_seen(folder: Folder) -> None:
     """A wrong block changes the logits, so the other tests would detect it."""
-    lone_model = Lone(folder())
+    lone_model = LoneModel(folder())
     tokens = prompt(41)
-    correct_logits = lone_model.chunks(tokens[:40], 16, list(range(20)))
+    correct_logits = lone_model.run_chunks(tokens[:40], 16, list(range(20)))
     assert correct_logits.argmax(-1).unique().numel() > 20
-    logits_before = lone_model.together([(tokens[40:], 40, list(range(20)))])
+    logits_before = lone_model.run_pass([(tokens[40:], 40, list(range(20)))])
     lone_model.cache.copy([], [], [9, 3])
-    logits_after = lone_model.together([(tokens[40:], 40, list(range(20)))])
+    logits_after = lone_model.run_pass([(tokens[40:], 40, list(range(20)))])
     assert (logits_before - logits_after).abs().max() > 0.01
 
 
@@ -156,23 +156,23 @@ def test_greedy_texts_equal_those_of_transformers(
                 break
         scheduler.finish()
         for key, tokens in prompts.items():
-            assert scheduler.tokens(key) == generated(path, tokens, max_new_tokens=12)
+            assert scheduler.tokens(key) == generate(path, tokens, max_new_tokens=12)
 
 
 def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     if not transformer.can_pack():
         pytest.fail("packed linears do not work here")
-    lone_model = Lone(folder())
+    lone_model = LoneModel(folder())
     tokens = prompt(48)
     tables = [list(range(16 * index, 16 * index + 16)) for index in range(8)]
-    lone_logits = lone_model.chunks(tokens, 48, tables[0])
+    lone_logits = lone_model.run_chunks(tokens, 48, tables[0])
     for size in (16, 32):
-        assert torch.equal(lone_model.chunks(tokens, size, tables[1]), lone_logits)
+        assert torch.equal(lone_model.run_chunks(tokens, size, tables[1]), lone_logits)
     shuffled = random.Random(2).sample(range(32, 128), 96)
-    assert torch.equal(lone_model.chunks(tokens, 48, shuffled), lone_logits)
-    single = lone_model.together([([7], 48, tables[0])])
+    assert torch.equal(lone_model.run_chunks(tokens, 48, shuffled), lone_logits)
+    single = lone_model.run_pass([([7], 48, tables[0])])
     other_rows = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
-    in_company = lone_model.together([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
+    in_company = lone_model.run_pass([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
     memory_range = sum(len(row[0]) for row in other_rows)
     assert torch.equal(in_company[memory_range : memory_range + 1], single)
 
@@ -181,18 +181,18 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
 def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
     folder: Folder, size: int
 ) -> None:
-    lone_model = Lone(folder(), 16, 40)
+    lone_model = LoneModel(folder(), 16, 40)
     tokens, table = prompt(400), list(range(7, 32))
     assert torch.equal(
-        lone_model.chunks(tokens, size, table), lone_model.chunks(tokens, 400, table)
+        lone_model.run_chunks(tokens, size, table), lone_model.run_chunks(tokens, 400, table)
     )
 
 
 def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
-    lone_model = Lone(folder(), 16)
+    lone_model = LoneModel(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
-    every = lone_model.together(
+    every = lone_model.run_pass(
         [(part, 0, table) for part, table in zip(parts, tables, strict=True)]
     )
     rows = Pass(16)
@@ -208,7 +208,7 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
 
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
     """The rows of longer and shorter sequences in the same pass are bit-identical, too."""
-    lone_model = Lone(folder(), block_size=2, blocks=1024)
+    lone_model = LoneModel(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
     shuffled = random.Random(3).sample(range(1024), 1024)
     tables = [shuffled[128 * index : 128 * index + 128] for index in range(8)]
@@ -217,19 +217,19 @@ def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder)
     texts = [prompt(length, length) for length in lengths]
     lone_logits = []
     for text, table in zip(texts, tables, strict=True):
-        lone_model.chunks(text, 512, table)
+        lone_model.run_chunks(text, 512, table)
         rows = [([7 + index], len(text) + index, table) for index in range(3)]
-        lone_logits.append(torch.cat([lone_model.together([row]) for row in rows]))
+        lone_logits.append(torch.cat([lone_model.run_pass([row]) for row in rows]))
     drafted = [([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)]
-    assert torch.equal(lone_model.together(drafted, drafted=True), torch.cat(lone_logits))
+    assert torch.equal(lone_model.run_pass(drafted, drafted=True), torch.cat(lone_logits))
 
 
 def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
-    lone_model = Lone(folder())
+    lone_model = LoneModel(folder())
     tokens = prompt(38)
     table = list(range(10))
-    lone_model.chunks(tokens, 16, table)
-    expected = lone_model.together([([7], 38, table)])
+    lone_model.run_chunks(tokens, 16, table)
+    expected = lone_model.run_pass([([7], 38, table)])
     pairs = [block for memory_range in table for block in (memory_range, memory_range + 3)]
     lone_model.cache.copy(pairs, [], [])
     lone_model.cache.pool.zero_()
@@ -240,13 +240,13 @@ def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
         for block in (memory_range + 3, target)
     ]
     lone_model.cache.copy([], swapped_in, [])
-    assert torch.equal(lone_model.together([([7], 38, swapped_out)]), expected)
+    assert torch.equal(lone_model.run_pass([([7], 38, swapped_out)]), expected)
     lone_model.cache.copy([], [], [10, 60])
-    assert torch.equal(lone_model.together([([7], 38, [*swapped_out[:-1], 60])]), expected)
+    assert torch.equal(lone_model.run_pass([([7], 38, [*swapped_out[:-1], 60])]), expected)
 
 
 def test_one_step_copies_out_then_back_then_within(folder: Folder) -> None:
-    cache = Lone(folder(), block_size=1, blocks=4).cache
+    cache = LoneModel(folder(), block_size=1, blocks=4).cache
     cache.pool[:] = torch.arange(4.0).view(1, 1, 1, 4, 1)
     cache.copy([0, 5], [], [])
     cache.copy([1, 6], [5, 1], [1, 2, 3, 0])

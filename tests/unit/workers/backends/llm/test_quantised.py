@@ -22,7 +22,7 @@ AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 GROUP = 16
 
 
-def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+def pack_bits(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
     """Pack rows of unsigned values into rows of 32-bit words, the lowest bits first."""
     count = 32 // bits
     order = order or tuple(range(count))
@@ -36,20 +36,20 @@ def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torc
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def spread(scales: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
+def spread_scales(scales: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
     """Return a scale for each weight, given one for each block of `rows` x `columns` weights."""
     return scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[
         :, : shape[1]
     ]
 
 
-def drawn(rows: int, columns: int, limit: int, seed: int = 0, lowest: int = 0) -> torch.Tensor:
+def draw_ints(rows: int, columns: int, limit: int, seed: int = 0, lowest: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows + 31 * columns + seed)
     return torch.randint(lowest, limit, (rows, columns), generator=generator)
 
 
-def scales_of(rows: int, columns: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
-    return ((drawn(rows, columns, 1000, 7) + 1) / 3000).to(kind)
+def draw_scales(rows: int, columns: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((draw_ints(rows, columns, 1000, 7) + 1) / 3000).to(kind)
 
 
 def fp8(
@@ -60,9 +60,9 @@ def fp8(
 ) -> Made:
     rows, columns = weight.shape
     counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
-    scales = scales_of(*counts, kind)
+    scales = draw_scales(*counts, kind)
     values = (weight * 300).to(torch.float8_e4m3fn)
-    exact = values.float() * spread(scales.float(), weight.shape, *block)
+    exact = values.float() * spread_scales(scales.float(), weight.shape, *block)
     return {"weight": values, scale: scales}, exact
 
 
@@ -77,9 +77,9 @@ def fp8_tensor(weight: torch.Tensor) -> Made:
 def exponents(weight: torch.Tensor) -> Made:
     quantised, _ = fp8(weight, (16, 16))
     rows, columns = quantised["weight_scale_inv"].shape
-    powers = drawn(rows, columns, 130, lowest=124).byte()
+    powers = draw_ints(rows, columns, 130, lowest=124).byte()
     scales = 2.0 ** (powers.float() - 127)
-    exact = quantised["weight"].float() * spread(scales, weight.shape, 16, 16)
+    exact = quantised["weight"].float() * spread_scales(scales, weight.shape, 16, 16)
     return quantised | {"weight_scale_inv": powers}, exact
 
 
@@ -89,11 +89,11 @@ def plain_ints(
     rows, columns = weight.shape
     counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
     half_range = 1 << bits - 1
-    values = drawn(rows, columns, half_range, lowest=-half_range)
-    zeros = drawn(*counts, half_range, 3, -half_range) * (not symmetric)
-    scales = scales_of(*counts, torch.bfloat16)
-    exact = (values - spread(zeros, weight.shape, *block)).float()
-    exact = exact * spread(scales.float(), weight.shape, *block)
+    values = draw_ints(rows, columns, half_range, lowest=-half_range)
+    zeros = draw_ints(*counts, half_range, 3, -half_range) * (not symmetric)
+    scales = draw_scales(*counts, torch.bfloat16)
+    exact = (values - spread_scales(zeros, weight.shape, *block)).float()
+    exact = exact * spread_scales(scales.float(), weight.shape, *block)
     tensors = {"weight": values.to(torch.int8), "weight_scale": scales}
     return tensors | ({} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}), exact
 
@@ -103,13 +103,13 @@ def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) 
     quantised, exact = plain_ints(weight, block, symmetric, bits)
     half_range = 1 << bits - 1
     tensors = {
-        "weight_packed": packed(quantised["weight"].int() + half_range, bits),
+        "weight_packed": pack_bits(quantised["weight"].int() + half_range, bits),
         "weight_scale": quantised["weight_scale"],
         "weight_shape": torch.tensor(weight.shape),
         "weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32),
     }
     if not symmetric:
-        zeros = packed((quantised["weight_zero_point"].int() + half_range).t(), bits)
+        zeros = pack_bits((quantised["weight_zero_point"].int() + half_range).t(), bits)
         tensors["weight_zero_point"] = zeros.t().contiguous()
     return tensors, exact
 
@@ -125,7 +125,7 @@ def ordered_ints(weight: torch.Tensor) -> Made:
     return quantised | {"weight_g_idx": ordered.int()}, exact
 
 
-def without(tensors: Tensors, *names: str) -> Tensors:
+def drop_tensors(tensors: Tensors, *names: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
@@ -139,22 +139,41 @@ def gptq(
 ) -> Made:
     rows, columns = weight.shape
     group = group if group > 0 else columns
-    values, max_point = drawn(columns, rows, 1 << bits), (1 << bits) - offset
-    points = drawn(columns // group, rows, max_point, 3) if zeros else (1 << bits - 1) - offset
-    scales = scales_of(columns // group, rows, torch.float16)
+    values, max_point = draw_ints(columns, rows, 1 << bits), (1 << bits) - offset
+    points = draw_ints(columns // group, rows, max_point, 3) if zeros else (1 << bits - 1) - offset
+    scales = draw_scales(columns // group, rows, torch.float16)
     groups = torch.arange(columns) // group
     if ordered:
         groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(1))]
     points = torch.as_tensor(points).expand(columns // group, rows)
     exact = ((values - (points[groups] + offset)).float() * scales.float()[groups]).t()
     tensors = {
-        "qweight": packed(values.t(), bits).t().contiguous(),
-        "qzeros": packed(points, bits),
+        "qweight": pack_bits(values.t(), bits).t().contiguous(),
+        "qzeros": pack_bits(points, bits),
         "scales": scales,
         "g_idx": groups.int(),
         "bias": torch.zeros(rows, dtype=torch.float16),
     }
-    return tensors if zeros else without(tensors, "qzeros"), exact
+    return tensors if zeros else drop_tensors(tensors, "qzeros"), exact
+
+
+def gptq_with_carry(weight: torch.Tensor, bits: int) -> Made:
+    """Return a layer as GPTQModel stores it, which subtracts 1 from whole words of zero points.
+
+    A zero point of 0 then borrows from the next one.
+    """
+    rows, columns = weight.shape
+    values, groups = draw_ints(columns, rows, 1 << bits), torch.arange(columns) // GROUP
+    points = draw_ints(columns // GROUP, rows, 3)
+    scales = draw_scales(columns // GROUP, rows, torch.float16)
+    exact = ((values - points[groups]).float() * scales.float()[groups]).t()
+    offsets = torch.tensor(sum(1 << shift for shift in range(0, 32, bits)), dtype=torch.int32)
+    tensors = {
+        "qweight": pack_bits(values.t(), bits).t().contiguous(),
+        "qzeros": pack_bits(points, bits) - offsets,
+        "scales": scales,
+    }
+    return tensors, exact
 
 
 def awq(
@@ -165,20 +184,20 @@ def awq(
     order: tuple[int, ...] = (),
 ) -> Made:
     rows, columns = weight.shape
-    values = drawn(columns, rows, 1 << bits)
-    points = drawn(columns // group, rows, 1 << bits, 3) * zeros + (1 << bits - 1) * (not zeros)
-    scales = scales_of(columns // group, rows, torch.float16)
+    values = draw_ints(columns, rows, 1 << bits)
+    points = draw_ints(columns // group, rows, 1 << bits, 3) * zeros + (1 << bits - 1) * (not zeros)
+    scales = draw_scales(columns // group, rows, torch.float16)
     groups = torch.arange(columns) // group
     exact = ((values - points[groups]).float() * scales.float()[groups]).t()
     tensors = {
-        "qweight": packed(values, bits, order or AWQ_ORDER[bits]),
+        "qweight": pack_bits(values, bits, order or AWQ_ORDER[bits]),
         "scales": scales,
-        "qzeros": packed(points, bits, order or AWQ_ORDER[bits]),
+        "qzeros": pack_bits(points, bits, order or AWQ_ORDER[bits]),
     }
-    return tensors if zeros else without(tensors, "qzeros"), exact
+    return tensors if zeros else drop_tensors(tensors, "qzeros"), exact
 
 
-def folder_of(
+def write_quantised(
     path: Path, quantise: Callable[[torch.Tensor], Made], fields: dict[str, Any]
 ) -> Tensors:
     """Write a folder with quantised layers; return their dequantised weights."""
@@ -198,7 +217,7 @@ def folder_of(
     return exact
 
 
-def compressed(kind: str, group: int | None = None, **fields: Any) -> dict[str, Any]:
+def compression_config(kind: str, group: int | None = None, **fields: Any) -> dict[str, Any]:
     arguments = {"num_bits": 8, "group_size": group, **fields}
     return {
         "quant_method": "compressed-tensors",
@@ -213,7 +232,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": Fals
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 ROW, ALL = (1, 1 << 20), (1 << 20, 1 << 20)
-INT, PACK = compressed("int-quantized"), compressed("pack-quantized")
+INT, PACK = compression_config("int-quantized"), compression_config("pack-quantized")
 CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
     "fp8 tensor": (fp8_tensor, FP8),
     "fp8 blocks": (lambda w: fp8(w, (16, 16)), {**FP8, "weight_block_size": [16, 16]}),
@@ -221,36 +240,52 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
         lambda w: fp8(w, (24, 24), kind=torch.bfloat16),
         {**FP8, "weight_block_size": [24, 24]},
     ),
+    "fp8 partial blocks of two sizes": (
+        lambda w: fp8(w, (24, 20)),
+        {**FP8, "weight_block_size": [24, 20]},
+    ),
     "fp8 large blocks": (
         lambda w: fp8(w, (128, 128)),
         {**FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
     ),
     "fp8 exponents": (exponents, {**FP8, "weight_block_size": [16, 16]}),
-    "float channel": (lambda w: fp8(w, ROW, "weight_scale"), compressed("float-quantized")),
+    "float channel": (lambda w: fp8(w, ROW, "weight_scale"), compression_config("float-quantized")),
     "float block": (
         lambda w: fp8(w, (24, 24), "weight_scale"),
-        compressed("float-quantized", block_structure=[24, 24]),
+        compression_config("float-quantized", block_structure=[24, 24]),
     ),
     "int8 tensor": (lambda w: plain_ints(w, ALL, True), INT),
     "int8 tensor asymmetric": (lambda w: plain_ints(w, ALL, False), INT),
     "int8 channel": (lambda w: plain_ints(w, ROW, True), INT),
+    "int8 channel of a preset": (
+        lambda w: plain_ints(w, ROW, True),
+        {**INT, "config_groups": {"W8A8": ["Linear"]}},
+    ),
     "int8 channel asymmetric": (lambda w: plain_ints(w, ROW, False), INT),
-    "int8 group": (lambda w: plain_ints(w, (1, 16), False), compressed("naive-quantized", 16)),
+    "int8 group": (
+        lambda w: plain_ints(w, (1, 16), False),
+        compression_config("naive-quantized", 16),
+    ),
     "pack 4 channel": (lambda w: packed_ints(w, 4, 1 << 20, True), PACK),
     "pack 4 channel asymmetric": (lambda w: packed_ints(w, 4, 1 << 20, False), PACK),
-    "pack 4 group": (lambda w: packed_ints(w, 4, 16, True), compressed("pack-quantized", 16)),
+    "pack 4 group": (
+        lambda w: packed_ints(w, 4, 16, True),
+        compression_config("pack-quantized", 16),
+    ),
     "pack 4 group asymmetric": (
         lambda w: packed_ints(w, 4, 16, False),
-        compressed("pack-quantized", 16),
+        compression_config("pack-quantized", 16),
     ),
     "pack 8 group asymmetric": (
         lambda w: packed_ints(w, 8, 16, False),
-        compressed("pack-quantized", 16),
+        compression_config("pack-quantized", 16),
     ),
-    "pack 4 act-order": (ordered_ints, compressed("pack-quantized", 16, actorder="group")),
+    "pack 4 act-order": (ordered_ints, compression_config("pack-quantized", 16, actorder="group")),
     "gptq 4": (gptq, GPTQ),
     "gptq 8": (lambda w: gptq(w, 8), {**GPTQ, "bits": 8}),
-    "gptq no g_idx": (lambda w: (without(gptq(w)[0], "g_idx"), gptq(w)[1]), GPTQ),
+    "gptq 4 with carry": (lambda w: gptq_with_carry(w, 4), {**GPTQ, "sym": False}),
+    "gptq 8 with carry": (lambda w: gptq_with_carry(w, 8), {**GPTQ, "bits": 8, "sym": False}),
+    "gptq no g_idx": (lambda w: (drop_tensors(gptq(w)[0], "g_idx"), gptq(w)[1]), GPTQ),
     "gptq one group": (lambda w: gptq(w, group=-1), {**GPTQ, "group_size": -1}),
     "gptq v2": (lambda w: gptq(w, offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
     "gptq act-order": (lambda w: gptq(w, ordered=True), {**GPTQ, "desc_act": True, "sym": False}),
@@ -265,7 +300,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) -> None:
-    exact = folder_of(tmp_path / "m", *CASES[name])
+    exact = write_quantised(tmp_path / "m", *CASES[name])
     checkpoint = Checkpoint.open(tmp_path / "m")
     for tensor_name, weight in exact.items():
         dequantised = checkpoint.weight(tensor_name)
@@ -278,7 +313,7 @@ def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) ->
 def test_older_folders_have_a_file_of_their_own(
     tmp_path: Path, file: str, quantise: Callable[[torch.Tensor], Made]
 ) -> None:
-    exact = folder_of(tmp_path / "m", quantise, {})
+    exact = write_quantised(tmp_path / "m", quantise, {})
     edit(tmp_path / "m", file, q_group_size=GROUP, w_bit=4, version="GEMM")
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(Checkpoint.open(tmp_path / "m").weight(name), exact[name])
@@ -296,7 +331,11 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         (gptq, {"quant_method": "mxfp4"}, "quant_method: 'mxfp4' is not supported"),
         (gptq, {**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' is not supp"),
         (awq, {**AWQ, "version": "gemv"}, "version: 'gemv' is not supported, supported: gemm"),
-        (gptq, compressed("nvfp4-pack-quantized"), "format: 'nvfp4-pack-quantized' is not suppor"),
+        (
+            gptq,
+            compression_config("nvfp4-pack-quantized"),
+            "format: 'nvfp4-pack-quantized' is not suppor",
+        ),
         (gptq, {**INT, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format: 'sp"),
         (gptq, {}, "weights are missing: model.layers.0.self_attn.q_proj.weight"),
         (awq, FP8, "weights are missing: model.layers.0.self_attn.q_proj.weight"),
@@ -320,16 +359,21 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         ),
         (
             lambda w: plain_ints(w, ROW, True),
-            compressed("int-quantized", symmetric=False),
+            compression_config("int-quantized", symmetric=False),
             "q_proj.weight has no weight_zero_point",
         ),
         (
             lambda w: plain_ints(w, ROW, True),
-            compressed("int-quantized", actorder="group"),
+            compression_config("int-quantized", actorder="group"),
             "q_proj.weight has no weight_g_idx",
         ),
         (
-            lambda w: (without(gptq(w)[0], "g_idx", "qzeros"), w),
+            lambda w: (drop_tensors(packed_ints(w, 4, 16, True)[0], "weight_g_idx"), w),
+            compression_config("pack-quantized", 16, actorder="dynamic"),
+            "q_proj.weight_packed has no weight_g_idx",
+        ),
+        (
+            lambda w: (drop_tensors(gptq(w)[0], "g_idx", "qzeros"), w),
             {**GPTQ, "desc_act": True, "sym": False},
             "q_proj.qweight has no qzeros and no g_idx",
         ),
@@ -342,7 +386,7 @@ def test_unknown_quantisations_are_refused(
     fields: dict[str, Any],
     message: str,
 ) -> None:
-    folder_of(tmp_path / "m", quantise, fields)
+    write_quantised(tmp_path / "m", quantise, fields)
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(tmp_path / "m")
     assert message in caught.value.message
@@ -359,7 +403,7 @@ def test_unknown_quantisations_are_refused(
 def test_tensors_that_do_not_fit_are_refused(
     tmp_path: Path, quantise: Callable[[torch.Tensor], Made], fields: dict[str, Any]
 ) -> None:
-    folder_of(tmp_path / "m", quantise, fields)
+    write_quantised(tmp_path / "m", quantise, fields)
     checkpoint = Checkpoint.open(tmp_path / "m")
     with pytest.raises(InvalidArgument, match=r"q_proj.weight: .* tensors do not make"):
         Transformer(checkpoint)

@@ -45,7 +45,7 @@ def new_row(**fields: Any) -> sampler.SampledRow:
     return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED], len(PROMPT), (2,))
 
 
-def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
+def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
     """Return the probabilities that transformers' processors compute."""
     steps = LogitsProcessorList()
     if parameters.logit_bias:
@@ -73,7 +73,9 @@ def test_distributions_equal_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
     rows = [new_row(**settings) for settings in SETTINGS]
-    targets = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
+    targets = [
+        expected_probabilities(line, row.parameters) for line, row in zip(logits, rows, strict=True)
+    ]
     sampler.process(logits, rows)
     probabilities = sampler.distribution(logits, rows)  # all rows in one call
     for index, settings in enumerate(SETTINGS):
@@ -149,14 +151,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the calls of functions that only grammars need."""
     counted: Counter[str] = Counter()
 
-    def count(owner: Any, name: str) -> None:
+    def count_calls(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
-        def counting(*arguments: Any) -> Any:
+        def call_counted(*arguments: Any) -> Any:
             counted[name] += 1
             return original(*arguments)
 
-        monkeypatch.setattr(owner, name, counting)
+        monkeypatch.setattr(owner, name, call_counted)
 
     for owner, name in (
         (engine, "allowed_tokens"),
@@ -164,7 +166,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         (grammars.Grammars, "matcher"),
         (sampler, "_mask"),
     ):
-        count(owner, name)
+        count_calls(owner, name)
     return counted
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from shmserve.workers.backends.llm.speculation import ngram_draft
 from tests.rigs.llm_rig import llm_rig
-from tests.unit.workers.backends.llm.conftest import generated
+from tests.unit.workers.backends.llm.conftest import generate
 
 Folder = Callable[..., Path]
 
 
 def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Path) -> None:
     path = folder(eos_token_id=[])
-    engine = draft_of(path, 3)
+    engine = draft_settings(path, 3)
     with llm_rig(tmp_path / "rig", path, engine, draft=3) as scheduler:
         for key, temperature in ((1, 0.0), (2, 1.0), (3, 1.7)):
             scheduler.add(
@@ -28,10 +28,10 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
         ]
         assert set(full_counts) == {4}  # the three proposed tokens, and one more
         assert len(full_counts) == 30
-        assert scheduler.tokens(1) == generated(path, [1, 60, 7], max_new_tokens=41)
+        assert scheduler.tokens(1) == generate(path, [1, 60, 7], max_new_tokens=41)
 
 
-def draft_of(path: Path, count: int) -> dict[str, Any]:
+def draft_settings(path: Path, count: int) -> dict[str, Any]:
     """Return engine settings with a draft model."""
     return {
         "speculative_decoding": {
@@ -52,7 +52,7 @@ def test_greedy_texts_stay_as_they_are(
     folder: Folder, tmp_path: Path, method: str, disturbance: str
 ) -> None:
     path = folder()
-    engine = NGRAM if method == "ngram" else draft_of(folder(seed=9, num_hidden_layers=1), 4)
+    engine = NGRAM if method == "ngram" else draft_settings(folder(seed=9, num_hidden_layers=1), 4)
     prompts = {key: [5, 6, 7, 8, 9, key, 5, 6, 7, 8] * 2 for key in (20, 21, 22)}
     with llm_rig(tmp_path / "rig", path, engine, draft=4, chunk=64) as scheduler:
         for key, tokens in prompts.items():
@@ -66,7 +66,7 @@ def test_greedy_texts_stay_as_they_are(
                 break
         scheduler.finish()
         for key, tokens in prompts.items():
-            assert scheduler.tokens(key) == generated(path, tokens, max_new_tokens=24)
+            assert scheduler.tokens(key) == generate(path, tokens, max_new_tokens=24)
         assert any(result.draft_count for result in scheduler.results)
 
 
@@ -88,10 +88,10 @@ def test_proposals_without_chance_leave_seeded_texts_as_they_are(
 
 def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path) -> None:
     path = folder()
-    full_tokens = generated(path, [5, 77, 130], max_new_tokens=20)
+    full_tokens = generate(path, [5, 77, 130], max_new_tokens=20)
     end = full_tokens[7]
     first_count = full_tokens.index(end) + 1
-    with llm_rig(tmp_path / "rig", path, draft_of(path, 8), draft=8) as scheduler:
+    with llm_rig(tmp_path / "rig", path, draft_settings(path, 8), draft=8) as scheduler:
         scheduler.add(1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end])
         scheduler.run()
         assert scheduler.tokens(1) == full_tokens[:first_count]

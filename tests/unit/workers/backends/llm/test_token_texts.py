@@ -11,7 +11,7 @@ from shmserve.workers.backends.llm.token_texts import BadWords, Detokenizer, Tok
 from tests.support.hf_folders import tokenizer_text
 
 
-def fallback() -> Tokenizer:
+def fallback_vocabulary() -> Tokenizer:
     """Return a vocabulary like that of Llama 2: pieces with U+2581, and bytes."""
     pieces = ["▁", "▁the", "▁of", "sea", "▁a", ",", "é"]
     names = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces]
@@ -28,7 +28,7 @@ def fallback() -> Tokenizer:
     return test_tokenizer
 
 
-VOCABULARIES = {"bytes": Tokenizer.from_str(tokenizer_text()), "fallback": fallback()}
+VOCABULARIES = {"bytes": Tokenizer.from_str(tokenizer_text()), "fallback": fallback_vocabulary()}
 
 
 @pytest.fixture(params=VOCABULARIES)
@@ -42,7 +42,7 @@ def token(tokenizer: Tokenizer, piece: str) -> int:
     return -1 if token_id is None else token_id
 
 
-def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
+def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text, tokenized piece by piece so that characters are split."""
     byte_tokens = [token(tokenizer, f"<0x{byte:02X}>") for byte in text.encode()]
     return tokenizer.encode(text).ids if -1 in byte_tokens else byte_tokens
@@ -53,7 +53,7 @@ def test_a_prompt_and_what_follows_are_the_decoding_of_all(
     tokenizer: Tokenizer, skip: bool
 ) -> None:
     texts, chance = TokenTexts(tokenizer), random.Random(0)
-    full_tokens = tokens_of(tokenizer, "the 😀 of é 東京, a")
+    full_tokens = tokenize(tokenizer, "the 😀 of é 東京, a")
     plain_tokens = [token(tokenizer, piece) for piece in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
     plain_tokens = [piece for piece in plain_tokens if piece >= 0] or tokenizer.encode(
         " a  b\tthe "
@@ -70,7 +70,7 @@ def test_a_prompt_and_what_follows_are_the_decoding_of_all(
 
 def test_the_bytes_of_tokens_join_to_their_text(tokenizer: Tokenizer) -> None:
     texts, text = TokenTexts(tokenizer), "sea 😀é, 東"
-    tokens = tokens_of(tokenizer, text)
+    tokens = tokenize(tokenizer, text)
     assert b"".join(map(texts.bytes_of, tokens)) == text.encode()
     assert texts.bytes_of(1 << 20) == b""
 
@@ -84,7 +84,7 @@ def test_a_token_has_its_space() -> None:
 
 def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     texts, text = TokenTexts(tokenizer), "a😀é東,"
-    tokens = tokens_of(tokenizer, text)
+    tokens = tokenize(tokenizer, text)
     starts = [text.encode()[: sum(len(texts.bytes_of(token_id)) for token_id in tokens[:index])]
               for index in range(len(tokens))]  # fmt: skip
     expected = [len(token_id.decode(errors="ignore")) for token_id in starts]
@@ -109,7 +109,7 @@ def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: l
     texts, chance = TokenTexts(tokenizer), random.Random(0)
     bad_words = BadWords(words, texts)
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
-    likely_tokens = [*tokens_of(tokenizer, "".join(words)), *tokens_of(tokenizer, "the sea abab")]
+    likely_tokens = [*tokenize(tokenizer, "".join(words)), *tokenize(tokenizer, "the sea abab")]
     emitted: list[int] = []
     for _ in range(40):
         text = b"".join(map(texts.bytes_of, emitted))

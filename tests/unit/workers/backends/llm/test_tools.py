@@ -98,7 +98,7 @@ def random_text(
     return text if matcher.is_stopped() else ""
 
 
-def calls_of(text: str, message_format: Any) -> tuple[str, list[tuple[str, Any]]]:
+def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, Any]]]:
     parser = MessageParser(message_format, stream=True)
     parser.feed(text, ended=True)
     delta = parser.take()
@@ -115,7 +115,7 @@ def test_required_calls_always_parse_and_validate(family: str, special: tuple[st
         text = random_text(matcher.deep_copy(), test_tokenizer, draw)
         if not text:
             continue
-        content, calls = calls_of(text, tools)
+        content, calls = parse_calls(text, tools)
         assert calls and not content, text
         for name, arguments in calls:
             jsonschema_rs.validate({"weather": SCHEMA, "now": NOW}[name], arguments)
@@ -129,7 +129,7 @@ def test_one_named_call(family: str) -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
     assert not tools.parallel
-    assert calls_of(random_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
+    assert parse_calls(random_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
 
 
 EXAMPLES = {
@@ -149,7 +149,7 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
     test_tokenizer = tokenizer(*special)
     matcher, _ = grammar(family, test_tokenizer, [function("now", NOW, strict=True)])
 
-    def accepted(text: str) -> bool:
+    def is_accepted(text: str) -> bool:
         tokens = [
             *test_tokenizer.encode(text, add_special_tokens=False).ids,
             test_tokenizer.token_to_id(END),
@@ -157,11 +157,11 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
         return bool(matcher.deep_copy().try_consume_tokens(tokens) == len(tokens))
 
     call = EXAMPLES[family]
-    assert accepted("some < text { of [ any kind")
-    assert accepted(f"Look: {call.replace('NAME', 'now')}")
-    assert not accepted(f"Look: {call.replace('NAME', 'now')[:-2]}")
+    assert is_accepted("some < text { of [ any kind")
+    assert is_accepted(f"Look: {call.replace('NAME', 'now')}")
+    assert not is_accepted(f"Look: {call.replace('NAME', 'now')[:-2]}")
     if family != "pythonic":  # in the format "pythonic", any list may be content
-        assert not accepted(f"Look: {call.replace('NAME', 'other')}")
+        assert not is_accepted(f"Look: {call.replace('NAME', 'other')}")
 
 
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
@@ -176,7 +176,7 @@ def test_calls_follow_the_reasoning(special: tuple[str, ...]) -> None:
         tokens = test_tokenizer.encode(reasoning_text, add_special_tokens=False).ids
         assert matcher.try_consume_tokens(tokens) == len(tokens)
         texts = (random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
-        _, calls = calls_of(reasoning_text + next(filter(None, texts)), tools)
+        _, calls = parse_calls(reasoning_text + next(filter(None, texts)), tools)
         assert calls and {name for name, _ in calls} == {"now"}
 
 
