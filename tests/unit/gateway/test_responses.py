@@ -57,8 +57,8 @@ def test_a_text_is_a_message_of_the_user() -> None:
 )
 def test_a_process_converts_the_input_of_a_large_body(items: Any, instructions: Any) -> None:
     body = {"model": "m", "input": items, "instructions": instructions}
-    found = chat(**parse_large(body))
-    assert found.pop("messages").value() == chat(**body).pop("messages")
+    found = convert_chat(**parse_large(body))
+    assert found.pop("messages").value() == convert_chat(**body).pop("messages")
 
 
 def test_the_gateway_converts_an_input_with_references() -> None:
