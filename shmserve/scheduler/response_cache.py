@@ -229,6 +229,7 @@ class ResponseCache:
         """Return the current sizes and counts."""
         return {
             "bytes": self._entries.used_bytes,
+            "bound": self._entries.bound,
             "entries": len(self._entries),
             "evicted": self._entries.evicted_count,
             "lent_bytes": self._lent_bytes,

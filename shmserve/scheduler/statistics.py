@@ -38,8 +38,8 @@ replaced (its base), and current values:
                     empty unless they are configured
     instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
     is_ensemble     only in the report of an ensemble
-    cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty
-                    without a cache
+    cache           {"bytes", "bound", "entries", "evicted", "lent_bytes"} of the response cache;
+                    empty without a cache
     families        the model's own metrics, as model_metrics.to_lists has them
 
 `Statistics.snapshot` returns the table without the base, the base as "base", and the rows of this

@@ -17,7 +17,7 @@ from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.manager import Publication, Publications
 from shmserve.supervisor.models.orders import LoadPlan, Order
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
@@ -173,4 +173,9 @@ class LifecycleRig:
         self.answers.append(order)
 
     def changed(self) -> None:
-        pass
+        """Check that the summaries of the models that have not changed are still valid."""
+        assert self.registry.states() == {
+            (model.name, number): (str(status.state), status.reason)
+            for model in self.registry.models.values()
+            for number, status in statuses(model).items()
+        }

@@ -141,7 +141,8 @@ class ModelVersion:
 
     def uses(self, name: str) -> bool:
         """Check whether this is an ensemble with a step that runs the named model."""
-        return any(step.name == name for step in self.spec.steps)
+        ensemble = self.spec.config.ensemble_scheduling
+        return ensemble is not None and any(step.model_name == name for step in ensemble.step)
 
     def publication(self, latest: bool) -> ModelPublished:
         """Return the message that publishes this version; `latest` is whether it is the newest."""

@@ -185,6 +185,8 @@ def test_the_bound_is_the_servers(server: Server) -> None:
             infer(server, model, np.full(60_000, number, np.float32))
     used = server.metric("shmserve_cache_bytes")
     assert 0 < used <= SIZE
+    assert server.metric("nv_cache_util") == pytest.approx(used / SIZE, rel=0.001)
+    assert server.metric("nv_cache_num_entries") == server.metric("shmserve_cache_entries")
     assert server.metric("shmserve_cache_bytes", model="counting") <= SIZE // 6
 
 
