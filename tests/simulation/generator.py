@@ -126,7 +126,7 @@ class Generator(Worker):
             self._post(stepped)
             self._running = None
             self._begin()
-            self._work_off()
+            self._handle_inbox()
 
     # --- texts
 
