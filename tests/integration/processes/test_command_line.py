@@ -38,7 +38,7 @@ def test_bad_flags(repository: Path, flags: tuple[str, ...], flag_name: str) -> 
     assert completed.stdout == ""
 
 
-def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
+def test_a_missing_repository_is_refused(tmp_path: Path) -> None:
     completed = run_command("serve")
     assert completed.returncode == 2
     assert "--model-repository" in completed.stderr
@@ -231,9 +231,7 @@ model_transaction_policy { decoupled: true }
 """
 
 
-def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG")
     sample = (
