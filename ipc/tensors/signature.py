@@ -212,7 +212,7 @@ class Signature:
         )
 
     def _check_bucket(self, pad: Pad, shape: tuple[int, ...]) -> None:
-        if pad.padded(shape) is None:
+        if pad.padded_shape(shape) is None:
             buckets = ", ".join(map(shape_text, pad.buckets))
             raise InvalidArgument(
                 f"unexpected shape for input '{pad.name}' for model '{self.name}'. Its "

@@ -351,7 +351,7 @@ class ServerConnection(ServerState):
                     self._handle_messages()
                 # This resets the wakeup and must come first: a task added meanwhile runs below, and
                 # a task added later wakes the thread again.
-                channel.take(events)
+                channel.process_events(events)
                 while self._tasks:
                     self._tasks.popleft()(self._channel)
                 if channel.waker in events:

@@ -115,9 +115,9 @@ def read(reader: Reader, message: Finished) -> Result:
     if len(result) < len(packed.model.signature.outputs) and not packed.model.may_omit_outputs:
         _check_complete(packed, result)
     if lease is None or not in_shared_memory:
-        packed.end()
+        packed.release_memory()
     else:
-        lease.on_end = packed.end  # the lease ends with the last array
+        lease.on_end = packed.release_memory  # the lease ends with the last array
     return result
 
 
