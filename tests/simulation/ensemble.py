@@ -66,9 +66,9 @@ class StepLinks:
 
     def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         if endpoint in self._links:
-            back = self._hosts[endpoint].link_of(self._links[endpoint][0])
-            back.drain()
-            back.close()
+            reverse_link = self._hosts[endpoint].link_of(self._links[endpoint][0])
+            reverse_link.drain()
+            reverse_link.close()
 
 
 class EnsembleProcess(SchedulerProcess):

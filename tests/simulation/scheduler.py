@@ -87,7 +87,7 @@ class SchedulerProcess(Process):
         version: str,
         number: int,
         control: Callable[[SchedulerProcess, Any], None],
-        kept: list[Any],
+        checkpoint: list[Any],
         alive: list[int],
         hosts: dict[str, SchedulerProcess],
         host: Host,
@@ -98,7 +98,7 @@ class SchedulerProcess(Process):
         self.version = version
         self._memory = memory
         self.endpoint = f"{model.name}.{number}"
-        self.first = not kept
+        self.first = not checkpoint
         self._number = number
         settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         self.trace = SchedulerTrace(world, model, settings, self.title)
@@ -113,7 +113,7 @@ class SchedulerProcess(Process):
         self._released: list[tuple[int, int, bytearray]] = []
         self.hosts = hosts
         self.hosted = cores.Scheduler(
-            model, version, self, memory, (self._clients, self._peers(), self), kept, alive
+            model, version, self, memory, (self._clients, self._peers(), self), checkpoint, alive
         )
         host.neighbours.register(self.endpoint, self._from_neighbour)
         host.schedulers.append(self)

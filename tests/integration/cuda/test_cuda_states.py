@@ -73,9 +73,9 @@ def test_3_5_a_state_stays_on_the_device(
     server: Server, client: shmserve.client.Server, model: str
 ) -> None:
     sums = [infer_sequence(client, model, start=True)[0], infer_sequence(client, model)[0]]
-    before = server.metric("shmserve_copied_bytes_total", model=model)
+    copied_before = server.metric("shmserve_copied_bytes_total", model=model)
     sums += [infer_sequence(client, model)[0] for _ in range(3)]
-    copied = server.metric("shmserve_copied_bytes_total", model=model) - before
+    copied = server.metric("shmserve_copied_bytes_total", model=model) - copied_before
     assert sums == [1, 2, 3, 4, 5]
     assert copied < LENGTH
     infer_sequence(client, model, end=True)

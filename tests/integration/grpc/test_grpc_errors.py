@@ -52,7 +52,7 @@ def of_output(name: str = "OUTPUT0", **fields: tuple[str, object]) -> Callable[[
     return change
 
 
-def typed(field: str, values: list) -> Callable[[Any], None]:
+def set_typed_contents(field: str, values: list) -> Callable[[Any], None]:
     def change(request: Any) -> None:
         del request.raw_input_contents[:]
         for tensor in request.inputs:
@@ -61,8 +61,8 @@ def typed(field: str, values: list) -> Callable[[Any], None]:
     return change
 
 
-def typed_twice(request: Any) -> None:
-    typed("int_contents", [1] * 16)(request)
+def set_two_contents(request: Any) -> None:
+    set_typed_contents("int_contents", [1] * 16)(request)
     request.inputs[0].contents.fp32_contents.append(1.0)
 
 
@@ -150,19 +150,19 @@ CASES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "'simple'",
     ),
     "wrong contents": (
-        typed("fp32_contents", [1.0] * 16),
+        set_typed_contents("fp32_contents", [1.0] * 16),
         BAD,
         "unexpected explicit tensor data for input tensor 'INPUT0' for model 'simple' of type "
         "'FP32', expected datatype 'INT32'",
     ),
     "contents of two kinds": (
-        typed_twice,
+        set_two_contents,
         BAD,
         "unexpected explicit tensor data for input tensor 'INPUT0' for model 'simple', binary data "
         "was already supplied.",
     ),
     "short contents": (
-        typed("int_contents", [1] * 15),
+        set_typed_contents("int_contents", [1] * 15),
         BAD,
         "[request id: <id_unknown>] input byte size mismatch for input 'INPUT0' for model 'simple'."
         " Expected 64, got 60",

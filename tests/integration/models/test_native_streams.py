@@ -65,8 +65,8 @@ def server_and_repository(
 
 @pytest.fixture
 def client(server_and_repository: tuple[Server, Path]) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server_and_repository[0].run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(server_and_repository[0].run_dir) as native_client:
+        yield native_client
 
 
 def words(responses: Any) -> list[bytes]:

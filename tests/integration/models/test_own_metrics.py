@@ -147,7 +147,7 @@ def test_a_model_sees_on_the_page_what_it_has_just_done(server: Server, http: Ht
 
 def test_the_counts_of_a_dead_instance_stay(server: Server, http: Http) -> None:
     meter(http, 3)
-    before = server.metric("metering_amounts", by="metering")
+    amounts_before = server.metric("metering_amounts", by="metering")
     (worker,) = server.find("worker metering.1")
     worker.kill()
     assert wait_exited(worker, 5)
@@ -155,9 +155,9 @@ def test_the_counts_of_a_dead_instance_stay(server: Server, http: Http) -> None:
         "the instance is back",
         lambda: server.metric("shmserve_instances", model="metering", state="idle") == 2,
     )
-    assert server.metric("metering_amounts", by="metering") == before
+    assert server.metric("metering_amounts", by="metering") == amounts_before
     assert meter(http, 1) + meter(http, 1) > 0
-    assert server.metric("metering_amounts", by="metering") == before + 2
+    assert server.metric("metering_amounts", by="metering") == amounts_before + 2
 
 
 def test_metrics_are_removed_with_their_model(empty_server: tuple[Server, Path]) -> None:

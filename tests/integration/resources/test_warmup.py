@@ -57,7 +57,7 @@ def add(
     name: str,
     warmup: str,
     inputs: str = _FP32,
-    more: str = "",
+    settings: str = "",
     max_batch_size: int = 4,
     **files: bytes,
 ) -> None:
@@ -74,7 +74,7 @@ def add(
     (folder / "config.pbtxt").write_text(
         f'name: "{name}" backend: "python" max_batch_size: {max_batch_size}\n'
         f"input [ {inputs} ] output [ {output} ] instance_group [ {{ kind: KIND_CPU }} ]\n"
-        f"{more}\n{warmup}\n"
+        f"{settings}\n{warmup}\n"
     )
 
 
@@ -123,25 +123,25 @@ def server(models: Path, start: Start) -> Server:
         models,
         "controlled",
         (_SAMPLE % (1, 1, "zero_data: true")).rstrip("} ") + " } } " + _CONTROL,
-        more=_CONTROLLED,
+        settings=_CONTROLLED,
     )
-    add(models, "many", _SAMPLE % (2, 1, "zero_data: true"), more=_DECOUPLED)
+    add(models, "many", _SAMPLE % (2, 1, "zero_data: true"), settings=_DECOUPLED)
     return start(models)
 
 
-def warmup_requests(server: Server, model: str, **more: Any) -> list[Any]:
+def warmup_requests(server: Server, model: str, **fields: Any) -> list[Any]:
     """Return the requests that a model received before the first client's request."""
-    inputs = more.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
+    inputs = fields.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
     request = {
         "inputs": [
             {"name": name, "datatype": kind, "shape": shape, "data": data}
             for name, (kind, shape, data) in inputs.items()
         ],
-        **more,
+        **fields,
     }
-    way = "generate" if model == "many" else "infer"
+    route = "generate" if model == "many" else "infer"
     with server.http() as http:
-        if way == "generate":
+        if route == "generate":
             reply = http.post(f"/v2/models/{model}/generate", {"X": [7.0]}).ok().json()
             return list(json.loads(reply["SEEN"]))
         reply = http.infer(model, request).ok().json()
@@ -206,12 +206,12 @@ def test_decoupled_models_are_warmed_up_too(server: Server) -> None:
 def test_nothing_of_it_is_counted(server: Server) -> None:
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        before = stats["execution_count"]
+        count_before = stats["execution_count"]
     warmup_requests(server, "skipped")
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
         (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
-    assert stats["execution_count"] - before == 1
+    assert stats["execution_count"] - count_before == 1
     assert statistics["execution_count"] <= 1
 
 
