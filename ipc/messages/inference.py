@@ -6,8 +6,7 @@ import re
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
-from shmserve.ipc.transport.frames import message
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import message, record
 
 # The code of a reply by which a model reschedules a request (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"

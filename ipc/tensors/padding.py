@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 
 # The limit of a padded input in a batch. Two small requests that are long in different dimensions
 # could otherwise form a huge batch.

@@ -32,7 +32,7 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.ipc.messages.unions import SupervisorToBatching
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core

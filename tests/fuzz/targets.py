@@ -60,7 +60,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames, zmtp
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.hosting.local_clients import LocalClientRules
 from tests.fuzz.grpc_calls import grpc
 from tests.fuzz.http2.target import http2

@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.requests.request import NEVER

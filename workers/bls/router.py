@@ -55,7 +55,7 @@ from shmserve.ipc.tensors.inference import ResponseSchema, unpack_ranges
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import LinkTable
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.bls.request import (
     CallRequest,
     Outcome,

@@ -21,7 +21,7 @@ from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Una
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded, Response
 from shmserve.ipc.tensors.inference import RequestSchema, byte_size_of
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 
 class ClientStream(ClientRequest):

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,

@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_trace
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
 from shmserve.scheduler.requests.request import ControlLink
 

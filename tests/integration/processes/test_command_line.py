@@ -424,8 +424,8 @@ def test_client_without_a_server(
             [],
             f"shmserve client {verb[0]}: no server of this user is running: there is no run "
             "directory "
-            f"{tmp_path}/shmserve; start one by `shmserve serve`, or choose another by its run "
-            "directory or URL\n",
+            f"{tmp_path}/shmserve; start one by `shmserve serve`, or choose another by "
+            "--run-dir, --url, SHMSERVE_RUN_DIR or connect(DIR)\n",
         )
 
 

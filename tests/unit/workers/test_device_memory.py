@@ -27,7 +27,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inference,
 )
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
