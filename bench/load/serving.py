@@ -118,10 +118,10 @@ class Serving:
 
     def run(self) -> float:
         """Run until all generations have ended, and return the seconds that this took."""
-        began = self.clock
+        start_s = self.clock
         while self.step():
             pass
-        return self.clock - began
+        return self.clock - start_s
 
 
 def _scale_to_cpu_time(stepped: Stepped, share: float) -> Stepped:
