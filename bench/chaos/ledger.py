@@ -192,32 +192,34 @@ class Ledger:
         A response counts if its request was sent after `since`: the time of the fault, or the time
         at which its cause was removed.
         """
-        last = ""
+        last_late_client = ""
 
         def all_served() -> bool:
-            nonlocal last
-            late = [client for client, started_at in self._served.items() if started_at < since]
-            last = late[0] if late else last
-            return self.failed or not late
+            nonlocal last_late_client
+            late_clients = [
+                client for client, started_at in self._served.items() if started_at < since
+            ]
+            last_late_client = late_clients[0] if late_clients else last_late_client
+            return self.failed or not late_clients
 
         with self._changed:
             served = self._changed.wait_for(all_served, within_s)
         while served and not self.failed and not ready():
-            served, last = time.monotonic() < since + within_s, "readiness"
+            served, last_late_client = time.monotonic() < since + within_s, "readiness"
             time.sleep(_STEP_S)
         recovery_s = time.monotonic() - since
         fault.until = time.monotonic() + _GRACE_S
-        self.note(line := f"served after {recovery_s:.3f} s, {last} last: {fault.name}")
+        self.note(line := f"served after {recovery_s:.3f} s, {last_late_client} last: {fault.name}")
         if recovery_s > _SLOW_S:
             self.slow.append(f"{fault.since - self.started_at:9.3f}  {line}")
         if not served:
-            self.fail(f"not served within {within_s:g} s after {fault.name}: {last}")
+            self.fail(f"not served within {within_s:g} s after {fault.name}: {last_late_client}")
         elif not self.failed:
             self.recoveries.setdefault(_kind(fault.name), []).append(recovery_s)
 
 
 def _kind(fault_name: str) -> str:
     """Return the kind of a fault: the first two words of its name, or the kind of a zygote."""
-    first, *words = fault_name.split()
+    first_word, *words = fault_name.split()
     kind = words[-1:] if words[-1:] == ["zygote"] and words[0] != "spare" else words[:1]
-    return " ".join([first, *kind])
+    return " ".join([first_word, *kind])

@@ -153,11 +153,11 @@ def open_sums(open_client: OpenClient, model: str = "simple") -> OpenLoad:
     def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
         def send() -> None:
             rows = rng.randint(1, 4)
-            first = _numbers(rng, np.int32, rows, 16)
-            second = _numbers(rng, np.int32, rows, 16)
-            outputs = infer(model, {"INPUT0": first, "INPUT1": second})
-            expect(outputs["OUTPUT0"], first + second)
-            expect(outputs["OUTPUT1"], first - second)
+            first_input = _numbers(rng, np.int32, rows, 16)
+            second_input = _numbers(rng, np.int32, rows, 16)
+            outputs = infer(model, {"INPUT0": first_input, "INPUT1": second_input})
+            expect(outputs["OUTPUT0"], first_input + second_input)
+            expect(outputs["OUTPUT1"], first_input - second_input)
 
         with open_client(server) as infer:
             yield send
