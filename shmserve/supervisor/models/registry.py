@@ -452,7 +452,7 @@ class ReadinessCheck:
             self._send(pid, CheckReady(check.number))
         return check.outcome
 
-    def checked(self, pid: int, message: ReadyChecked) -> None:
+    def handle_response(self, pid: int, message: ReadyChecked) -> None:
         """Handle the response of a worker."""
         check = self._in_flight.get(pid)
         if check is not None and check.number == message.id:
