@@ -544,7 +544,7 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.parametrize(
     "number", ROWS, ids=[f"row {number}: {row.__name__}" for number, row in ROWS.items()]
 )
-def test_row(server: Server, folder: Path, number: int) -> None:
+def test_recovery_from_a_region_fault(server: Server, folder: Path, number: int) -> None:
     with server.http() as http, request_pool(server) as pool:
         try:
             ROWS[number](Stage(server, http, pool, folder / "socket", folder / "models"))

@@ -158,7 +158,7 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
     assert [add(client, 80, 1, start=True), add(client, 80, 1, end=True)] == [1, 2]
 
 
-def test_a_client_opens_very_many_and_ends_none(
+def test_a_client_opens_many_sequences_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
@@ -188,7 +188,7 @@ def test_a_client_opens_very_many_and_ends_none(
     assert not called_models.wrong and not called_models.lost
 
 
-def test_a_stream_opens_very_many_and_ends_none(
+def test_a_stream_opens_many_sequences_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""

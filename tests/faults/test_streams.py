@@ -71,7 +71,7 @@ def test_a_disconnecting_client_does_not_affect_another_stream(repeating_server:
         assert count_responses(results) == 199
 
 
-def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(
+def test_a_client_that_does_not_read_blocks_only_its_own_stream(
     repeating_server: Server,
 ) -> None:
     gate = threading.Event()

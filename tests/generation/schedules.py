@@ -202,7 +202,7 @@ class Schedule:
                 key = draw.choice(list(submitted))
                 cancelled.add(key)
                 rig.engine.cancel(rig.generations[key])
-            rig.turn()
+            rig.run_turn()
         rig.drain()
         for key, request in submitted.items():
             self._compare(key, request, key in cancelled)

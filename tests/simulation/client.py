@@ -49,11 +49,11 @@ class ClientRequest(InflightRequest):
             workers = MAX_STARTS if self.request.model.generative else 1
             if self.responses - self.read > FIRST_CREDIT * workers + 1:
                 self.request.fail(f"{self.responses} responses came, and {self.read} were read")
-            self.client.world_ledger.responded(self.request, message)
+            self.client.world_ledger.record_response(self.request, message)
             self.client.read_soon(self, message)
 
     def free(self) -> None:
-        self.client.world_ledger.freed(self.request)
+        self.client.world_ledger.record_freed(self.request)
         if self.memory_range is not None:
             self.client.arena.free(self.memory_range.offset)
 
@@ -149,9 +149,9 @@ class Client(Process):
                 case publications.ModelWithdrawn():
                     self.endpoints.pop(message.name, None)
                 case publications.SchedulerLost():
-                    self._lost(message.endpoint, message.successor)
+                    self._handle_loss(message.endpoint, message.successor)
 
-    def _lost(self, endpoint: str, successor: str) -> None:
+    def _handle_loss(self, endpoint: str, successor: str) -> None:
         """Handle the loss of a scheduler, like `GatewaySchedulers.fail_over`."""
         if endpoint in self._links.links and endpoint not in self.schedulers.successors:
             self.schedulers.successors.add(endpoint, successor)

@@ -99,9 +99,9 @@ class Generator(Worker):
         if self._running is None and self._batches:
             step = self._running = self._batches.popleft()
             least, max_us = self.model.compute_us
-            self.world.after(self.world.between(least * US, max_us * US), self._stepped, step)
+            self.world.after(self.world.between(least * US, max_us * US), self._finish_step, step)
 
-    def _stepped(self, step: g.Step) -> None:
+    def _finish_step(self, step: g.Step) -> None:
         if not self.alive or self._running is not step or self._up is None:
             return
         stepped = self._engine.step(step)
@@ -126,7 +126,7 @@ class Generator(Worker):
             self._post(stepped)
             self._running = None
             self._begin()
-            self._work_off()
+            self._handle_inbox()
 
     # --- texts
 
@@ -245,9 +245,9 @@ class Generator(Worker):
     def _hold(self, answer: Answer) -> None:
         if not answer.waits_since_ns:
             answer.waits_since_ns = self.world.now_ns
-            self.world.after(MAX_WAIT_NS, self._overdue, answer, answer.waits_since_ns)
+            self.world.after(MAX_WAIT_NS, self._check_overdue, answer, answer.waits_since_ns)
 
-    def _overdue(self, answer: Answer, since_ns: int) -> None:
+    def _check_overdue(self, answer: Answer, since_ns: int) -> None:
         is_current = self._streams.get(answer.work.key) is answer
         if self.alive and is_current and answer.waits_since_ns == since_ns:
             self._end(answer, "UNAVAILABLE")

@@ -132,7 +132,7 @@ class Model:
         """Return whether the conditional step runs for a request with this input."""
         return bool(content.rstrip(b"_")[-1] % 2)
 
-    def lacks(self, content: bytes) -> set[int]:
+    def skipped_steps(self, content: bytes) -> set[int]:
         """Return the steps that do not run for this input: the conditional step and its
         dependents.
         """

@@ -62,7 +62,7 @@ class Request:
         have run.
         """
         model = self.model
-        lacking = model.lacks(self.content)
+        lacking = model.skipped_steps(self.content)
         if bool(outputs) == (len(model.steps) - 1 in lacking):
             self.fail(f"has the outputs {outputs}, and no steps {lacking}")
         for number in lacking if outputs else ():
@@ -136,7 +136,7 @@ class Ledger:
         """Record a request that is about to be submitted."""
         self.requests[request.uid] = request
 
-    def responded(self, request: Request, message: Any) -> None:
+    def record_response(self, request: Request, message: Any) -> None:
         """Record a message to the client; raise Violation if the request has ended before."""
         if request.ending is not None:
             request.fail(f"told {message} after it had ended with {request.ending}")
@@ -150,7 +150,7 @@ class Ledger:
             kind = message.code
             if request.model.steps and kind == InvalidArgument.code:
                 request.fail(f"told {message}, and its tensors are in order")
-            self._may_fail(request, message, kind)
+            self._check_failure(request, message, kind)
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
             # The state of a sequence ends with its scheduler, so its later requests are rejected.
@@ -160,7 +160,7 @@ class Ledger:
         self.endings[kind] += 1
 
     @staticmethod
-    def _may_fail(request: Request, message: Any, kind: str) -> None:
+    def _check_failure(request: Request, message: Any, kind: str) -> None:
         """Check that there is a reason for a generation to fail."""
         if not request.model.generative:
             return
@@ -169,7 +169,7 @@ class Ledger:
         if "no response" in message.message and not request.unread:
             request.fail(f"told {message}, and its client takes them")
 
-    def freed(self, request: Request) -> None:
+    def record_freed(self, request: Request) -> None:
         """Record that the client may reuse the memory of a request."""
         if request.freed:
             request.fail("its memory was given back twice")
@@ -261,7 +261,7 @@ class SchedulerTrace:
         elif isinstance(message, m.Cancel) and key in self.entries:
             self.entries[key].cancelled = True
 
-    def handled(self, peer: bytes, message: Any) -> None:
+    def record_handled(self, peer: bytes, message: Any) -> None:
         """Record that a message was handled: an admitted request is queued."""
         entry = self.entries.get((peer, getattr(message, "id", 0)))
         if self.model.steps:
@@ -278,7 +278,7 @@ class SchedulerTrace:
                     self.counted["failed"] += 1
                 self._forget(entry)
 
-    def lost(self, peer: bytes) -> None:
+    def record_lost_worker(self, peer: bytes) -> None:
         """Record that a worker has exited, with its requests."""
         is_running = True  # only the first batch was running; the others were queued at the worker
         for key in [key for key in self.batches if key[0] == peer]:
@@ -292,7 +292,7 @@ class SchedulerTrace:
             if entry.at == peer:
                 entry.at = b""
 
-    def returned(self, peer: bytes, message: m.BatchFinished) -> None:
+    def record_returned(self, peer: bytes, message: m.BatchFinished) -> None:
         execute = self.batches.pop((peer, message.batch), None)
         if execute is None:
             return
@@ -305,7 +305,7 @@ class SchedulerTrace:
 
     # --- sent messages ----------------------------------------------------------------------------
 
-    def executes(self, peer: bytes, message: m.Execute) -> None:
+    def record_execute(self, peer: bytes, message: m.Execute) -> None:
         self.batches[peer, message.batch] = message
         if peer in self.retiring and not self.model.sequences:
             self._fail(f"a batch begins at {peer!r}, which is to retire")
@@ -327,7 +327,7 @@ class SchedulerTrace:
             entry.at = peer
             begun_entries.append(entry)
         if self.settings.padding is not None:
-            self._pads([entry.submit for entry in begun_entries])
+            self._check_padding([entry.submit for entry in begun_entries])
         elif len(shapes) > 1:
             self._fail(f"a batch begins with the shapes {shapes}")
         if units > max(1, self.model.batches):
@@ -348,12 +348,12 @@ class SchedulerTrace:
         entry.begun += 1
         entry.at = peer
 
-    def stepped(self, peer: bytes, message: generation.Stepped) -> None:
+    def record_step(self, peer: bytes, message: generation.Stepped) -> None:
         """Record the result of a step."""
         if self.steps.pop(peer, 0) == message.step:
             self.counted["executions"] += 1
 
-    def _pads(self, batch: list[m.Submit]) -> None:
+    def _check_padding(self, batch: list[m.Submit]) -> None:
         """Check a batch whose requests are padded to the same length."""
         assert self.settings.padding is not None
         pad = self.settings.padding.pads["IN"]
@@ -392,10 +392,10 @@ class SchedulerTrace:
         if entry.begun:
             return  # it was retried before all others, because its worker died
         if not self.model.sequences:
-            self._in_turn(entry)
+            self._check_order(entry)
         self.waiting[entry.level].pop(entry, None)
 
-    def _in_turn(self, entry: Entry) -> None:
+    def _check_order(self, entry: Entry) -> None:
         uid = entry.submit.request_id
         for level in sorted(self.waiting):
             line = self.waiting[level]
@@ -426,7 +426,7 @@ class SchedulerTrace:
         if isinstance(message, m.Responded) and not message.final:
             return
         if isinstance(message, m.Finished | m.Responded):
-            self._succeeds(entry, message)
+            self._check_success(entry, message)
         elif isinstance(message, m.Failed):
             self.counted["failed"] += message.code != "INVALID_ARG"
         if isinstance(message, m.Failed) and message.early:
@@ -444,7 +444,7 @@ class SchedulerTrace:
                     self._fail(f"request {uid} ends with {message} while a worker has it")
             self._forget(entry)
 
-    def _succeeds(self, entry: Entry, message: Any) -> None:
+    def _check_success(self, entry: Entry, message: Any) -> None:
         if getattr(message, "code", ""):
             return
         self.counted["succeeded"] += 1
@@ -470,7 +470,7 @@ class SchedulerTrace:
         """Return the number of workers that have a batch."""
         return len({peer for peer, _ in self.batches})
 
-    def stopped(self) -> None:
+    def check_before_stop(self) -> None:
         """Check the state before the scheduler handles `Stop`.
 
         No request may be left, except later requests of open sequences and requests that are
@@ -481,7 +481,7 @@ class SchedulerTrace:
         for entry in self.entries.values():
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
-    def turn_over(self) -> None:
+    def check_turn_end(self) -> None:
         """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
             max_queued = self.settings.policies.policy(level).max_queue_size

@@ -311,7 +311,7 @@ class Simulation:
                     f"{scheduler} of {len(version.indices)} instances has, when all is quiet, "
                     f"{scheduler.hosted.instances}"
                 )
-            if unreleased := scheduler.unreleased():
+            if unreleased := scheduler.unreleased_offsets():
                 raise Violation(f"{scheduler} has not passed on the releases of {unreleased}")
             for worker in version.workers.values():
                 if worker.slots:

@@ -84,7 +84,7 @@ def test_four_times_the_load_is_within_the_target_two_seconds_later(base: int, s
     assert result.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2
 
 
-def test_an_idle_model_has_the_fewest_again() -> None:
+def test_an_idle_model_returns_to_the_minimum() -> None:
     result = run(steps((20, 64), (80, 0)), seconds=100)
     assert result.count_at(20) >= 4
     assert result.count_at(99) == 1

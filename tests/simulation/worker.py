@@ -96,9 +96,9 @@ class Worker(Process):
     def take(self, messages: list[Any]) -> None:
         """Handle messages of the supervisor or the scheduler."""
         self._inbox.extend(messages)
-        self._work_off()
+        self._handle_inbox()
 
-    def _work_off(self) -> None:
+    def _handle_inbox(self) -> None:
         while self._inbox and self._running is None and self.alive:
             message = self._inbox.popleft()
             if isinstance(message, SchedulerProcess):
@@ -119,7 +119,7 @@ class Worker(Process):
 
         Work of the predecessor is discarded, except its releases in transit.
         """
-        for message in self._sent_last():
+        for message in self._take_last_messages():
             if isinstance(message, m.ReleaseOutputs | m.ReaderExited):
                 self._handle(message)
         self._batches.clear()
@@ -136,13 +136,13 @@ class Worker(Process):
         for pid in self._dead:
             self._drop(pid)
 
-    def _sent_last(self) -> list[Any]:
+    def _take_last_messages(self) -> list[Any]:
         """Return the messages that the scheduler has sent and that were not handled yet."""
         if self._host is None:
             return []
         words = [word for word in self._inbox if isinstance(word, tuple)]
         arrived = [word for host, word in words if host is self._host]
-        return arrived + self._host.sent_to(self)
+        return arrived + self._host.take_sent_to(self)
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -244,7 +244,7 @@ class Worker(Process):
                     self._release(self._lent[offset], [offset])
         self._running = None
         self._begin()
-        self._work_off()
+        self._handle_inbox()
 
     def _reply(self, work: m.Work, batch: m.Execute, reserved: list[int]) -> m.Reply:
         state = self._advance(work, batch) if self.model.sequences else b""

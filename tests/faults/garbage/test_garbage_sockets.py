@@ -177,7 +177,7 @@ def test_other_kinds_of_sockets(server: Server, kind: int) -> None:
         assert stage.load.troubles() == []
 
 
-def test_the_identity_of_another(server: Server) -> None:
+def test_a_stolen_identity(server: Server) -> None:
     """A peer with the identity of a connected process is rejected, and that process stays
     connected.
     """

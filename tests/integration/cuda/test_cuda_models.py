@@ -205,7 +205,7 @@ def test_a_batch_is_gathered_from_everywhere(
         assert (results[3]["y"] == batch(2, 4) * 2).all()
 
 
-def test_rows_side_by_side_are_a_batch_as_they_are(
+def test_adjacent_rows_are_a_batch_without_a_copy(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """The inputs are not gathered. Only the outputs are copied, on the device, to their ranges."""
@@ -246,7 +246,7 @@ def test_the_response_follows_the_end_of_the_devices_work(
             assert (region["y"].numpy() == batch(1, turn) * 2).all()
 
 
-def test_a_python_model_that_calls_another(client: shmserve.client.Server) -> None:
+def test_a_python_model_that_calls_another_model(client: shmserve.client.Server) -> None:
     """Its tensors stay on the device; those of its call travel in host memory."""
     with client.allocate(forms(2), device="cuda:0") as region:
         region["x"].fill(batch(2))
@@ -289,7 +289,7 @@ def test_a_model_on_the_cpu(server: Server) -> None:
         shm.destroy_shared_memory_region(strings)
 
 
-def test_instances_are_put_on_the_devices_there_are(server: Server) -> None:
+def test_instances_are_placed_on_existing_devices(server: Server) -> None:
     """The default is Triton's: one instance on each device."""
     with server.http() as http:
         groups = http.get("/v2/models/anywhere/config").ok().json()["instance_group"]

@@ -143,7 +143,7 @@ def test_without_torch_in_the_program(client: shmserve.client.Server) -> None:
         assert (part["y"] == x[:2] * 2).all()
 
 
-def test_devices_that_are_not_there(client: shmserve.client.Server) -> None:
+def test_missing_devices(client: shmserve.client.Server) -> None:
     with pytest.raises(shmserve.client.InvalidArgument, match="sees no device"):
         client.allocate(forms(), device=f"cuda:{torch.cuda.device_count()}")
     with pytest.raises(shmserve.client.Unavailable, match="cannot be allocated"):

@@ -40,7 +40,7 @@ def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, An
 
 
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
-def test_two_steps_one_after_the_other(server: Server, size: int) -> None:
+def test_two_sequential_steps(server: Server, size: int) -> None:
     """Section 3.7: small tensors are in messages; large ones are read where they were written."""
     values = np.arange(2 * size, dtype=np.float32).reshape(2, size)
     assert (infer(server, "two", IN=values).as_numpy("OUT") == (values + 1) * 2).all()

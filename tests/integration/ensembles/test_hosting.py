@@ -103,7 +103,7 @@ def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: P
         assert asking_clients.wrong == []
 
 
-def test_each_model_is_in_a_process_of_its_own_where_that_is_asked_for(repository: Path) -> None:
+def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
     with running(repository, "--ensemble-scheduling=separate") as server:
         ensembles = [f"ensemble {name}" for name in ("first", "second", "third")]
         assert schedulers(server) == [

@@ -125,7 +125,7 @@ def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     )
 
 
-def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
+def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(
     tmp_path: Path,
 ) -> None:
     """The next steps and the calls begin after the drain has begun, including those of nested

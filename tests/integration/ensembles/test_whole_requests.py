@@ -219,7 +219,7 @@ def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iter
 
 
 @pytest.mark.parametrize(("model", "max_requests"), [("limited", 2), ("unlimited", 3)])
-def test_only_so_many_requests_of_a_step_at_a_time(
+def test_the_requests_in_flight_of_a_step_are_limited(
     server: Server, model: str, max_requests: int
 ) -> None:
     """Section 3.7, max_inflight_requests: limits the concurrent requests of a step for all

@@ -389,7 +389,7 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CONSTRAINED)
-def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: str) -> None:
+def test_each_name_of_a_constraint_applies(client: openai.OpenAI, case: str) -> None:
     request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
     text = client.completions.create(prompt="a", **request).choices[0].text
@@ -450,7 +450,7 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_a_beam_search_finds_what_transformers_finds(
+def test_a_beam_search_equals_that_of_transformers(
     client: openai.OpenAI, beams: Beams, prompt: str
 ) -> None:
     completion = client.completions.create(
@@ -472,7 +472,7 @@ def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model:
     assert generative.metric("shmserve_llm_speculative_drafted", model=model)
 
 
-def test_metrics_tell_what_was_generated(generative: Server) -> None:
+def test_metrics_count_generated_tokens(generative: Server) -> None:
     name = "shmserve_llm_"
     generated_before = generative.metric(f"{name}tokens_generated", model="tiny")
     tokens = token_ids(generative, "tiny", PROMPTS[0], ignore_eos=True)
@@ -542,7 +542,7 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
         ("/v2/models/tiny/generate", {"input_ids": "%"}),
     ],
 )
-def test_large_bodies_have_the_errors_of_small_ones(
+def test_large_and_small_bodies_have_the_same_errors(
     generative: Server, path: str, body: dict[str, Any]
 ) -> None:
     model_body = {"model": "tiny", "truncate_prompt_tokens": 5, **body}

@@ -361,7 +361,7 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     assert is_aborted(server, generated_before, 16 * 480)
 
 
-def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
+def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server) -> None:
     """As in vLLM, the lowest number is first.
 
     Metrics are reported twice a second, so the requests must wait for longer than that.

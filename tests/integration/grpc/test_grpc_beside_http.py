@@ -100,7 +100,7 @@ def refused(action: Callable[[], object]) -> tuple[str, str]:
 # --- the same answers as over HTTP
 
 
-def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
+def test_repeated_inference(client: triton.InferenceServerClient) -> None:
     for number in range(4):
         a = np.arange(16, dtype=np.int32).reshape(1, 16) * number
         tensors = []

@@ -372,7 +372,7 @@ def test_another_refused_call(call: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["n" * 6000, "n" * 9000, "n" * 20000, "\u2603" * 5000])
-def test_a_long_text_is_cut_to_what_clients_take(call: Any, name: str) -> None:
+def test_a_long_error_text_is_truncated_to_the_clients_limit(call: Any, name: str) -> None:
     """They refuse some statuses of more than 8 KB, and all of more than 16."""
     request = simple_request()
     request.outputs.add(name=name)
@@ -396,7 +396,7 @@ def test_bytes_that_are_no_request(server: Server) -> None:
     assert "Traceback" not in server.log()
 
 
-def test_the_plan_of_a_request_is_for_its_sizes_only(call: Any) -> None:
+def test_a_request_plan_applies_only_to_its_sizes(call: Any) -> None:
     request = simple_request()
     for _ in range(3):
         call.ModelInfer(request)

@@ -327,7 +327,7 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_drain_answers_what_was_asked(models: Path) -> None:
+def test_a_drain_answers_pending_calls(models: Path) -> None:
     """Calls and streams in flight finish. A new call on the same channel cannot connect."""
     with (
         running(models, grpc=True) as server,
@@ -439,7 +439,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
+def test_a_drain_waits_for_a_slow_reader(models: Path, method: str) -> None:
     """The answer was given, and most of it is still to be sent."""
     request = request_of("gated", np.zeros((1, 40_000), np.int32), "INT32")
     del request.raw_input_contents[:]
@@ -486,7 +486,7 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
         assert server.wait_exit(10) == 0
 
 
-def test_the_process(tls_server: Server) -> None:
+def test_the_gateway_process(tls_server: Server) -> None:
     (gateway,) = tls_server.find("gateway grpc")
     assert title(gateway) == "gateway grpc"
     (port,) = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}

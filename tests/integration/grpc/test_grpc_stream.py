@@ -54,7 +54,7 @@ def test_one_response_a_request_in_order(server: Server) -> None:
             )
 
 
-def test_a_fast_request_waits_for_the_slow_one_before_it(server: Server) -> None:
+def test_a_fast_request_waits_for_the_slow_request_before_it(server: Server) -> None:
     with stub(server) as call:
         stream = call.ModelStreamInfer(iter([gated_request(1), simple_request("fast")]), timeout=30)
         server.gate.next().release()

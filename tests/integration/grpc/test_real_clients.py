@@ -182,14 +182,14 @@ def node_client() -> list[str]:
     return clients.find_node()
 
 
-def test_gos(go_client: Path, any_endpoint: Endpoint) -> None:
+def test_the_go_client(go_client: Path, any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (f"-root={any_endpoint.root}",)
     assert clients.run([str(go_client), f"-target={any_endpoint.target}", *root]) == RIGHT
     any_endpoint.server.gate.next().release()
     assert any_endpoint.server.gate.is_idle()
 
 
-def test_nodes(node_client: list[str], any_endpoint: Endpoint) -> None:
+def test_the_node_client(node_client: list[str], any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (str(any_endpoint.root),)
     assert clients.run_node([*node_client, any_endpoint.target, *root]) == RIGHT
     any_endpoint.server.gate.next().release()

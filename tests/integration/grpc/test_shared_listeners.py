@@ -69,7 +69,7 @@ def gateways(server: Server) -> list[str]:
     return sorted(title for title in server.titles().elements() if title.startswith(TITLES[0]))
 
 
-def test_the_processes(server: Server) -> None:
+def test_the_gateway_processes(server: Server) -> None:
     assert gateways(server) == TITLES
     for gateway in server.find(TITLES[0]):
         ports = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}
@@ -196,7 +196,7 @@ def test_the_servers_user_needs_no_token(server: Server, folder: Path) -> None:
 
 
 @needs_users
-def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
+def test_a_client_is_identified_by_its_uid(server: Server, folder: Path) -> None:
     """R18: its regions are its own, and their objects must be."""
     path, options = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
     status = pb.SystemSharedMemoryStatusRequest()

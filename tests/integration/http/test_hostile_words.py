@@ -147,7 +147,7 @@ def test_in_paths(http: Http) -> None:
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
-def test_in_what_is_asked_of_the_control_plane(http: Http, word: str) -> None:
+def test_in_requests_to_the_control_plane(http: Http, word: str) -> None:
     encoded = base64.b64encode(b"x").decode()
     path = "/v2/repository/models/simple/load"
     region = "/v2/systemsharedmemory/region/r/register"
@@ -166,7 +166,7 @@ def test_in_what_is_asked_of_the_control_plane(http: Http, word: str) -> None:
     http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
 
-def test_in_headers_and_requests_that_are_none(server: Server) -> None:
+def test_in_headers_and_malformed_requests(server: Server) -> None:
     start = b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     for text in (
         b"\x1b[31m" + FORGED.encode() + b"\r\n\r\n",

@@ -128,7 +128,7 @@ def test_restricted_apis_are_tritons(http: Http) -> None:
     assert http.get("/v2/models/identity", bearer(TOKEN)).status == 200
 
 
-def test_metrics_have_a_scope_of_their_own(guarded_server: Server) -> None:
+def test_metrics_have_their_own_scope(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as scraper:
         assert scraper.get("/metrics").status == 401
         assert scraper.get("/metrics", bearer(PROGRAM)).status == 403

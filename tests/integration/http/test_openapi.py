@@ -90,7 +90,7 @@ def test_a_real_answer_is_as_described(server: Server, path: str, body: Any) -> 
     case.validate_response(response, checks=CHECKS)
 
 
-def test_a_server_serves_it_and_a_page_that_shows_it(server: Server) -> None:
+def test_a_server_serves_the_document_and_its_page(server: Server) -> None:
     with server.http() as http:
         assert http.get("/openapi.json").ok().json() == json.loads(
             json.dumps(openapi_document(ROUTES))

@@ -117,7 +117,7 @@ HEADERS = {
 }
 
 
-def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
+def test_headers_only_become_parameters(http: Http, call: Any) -> None:
     """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
     refused, and other headers are ignored.
     """
@@ -249,7 +249,7 @@ def test_files_of_a_load_request_stay_in_their_folder(
     assert http.infer("constant", CONSTANT_BODY).ok().tensors()["OUTPUT0"][0] == 1
 
 
-def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> None:
+def test_foreign_host_headers_are_refused_at_every_port(server: Server) -> None:
     """R21: also where metrics are."""
     for port, path in ((server.http_port, "/v2"), (server.metrics_port, "/metrics")):
         with contextlib.closing(Http(port)) as http:

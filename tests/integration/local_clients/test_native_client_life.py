@@ -141,7 +141,7 @@ def test_a_cancelled_future_is_cancelled_at_the_server(
         waiting.result()
 
 
-def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
+def test_a_thread_that_waits_for_many_futures_detects_a_cancelled_future(
     gated_server: Server, client: shmserve.client.Server
 ) -> None:
     blocking_future = client.infer_async("gated", _value(client, 1))
@@ -203,7 +203,7 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated_server: Server)
 
 
 @pytest.mark.parametrize("as_input", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
-def test_memory_is_kept_for_what_is_in_flight(
+def test_memory_of_requests_in_flight_is_kept(
     gated_server: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
 ) -> None:
     """This includes a request whose program has only a plain view of the memory, and deletes the
@@ -337,7 +337,7 @@ def test_a_forked_child_does_not_use_its_parents_connection(
     assert client._session.connection() is connection and connection.alive
 
 
-async def test_a_forked_child_closes_nothing_of_its_parents_event_loop(
+async def test_a_forked_child_does_not_close_its_parents_event_loop(
     gated_server: Server,
 ) -> None:
     async with aio.connect(gated_server.run_dir) as server:
@@ -482,7 +482,7 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ends
     assert isinstance(error, shmserve.client.Disconnected)
 
 
-def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Server) -> None:
+def test_a_callback_may_send_requests_and_allocate_memory(client: shmserve.client.Server) -> None:
     """The callback runs in the thread that reads responses, while other threads allocate memory."""
     x = np.ones((4, ROW), np.float32)
     second_result: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()

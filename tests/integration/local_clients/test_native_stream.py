@@ -299,7 +299,7 @@ def test_a_reader_that_stops_reading_stops_only_its_own_stream(
     assert values(unread_stream) == [1] * (3 * FIRST_CREDIT) and note.exists()
 
 
-def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Server) -> None:
+def test_more_threads_than_links(client: shmserve.client.Server) -> None:
     """Others have the connection's thread wait for them."""
     failures: list[BaseException] = []
     barrier = threading.Barrier(20)

@@ -190,7 +190,7 @@ def test_a_size_that_is_not_the_shapes(http: Http, region: SharedObject) -> None
         assert "INPUT0" in reply.error
 
 
-def test_an_output_larger_than_its_place(http: Http, region: SharedObject) -> None:
+def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
     request = {
         "inputs": [shm_input("INPUT0", "FP32", [1024], "r", SIZE)],

@@ -376,7 +376,7 @@ for _ in range(20):
     assert run_caller(http, "caller", code, "a") == [str(1 << 20)] * 20
 
 
-def test_a_model_sees_how_much_memory_its_calls_take(http: Http) -> None:
+def test_a_model_reads_the_memory_use_of_its_calls(http: Http) -> None:
     """A model reads the memory usage to detect leaks, as Triton's tests do."""
     code = """
 import c_python_backend_utils

@@ -128,7 +128,7 @@ def infer(http: Http, model: str, value: int = 0) -> Reply:
         ("holder", "holder -> between -> limited"),
     ],
 )
-def test_a_cycle_fails_at_once_with_its_chain(
+def test_a_call_cycle_fails_immediately_and_is_named(
     server_of_cycles: Server, model: str, chain: str
 ) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
@@ -138,7 +138,7 @@ def test_a_cycle_fails_at_once_with_its_chain(
             assert "deadlock" in reply.error and f"({chain})" in reply.error
 
 
-def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) -> None:
+def test_a_recursion_fails_only_without_a_free_instance(server_of_cycles: Server) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
         assert [infer(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
         assert infer(http, "streams").status == 200
@@ -154,7 +154,7 @@ def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) 
 
 
 @pytest.mark.parametrize("model", ["exec_leaf", "async_leaf", "stream_leaf", "outer_leaf"])
-def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
+def test_a_disconnecting_client_cancels_the_calls_of_its_model(
     server_of_cycles: Server, model: str
 ) -> None:
     with ThreadPoolExecutor(1) as executor, server_of_cycles.http() as occupant:

@@ -112,7 +112,7 @@ class TritonPythonModel:
         assert workers(server, "counted") == set()
 
 
-def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
+def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> None:
     """The count is changed in the repository and by an override.
 
     The scheduler and the remaining instance keep their processes, the statistics continue, and no

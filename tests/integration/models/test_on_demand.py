@@ -117,7 +117,7 @@ def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
     assert not loads(server, "index")
 
 
-def test_the_first_request_loads_it(server: Server) -> None:
+def test_the_first_request_loads_the_model(server: Server) -> None:
     client = triton_http.InferenceServerClient(server.url)
     infer_input = triton_http.InferInput("INPUT0", [1], "INT32")
     infer_input.set_data_from_numpy(np.zeros(1, np.int32))
@@ -131,7 +131,7 @@ def test_the_first_request_loads_it(server: Server) -> None:
             grpc_client.infer("grpc", grpc_input(), "7")
 
 
-def test_a_stream_waits_for_it_and_keeps_the_order(server: Server) -> None:
+def test_a_stream_waits_for_the_load_in_order(server: Server) -> None:
     answers: list[tuple[str, str]] = []
 
     def take(result: triton_grpc.InferResult | None, error: object) -> None:
@@ -147,7 +147,7 @@ def test_a_stream_waits_for_it_and_keeps_the_order(server: Server) -> None:
     assert [answer for answer, _ in answers] == ["0", "failed", "2"]
 
 
-def test_programs_on_this_host_have_it_loaded(server: Server) -> None:
+def test_local_clients_load_the_model(server: Server) -> None:
     zeros = np.zeros(1, np.int32)
     with shmserve.client.connect(server.run_dir) as native:
         assert ("native", "") in native.models()
@@ -187,7 +187,7 @@ def test_metadata_and_configuration_load_a_model(http: Http) -> None:
     assert states(http)["metadata"] == "READY"
 
 
-def test_requests_during_a_load_wait_for_it(server: Server) -> None:
+def test_requests_during_a_load_wait_for_the_load(server: Server) -> None:
     """A request whose own timeout expires fails, and the load continues."""
     late_body = {**SLOW, "parameters": {"deadline_us": 200_000}}
     with server.http() as http, ThreadPoolExecutor(4) as threads:
@@ -219,7 +219,7 @@ def test_requests_during_a_load_wait_for_it(server: Server) -> None:
     assert loads(server, "slow") == 1
 
 
-def test_a_load_that_fails_is_the_answer_and_is_tried_again(
+def test_a_failed_load_is_the_answer_and_is_retried(
     server: Server, http: Http, repository: Path
 ) -> None:
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_idle_models_are_unloaded_and_loaded_again(tmp_path: Path) -> None:
 ADD = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
-def test_an_ensemble_is_loaded_with_its_steps_and_unloaded_before_them(tmp_path: Path) -> None:
+def test_an_ensemble_is_loaded_after_and_unloaded_before_its_steps(tmp_path: Path) -> None:
     """Its steps remain loaded with it. A request for a step does not load the ensemble."""
     repository = tmp_path / "models"
     for name in ("add", "other"):
@@ -311,7 +311,7 @@ HEAVY = """\
     def execute("""
 
 
-def test_the_least_recently_used_models_are_unloaded_for_a_new_one(tmp_path: Path) -> None:
+def test_the_least_recently_used_models_are_unloaded_for_a_new_model(tmp_path: Path) -> None:
     """Of models with at least 64 MB each, two fit into 200 MB."""
     names = ["a", "b", "c", "d"]
     for name in names:

@@ -31,7 +31,7 @@ def call(target: str) -> dict:
     }
 
 
-def test_a_model_calls_another(http: Http) -> None:
+def test_a_model_calls_another_model(http: Http) -> None:
     output = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
     assert (output == np.arange(16)).all()
 
@@ -42,7 +42,7 @@ def test_calls_at_the_same_time(http: Http) -> None:
 
 
 @pytest.mark.parametrize("model", ["caller", "async_caller"])
-def test_calling_what_is_not_there(http: Http, model: str) -> None:
+def test_calling_a_missing_model(http: Http, model: str) -> None:
     reply = http.infer(model, call("nothing"))
     assert reply.status in (404, 500)
     assert "nothing" in reply.error
@@ -313,7 +313,7 @@ class TritonPythonModel:
 """
 
 
-def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> None:
+def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
     """Triton's clients receive a response without the output, and the native client an error.
 
     The destination of the output no longer contains the earlier result.

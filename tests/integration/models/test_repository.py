@@ -150,7 +150,7 @@ def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> Non
         server.wait_log("successfully unloaded 'good' version 1")
 
 
-def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
+def test_a_model_may_have_any_name_of_a_folder(tmp_path: Path) -> None:
     """Both protocols find such a model.
 
     Metrics, the process table and the log contain its name unchanged.
@@ -387,7 +387,7 @@ def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
-def test_loading_what_is_not_there(empty_server: Explicit, name: str) -> None:
+def test_loading_a_missing_model(empty_server: Explicit, name: str) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http:
@@ -567,7 +567,7 @@ def test_requests_of_an_old_generation_are_counted(
         until("all are counted", lambda: success_count() == counts_before + 1 + request_count)
 
 
-def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
+def test_a_failed_reload_keeps_the_old_version(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http, run_under_load(server, http, repository):
@@ -589,7 +589,7 @@ def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
         assert answer(http) == 2
 
 
-def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
+def test_a_failed_version_is_removed_with_its_folder(
     empty_server: Explicit,
 ) -> None:
     server, repository = empty_server

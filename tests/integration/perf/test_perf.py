@@ -144,7 +144,7 @@ def successes(server: Server) -> float:
     "flags", [("--warm-up=60",), ("--warm-up=0.1", "--window=0.2", "--windows=1000")]
 )
 @pytest.mark.parametrize("protocol", ["http", "native"])
-def test_an_interrupt_prints_what_was_measured(
+def test_an_interrupt_prints_the_measured_points(
     perf_server: Server, tmp_path: Path, protocol: str, flags: tuple[str, ...]
 ) -> None:
     path = tmp_path / "report.json"
@@ -290,7 +290,7 @@ def test_an_error_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["perf", "simple", "--url=127.0.0.1:9"]) == 1
     assert "refused" in capsys.readouterr().err
 

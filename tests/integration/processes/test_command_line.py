@@ -38,7 +38,7 @@ def test_bad_flags(repository: Path, flags: tuple[str, ...], flag_name: str) -> 
     assert completed.stdout == ""
 
 
-def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
+def test_a_missing_repository_is_refused(tmp_path: Path) -> None:
     completed = run_command("serve")
     assert completed.returncode == 2
     assert "--model-repository" in completed.stderr
@@ -231,9 +231,7 @@ model_transaction_policy { decoupled: true }
 """
 
 
-def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG")
     sample = (
@@ -426,8 +424,8 @@ def test_client_without_a_server(
             [],
             f"shmserve client {verb[0]}: no server of this user is running: there is no run "
             "directory "
-            f"{tmp_path}/shmserve; start one by `shmserve serve`, or choose another by its run "
-            "directory or URL\n",
+            f"{tmp_path}/shmserve; start one by `shmserve serve`, or choose another by "
+            "--run-dir, --url, SHMSERVE_RUN_DIR or connect(DIR)\n",
         )
 
 

@@ -136,7 +136,7 @@ def cell(page: Page, model: str, column: str) -> str:
 
 
 @needs_chromium
-def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> None:
+def test_a_browser_shows_the_figures_of_the_metrics(server: Server, page: Page) -> None:
     with watched.send_under_load(server):
         page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
         page.wait("it shows figures", "models.size >= 7 && models.get('simple/1').recent")
@@ -172,7 +172,7 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
 
 
 @needs_chromium
-def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) -> None:
+def test_a_new_page_shows_the_history(server: Server, page: Page) -> None:
     """The server stores ten minutes of history, so charts include events before the page was
     opened.
     """

@@ -113,7 +113,7 @@ def test_a_killed_worker(server: Server, events: EventReader) -> None:
     server.wait_ready()
 
 
-def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) -> None:
+def test_the_end_reason_of_a_hanging_worker(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     suspend(victim)
     received_events = read_until(

@@ -61,7 +61,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, f"--auth-token-file={tokens}", grpc=True)
 
 
-def test_a_failure_is_logged_whichever_way_it_was_asked_for(server: Server) -> None:
+def test_a_failure_of_each_protocol_is_logged(server: Server) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
     body = {"id": "over-http", "inputs": [tensor]}

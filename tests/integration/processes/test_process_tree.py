@@ -120,7 +120,7 @@ def errors(server: Server) -> list[str]:
     return [line for line in server.log().splitlines() if line.startswith("E ")]
 
 
-def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
+def test_sigterm_answers_accepted_requests(repository: Path) -> None:
     repositories.add(repository, "gated")
     server = Server([repository])
     try:
@@ -192,7 +192,7 @@ def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals
         server.discard()
 
 
-def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
+def test_the_exit_timeout_ends_a_hanging_request(repository: Path) -> None:
     repositories.add(repository, "gated")
     server = Server([repository], ["--exit-timeout-secs=2"])
     try:
@@ -213,7 +213,7 @@ def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
         server.discard()
 
 
-def test_sigint_ends_it_too(repository: Path) -> None:
+def test_sigint_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant")
     server = Server([repository])
     try:

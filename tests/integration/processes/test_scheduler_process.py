@@ -215,7 +215,7 @@ def test_a_scheduler_has_a_title_and_ends_only_on_request(stage: Stage) -> None:
     assert stage.end() == 0
 
 
-def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
+def test_a_drain_accepts_earlier_requests(stage: Stage) -> None:
     """A gateway acknowledges the successor after its last request.
 
     A busy scheduler may not have read this request yet when the drain begins.
@@ -235,7 +235,7 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
     )
 
 
-def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
+def test_a_stop_fails_the_remaining_requests(stage: Stage) -> None:
     executing, queued = stage.submit(), stage.submit()
     stage.next(stage.worker)
     stage.statistics()  # the reply shows that both requests were received
@@ -331,7 +331,7 @@ def test_a_deadline_may_be_any_number(stage: Stage) -> None:
         assert stage.next(stage.client) == m.Finished(7, *NO_OUTPUTS)
 
 
-def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None:
+def test_a_flood_on_one_socket_does_not_block_other_sockets(stage: Stage) -> None:
     endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
     with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
         batch = stage.next(stage.worker)

@@ -175,7 +175,7 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
     assert not any(systemd.path("/dev/shm").iterdir())
 
 
-def test_a_reload_and_what_hangs(installed_systemd: Systemd) -> None:
+def test_a_reload_and_a_hanging_process(installed_systemd: Systemd) -> None:
     systemd = installed_systemd
     start(systemd, SERVICE)
     file = systemd.path("/etc/shmserve/shmserve.yaml")
@@ -217,7 +217,7 @@ def test_further_servers(installed_systemd: Systemd) -> None:
     assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")
 
 
-def test_a_user_has_one(systemd: Systemd) -> None:
+def test_a_server_of_a_user(systemd: Systemd) -> None:
     for file, line in (("passwd", f"{CLIENT}::{HOME}:/bin/sh"), ("group", f"{CLIENT}:")):
         with systemd.path(f"/etc/{file}").open("a") as stream:
             stream.write(f"somebody:x:{CLIENT}:{line}\n")

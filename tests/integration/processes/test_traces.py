@@ -587,7 +587,7 @@ PARTS = ("queue", "compute_input", "compute", "compute_output")
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
-def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
+def test_spans_are_exported_of_a_request_and_its_steps(
     server_and_collector: tuple[Server, Collector], protocol: str
 ) -> None:
     server, collected_spans = server_and_collector

@@ -222,7 +222,7 @@ def wait_for_signal(start: bytes) -> None:
     signal.pause()
 
 
-def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
+def test_more_requests_than_a_zygotes_socket_buffers(tmp_path: object) -> None:
     """A server with hundreds of instances starts them all at once.
 
     If the load of one fails, processes that are no longer needed are ended.
@@ -235,7 +235,7 @@ def test_a_process_that_ends_at_once() -> None:
     assert output(_SHORT_LIVED) == "True exit status 0\n"
 
 
-def test_a_pid_that_others_remember_is_not_used_again(tmp_path: Path) -> None:
+def test_a_recently_used_pid_is_not_reused(tmp_path: Path) -> None:
     """A process with a recently used pid is ended at once, and the next process has another pid."""
     assert output(_RECYCLED, f"{tmp_path}/run") == "True True\nTrue False\n"
 

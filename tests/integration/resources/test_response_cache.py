@@ -93,7 +93,7 @@ def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     assert stats(http, "pipeline")["inference_stats"]["cache_hit"]["count"] == 6
 
 
-def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path: Path) -> None:
+def test_a_reloaded_step_invalidates_cached_responses_of_its_ensemble(tmp_path: Path) -> None:
     """The step may itself be a step of an inner ensemble."""
     times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
     add_model(tmp_path, "plain", times.format(2))
@@ -112,7 +112,7 @@ def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path
         assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [1000] * 3
 
 
-def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -> None:
+def test_a_model_without_the_setting_is_not_cached(server: Server, http: Http) -> None:
     array = np.full(3, 9, np.float32)
     assert (
         infer(server, "plain", array).as_numpy("Y") != infer(server, "plain", array).as_numpy("Y")
@@ -120,7 +120,7 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
     assert stats(http, "plain")["inference_stats"]["cache_miss"]["count"] == 0
 
 
-def test_a_region_passes_the_cache_by(http: Http) -> None:
+def test_requests_with_regions_bypass_the_cache(http: Http) -> None:
     """A client may write to its region at any time, so the hashed bytes may differ from the
     executed ones.
     """
@@ -208,7 +208,7 @@ def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Pa
             ) in error
 
 
-def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
+def test_a_cached_model_on_a_server_without_a_cache_serves(
     empty_server: tuple[Server, Path],
 ) -> None:
     server, repository = empty_server
