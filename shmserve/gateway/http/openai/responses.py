@@ -273,7 +273,6 @@ class ResponseObject:
     # The log probabilities of tokens without text, which belong to the next part of the text.
     _next_logprobs: list[dict[str, Any]] = field(default_factory=list)
     _is_item_open: bool = False  # whether more text may follow for the last item
-    _tool_calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
     _finish_reason: str = ""
     _event_count: int = 0  # number of events sent
