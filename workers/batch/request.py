@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.descriptors import unpack_range
 from shmserve.ipc.tensors.inference import TensorSchema, has_overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 Array = np.ndarray[Any, Any]
 

@@ -45,7 +45,7 @@ def test_a_request_costs_no_more_calls(
     """Count the calls for eight concurrent requests, and require a tight ceiling."""
     cases: dict[str, Callable[[], Case]] = {
         "inline": counted_processes.inline,
-        "placed": partial(counted_processes.placed, region),
+        "placed": partial(counted_processes.region_case, region),
         "text": counted_processes.text,
     }
     case = cases[kind]()

@@ -677,8 +677,8 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     model.begin(0)
     link = model.rig.instance.link
     (opened,) = link._open_requests.values()
-    opened.window.sent(1)
-    opened.window.sent(MAX_UNREAD_BYTES)
+    opened.window.record_sent(1)
+    opened.window.record_sent(MAX_UNREAD_BYTES)
     timeouts_s: list[float] = []
 
     def record_timeout(*fds: int, timeout_s: float) -> None:

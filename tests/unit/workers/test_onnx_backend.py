@@ -90,7 +90,7 @@ def test_a_large_output_is_computed_in_the_arena(worker: Rig, dims: tuple[Any, .
     a = np.arange(LARGE, dtype=F32)[None]
     (reply,) = worker.batch(inference(tensor("a", a), tensor("b", a)))
     np.testing.assert_array_equal(reply.array("s", worker), a + a)
-    assert worker.finished.copied_out == 0
+    assert worker.finished.copied_output_bytes == 0
 
 
 def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
@@ -103,7 +103,7 @@ def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
     (reply,) = worker.batch(inference(*inputs, outputs=[requested_output]))
     assert reply.code == ""
     assert region.read(0, a.nbytes) == (a + a).tobytes()
-    assert worker.finished.copied_out == 0
+    assert worker.finished.copied_output_bytes == 0
     region.close()
 
 

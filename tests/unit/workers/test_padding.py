@@ -201,4 +201,4 @@ def test_a_batch_that_is_padded_is_gathered_without_another_copy(worker: Rig) ->
         worker.batch(*(inference(tensor("IMAGE", image)) for image in images))
     inline = padded = sum(image.nbytes for image in images)
     finished = worker.finished
-    assert finished.copied_in == inline + padded
+    assert finished.copied_input_bytes == inline + padded

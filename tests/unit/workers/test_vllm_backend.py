@@ -195,7 +195,7 @@ def test_a_stream_has_the_text_of_each_output(model: Model) -> None:
     assert model.engine.calls == [({"top_k": 1, "stream": True, "echo": False}, False, False)]
 
 
-def test_outputs_of_the_openai_doors(model: Model) -> None:
+def test_outputs_of_the_openai_routes(model: Model) -> None:
     model.engine.outputs = [
         output(sample("a", [1]), sample("b", [2, 3], index=1)),
         output(sample("c", [4], finish_reason="length"), prompt_token_ids=None),

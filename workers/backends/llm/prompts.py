@@ -35,6 +35,8 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 
+MAX_OBJECTS = 4096  # number of objects of a conversation that is rendered in 20 ms
+_OBJECT = b'{"'  # the beginning of an object in JSON without spaces, and of no text in a string
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 _TASK_INPUTS = {"tokenize": ("text_input", "messages"), "detokenize": ("input_ids",)}
@@ -50,13 +52,14 @@ _MAX_TOKENIZED = 1 << 20  # maximum number of tokens of /tokenize, unless the mo
 _SLICE_BYTES = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
 
 
-def read_inputs(request: Request, max_bytes: int) -> dict[str, Any]:
+def read_inputs(request: Request, max_bytes: int, max_objects: int = MAX_OBJECTS) -> dict[str, Any]:
     """Return copies of the inputs of a request, except that a long text is a view of its memory.
 
     Args:
         request: The request.
         max_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
             GIL held, which delays all streams of the model.
+        max_objects: The maximum number of objects in a conversation that is not long.
 
     Raises:
         InvalidArgument: A text is not UTF-8, or too long.
@@ -70,7 +73,10 @@ def read_inputs(request: Request, max_bytes: int) -> dict[str, Any]:
         raw = memoryview(tensor.raw)
         size = raw.nbytes
         is_long = name in _INPUTS and size > max_bytes
-        if is_long and truncates and name != "input_ids" and tensor.is_text():
+        is_view = is_long and truncates and name != "input_ids"
+        if name == "messages" and not is_long and size > max_objects:
+            is_view = bytes(raw).count(_OBJECT) > max_objects
+        if is_view and tensor.is_text():
             inputs[name] = raw[4:]
             continue
         if is_long and not truncates:

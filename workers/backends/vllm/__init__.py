@@ -131,7 +131,7 @@ class VllmBackend(Backend):
     async def _respond(self, stream: OutputStream) -> None:
         """Generate and send the responses to a request."""
         request = stream.request
-        inputs = read_inputs(request, sys.maxsize)
+        inputs = read_inputs(request, sys.maxsize, sys.maxsize)
         parameters, echoes = merged_parameters(request, inputs)
         requested = {output.name for output in request.schema.outputs}
         task = parameters.pop("task", None)

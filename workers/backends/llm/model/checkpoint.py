@@ -26,7 +26,7 @@ from tokenizers import (
     processors,
 )
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, clip
 from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
 from shmserve.workers.backends.llm.model.quantised import Quantisation, StoredTensor
 
@@ -87,6 +87,32 @@ _UNSUPPORTED_CLASSES = (
 _SPACE_SYMBOL = "\u2581"
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TOKENS = "bos_token eos_token unk_token pad_token sep_token cls_token mask_token"
+_BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
+_TOKEN, _IDS = ((str, dict), "a string or an object"), ((int, list), "an integer or a list")
+# The types of the fields of each file, with a description. A null means an absent field.
+_FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
+    "config.json": {
+        _BOOLEAN: "attention_bias mlp_bias tie_word_embeddings use_sliding_window",
+        ((int,), "an integer"): "sliding_window max_window_layers",
+        ((int, float), "a number"): "rms_norm_eps rope_theta original_max_position_embeddings",
+        _IDS: "eos_token_id",
+        _LIST: "architectures layer_types",
+        _OBJECT: "rope_scaling rope_parameters quantization_config compression_config",
+    },
+    "tokenizer_config.json": {
+        _BOOLEAN: "add_prefix_space legacy split_special_tokens",
+        _OBJECT: "added_tokens_decoder model_specific_special_tokens",
+        _LIST: "additional_special_tokens",
+        ((list, dict), "a list or an object"): "extra_special_tokens",
+        ((str,), "a string"): "tokenizer_class",
+        _TOKEN: _TOKENS,
+        ((str, list, dict), "a string, a list or an object"): "chat_template",
+    },
+    "special_tokens_map.json": {_LIST: "additional_special_tokens", _TOKEN: _TOKENS},
+    "generation_config.json": {_IDS: "eos_token_id"},
+    _INDEX_FILE: {_OBJECT: "weight_map"},
+}
 # Files of older folders whose config.json has no quantization_config.
 _QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -190,6 +216,11 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     if not isinstance(value, dict):
         problems.append(f"{path.name} is not a JSON object")
         return {}
+    for (types, allowed), names in _FIELD_TYPES.get(path.name, {}).items():
+        for name in names.split():
+            if value.get(name) is not None and type(value[name]) not in types:
+                found = clip(repr(value.pop(name)))
+                problems.append(f"{path.name}: {name}: {found} is not {allowed}")
     return value
 
 
@@ -438,7 +469,9 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
         document = read_json(path / "chat_template.json", problems, optional=True)
         setting = document.get("chat_template")
     if not templates and isinstance(setting, list):
-        return {str(template.get("name")): str(template.get("template")) for template in setting}
+        setting = {template.get("name"): template.get("template") for template in setting}
+    if not templates and isinstance(setting, dict):
+        return {str(name): str(template) for name, template in setting.items()}
     return templates or ({"default": str(setting)} if setting else {})
 
 
