@@ -252,7 +252,11 @@ class MessageFormats:
         Raises:
             InvalidArgument: The format of the model's calls is not known.
         """
-        if request is None and not self._reasoning:
+        ending = prompt.rstrip()
+        begin, end = self._reasoning or ("", "")
+        # Templates close the reasoning, for example if thinking is disabled.
+        reasoning = () if end and ending.endswith(end) else self._reasoning
+        if request is None and not reasoning:
             return None
         family = self._family
         if family is None and request is not None and not request.required:
@@ -261,16 +265,12 @@ class MessageFormats:
                 f"may set tool_parser, one of {', '.join(TOOL_PARSERS)}"
             )
         family = family or FAMILIES["hermes"]
-        ending = prompt.rstrip()
-        begin, end = self._reasoning or ("", "")
-        is_opened = bool(begin) and (
-            ending.endswith(begin) or (self._always_reasons and not ending.endswith(end))
-        )
+        is_opened = bool(reasoning) and (ending.endswith(begin) or self._always_reasons)
         markers = {*family.markers, begin, end} & self._special
         return MessageFormat(
             family,
             {tool.name: tool.parameters for tool in request.tools} if request else {},
-            self._reasoning,
+            reasoning,
             is_opened,
             request.parallel if request else True,
             hides_reasoning,
