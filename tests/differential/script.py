@@ -16,7 +16,7 @@ class Model:
 
     name: str
     config: str
-    one: str = ""
+    method_body: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -100,7 +100,7 @@ class Script:
     name: str
     models: Sequence[Model]
     steps: Sequence[Step]
-    known: Sequence[Known] = ()
+    known_differences: Sequence[Known] = ()
     unordered: bool = False
 
 

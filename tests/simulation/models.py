@@ -47,7 +47,7 @@ class Model:
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     instances: int = 1
     compute_us: tuple[int, int] = (50, 2000)
-    large: bool = False
+    is_large: bool = False
     errs: float = 0.0
     most_responses: int = 4
     joins: bool = False

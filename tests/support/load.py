@@ -31,7 +31,7 @@ class Answer:
 
     client: int
     started_at: float
-    ended: float
+    ended_at: float
     trouble: str
 
     @property
