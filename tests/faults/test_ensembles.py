@@ -116,7 +116,7 @@ class Asking:
                     self.response_times[client_index].append(sent_at)
 
     def wait_right(self, fault_time: float, within_s: float = 10.0) -> None:
-        """Wait until each client has a correct response to a request sent after `since`."""
+        """Wait until each client has a correct response to a request sent after `fault_time`."""
         until(
             "every client has a right answer",
             lambda: all(times and times[-1] > fault_time for times in self.response_times),

@@ -58,7 +58,7 @@ def add(
 
 
 class CalledModels:
-    """A client that sums up one sequence after the other; `wrong` contains unexpected results."""
+    """A client that sums up one sequence after the other; `wrong_responses` are unexpected."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

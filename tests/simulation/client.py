@@ -110,7 +110,7 @@ class ClientLinks:
 class Client(Process):
     """A process that submits requests to the endpoints of its models.
 
-    With `slow`, it reads responses and releases their memory late.
+    With `is_slow`, it reads responses and releases their memory late.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class Request:
 
     Attributes:
         content: The input.
-        step: The index of the request in its sequence, after the requests `before`.
+        step: The index of the request in its sequence, after `earlier_requests`.
         ending: The message that ended the request.
         freed: Whether no process may read the input any more.
         expected: The announced number of responses of a decoupled model.
@@ -209,7 +209,7 @@ class Entry:
 
     Attributes:
         at: The worker that executes the request.
-        begun: The number of executions.
+        begin_count: The number of executions.
         died: The number of workers that died during an execution.
         ended: Whether the end was sent early, so that only `Settled` follows.
     """
@@ -226,7 +226,7 @@ class Entry:
 
 @dataclass(eq=False)
 class SchedulerTrace:
-    """The messages of a scheduler. `counted` contains the expected values of its counters."""
+    """The messages of a scheduler. `counts` contains the expected values of its counters."""
 
     world: World
     model: Model

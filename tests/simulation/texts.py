@@ -100,8 +100,8 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
 def problem(content: bytes, received_positions: set[tuple[int, int]], packed: bytes) -> str:
     """Return the error in a response, or "".
 
-    `received` contains (sample, index of token) of earlier responses, with -1 for the end of a
-    sample. The entries of this response are added.
+    `received_positions` contains (sample, index of token) of earlier responses, with -1 for the
+    end of a sample. The entries of this response are added.
     """
     for piece in pieces(packed):
         tokens, reason = texts(content)[piece.sample]
