@@ -52,14 +52,14 @@ def is_within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def test_there_are_files_to_look_at() -> None:
+def test_every_package_has_files_to_check() -> None:
     assert all(len(sources(package)) > 5 for package in ROOMS)
     assert len(sources("shmserve")) > 20
     assert set(imports(ROOT / "shmserve" / "__main__.py")) == {"shmserve.cli.main"}
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_a_room_imports_only_lower_rooms(package: str) -> None:
+def test_a_package_imports_only_lower_packages(package: str) -> None:
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(package)

@@ -162,13 +162,13 @@ def may_import(importer: str, imported: str) -> bool:
     )
 
 
-def test_every_room_is_in_the_table() -> None:
+def test_every_package_is_in_the_table() -> None:
     packages = {package_of(module) for module in MODULES if module not in LEAVES} - {""}
     packages = {name for name in packages if not name.startswith("bench")}
     assert packages == set(LAYERS) - {""}
 
 
-def test_rooms_import_as_the_table_allows() -> None:
+def test_packages_import_as_the_table_allows() -> None:
     violations = sorted(
         f"{package_of(module)} -> {package_of(imported)}: {module} imports {imported}"
         for module, imported_modules in IMPORTS.items()
@@ -207,7 +207,7 @@ def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return cycles
 
 
-def test_circles_are_found() -> None:
+def test_import_cycles_are_found() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert find_cycles(imports) == [["d", "e"], ["a", "b", "c"]]
     assert find_cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

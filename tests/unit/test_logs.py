@@ -45,7 +45,7 @@ def log_all_levels() -> None:
 
 
 @pytest.mark.parametrize("switches", list(itertools.product((False, True), repeat=4)))
-def test_each_switch_is_for_its_level_alone(capsys: Capture, switches: tuple[bool, ...]) -> None:
+def test_each_log_flag_controls_only_its_level(capsys: Capture, switches: tuple[bool, ...]) -> None:
     debug, info, warning, error = switches
     settings = LogSettings(
         log_info=info, log_warning=warning, log_error=error, log_verbose_level=int(debug)

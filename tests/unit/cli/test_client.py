@@ -240,7 +240,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
 
 
-def test_the_states_of_models_are_the_remedy_for_one_that_is_not_ready(
+def test_an_error_for_an_unready_model_lists_the_states(
     server: HTTPServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert client.run(["ready", "m", url(server)]) == 1

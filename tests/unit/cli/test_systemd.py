@@ -89,7 +89,7 @@ def test_the_units_of_a_user(
     assert list_files(home_folder) == set()
 
 
-def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
+def test_written_flags_are_valid(tmp_path: Path) -> None:
     assert run("install", tmp_path) == 0
     options = command_line.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
     assert options.values == {"shm-group": "shmclients"}
@@ -173,7 +173,7 @@ def test_remove_keeps_only_files_that_other_programs_wrote(
         ("lib/other", "notify\nExecReload="),
     ],
 )
-def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, type_: str) -> None:
+def test_systemd_waits_for_a_reload_if_supported(tmp_path: Path, library: str, type_: str) -> None:
     file = tmp_path / "usr" / library
     file.parent.mkdir(parents=True)
     file.touch()
@@ -226,6 +226,6 @@ def test_impossible_options_are_rejected(
     assert expected_error in capsys.readouterr().err
 
 
-def test_words_mean_themselves_to_systemd() -> None:
+def test_special_characters_are_escaped_for_systemd() -> None:
     assert systemd.quote("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
     assert systemd.quote('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'

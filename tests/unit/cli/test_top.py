@@ -64,13 +64,13 @@ def test_models_with_problems_are_first() -> None:
 @pytest.mark.parametrize(
     ("key", "first_name"), [("n", "broken"), ("r", "quick"), ("f", "failing"), ("h", "broken")]
 )
-def test_a_letter_sorts(key: str, first_name: str) -> None:
+def test_letter_keys_sort_the_table(key: str, first_name: str) -> None:
     top = example_top()
     top.key(key)
     assert model_names(top)[0] == first_name
 
 
-def test_arrows_choose_and_enter_opens() -> None:
+def test_arrow_keys_select_and_enter_opens() -> None:
     top = example_top()
     render(top)
     top.key("\x1b[A")

@@ -227,7 +227,7 @@ def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Se
         infer(context, client, x=region.view("in", (2, 3)))
 
 
-def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
+def test_torch_and_numpy_use_a_region_without_a_copy(client: Server) -> None:
     tensors = {"a": ((2, 3), "FP32"), "b": ((4,), "BF16"), "c": ((2,), "BOOL"), "d": ((), "INT64")}
     region = client.allocate(tensors, device="cuda:0")
     tensor = region["a"].torch()
@@ -253,7 +253,7 @@ def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
     del unused
 
 
-def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
+def test_a_released_region_raises_and_is_freed_with_its_last_tensor(
     client: Server, exporting: FakeExporting, context: SupervisorContext
 ) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
@@ -289,7 +289,7 @@ def test_memory_on_a_device_stays_with_its_client(
                 attempt(region)
 
 
-def test_the_end_of_the_connection_ends_it_in_the_workers(
+def test_workers_unmap_the_region_when_the_connection_ends(
     context: SupervisorContext, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     client = shmserve.client.connect(context.folder)

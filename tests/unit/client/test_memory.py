@@ -81,7 +81,7 @@ def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memorie
     assert memories.find(blocks[0].segment.address, 1) is None
 
 
-def test_all_that_a_client_may_use_can_be_used() -> None:
+def test_a_client_can_use_all_of_its_memory() -> None:
     """A segment has room for more than was asked for, but not at the cost of what still fits."""
 
     def share(segment: AnySegment) -> None:
@@ -142,7 +142,7 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
 
 
 @pytest.mark.parametrize("loose", [False, True])
-def test_a_request_whose_making_is_interrupted_keeps_no_memory(
+def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
     memories: Memories, monkeypatch: pytest.MonkeyPatch, loose: bool
 ) -> None:
     """Most often while its inputs are copied, which takes longest."""
@@ -293,7 +293,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
     assert memories.find(address, 1) is None
 
 
-def test_every_form_is_checked(memories: Memories) -> None:
+def test_every_kind_of_input_is_checked(memories: Memories) -> None:
     model = ClientModel(published())
     wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
@@ -309,7 +309,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
     assert not model.templates
 
 
-def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> None:
+def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
@@ -328,7 +328,7 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     assert memories._used() == 0
 
 
-def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories) -> None:
+def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
     models.publish(published("other"))
@@ -359,13 +359,13 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
         ({"parameters": {"a": "\ud800"}}, "parameter 'a' cannot be encoded as UTF-8"),
     ],
 )
-def test_options_that_no_request_can_have(wrong_options: dict[str, Any], text: str) -> None:
+def test_invalid_request_options_are_rejected(wrong_options: dict[str, Any], text: str) -> None:
     options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
     with pytest.raises(InvalidArgument, match=text):
         options_of(**{**options, "timeout_s": None, **wrong_options})
 
 
-def test_options_as_they_travel() -> None:
+def test_request_options_are_encoded() -> None:
     assert options_of("", {}, 0, None) is PLAIN
     assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
     for expired_s in (0, -1, -1e300, float("-inf")):
@@ -376,7 +376,7 @@ def test_options_as_they_travel() -> None:
     assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
-def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
+def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
     """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
@@ -424,7 +424,7 @@ def test_accepted_input_types() -> None:
     [torch.ones(2).to_sparse(), torch.ones(2).to(torch.float8_e4m3fn)],
     ids=["sparse", "of a type that numpy lacks"],
 )
-def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
+def test_unsupported_torch_tensors_are_rejected(tensor: torch.Tensor) -> None:
     with pytest.raises(InvalidArgument, match="input 'x' cannot be read from torch"):
         as_array(tensor, None, "x")
 
@@ -471,7 +471,7 @@ def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
         models.resolve("m", "")
 
 
-def test_models_follow_the_news() -> None:
+def test_models_are_updated_by_publications() -> None:
     models = ClientModels()
     models.publish(published(version="1"))
     models.publish(published(version="3", latest=True))

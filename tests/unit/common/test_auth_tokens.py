@@ -35,7 +35,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-def test_a_token_opens_its_scopes(tokens_file: Path) -> None:
+def test_a_token_grants_its_scopes(tokens_file: Path) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
     assert rules.authorise(SIGNATURE, bearer(SOME)) is None
     for scope in SCOPES:
@@ -71,7 +71,7 @@ def test_the_inference_scope_may_read_signatures(tmp_path: Path, scopes: str, st
         *(f"Bearer {ALL.upper()}", "Bearer \udcff\udcfe", f"Bearer {ALL},{SOME}"),
     ],
 )
-def test_a_header_without_a_token_opens_only_health(tokens_file: Path, header: str) -> None:
+def test_a_header_without_a_token_grants_only_health(tokens_file: Path, header: str) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
     for metadata in ({"authorization": header}, {}):
         for scope in SCOPES:
@@ -83,12 +83,12 @@ def test_a_header_without_a_token_opens_only_health(tokens_file: Path, header: s
                 assert (access_error.status, access_error.code) == (401, "UNAUTHENTICATED")
 
 
-def test_the_kind_of_authorisation_is_spelled_as_anyone_likes(tokens_file: Path) -> None:
+def test_the_authorization_scheme_is_case_insensitive(tokens_file: Path) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
     assert rules.authorise("inference", {"authorization": f"bearer  {ALL} "}) is None
 
 
-def test_without_tokens_everything_is_open() -> None:
+def test_without_tokens_every_scope_is_granted() -> None:
     rules = Authorisation(None, {})
     assert all(rules.authorise(scope, {}) is None for scope in SCOPES)
 
@@ -111,7 +111,9 @@ def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
         (f"{ALL}\n{ALL} inference\n", "line 2: duplicate token"),
     ],
 )
-def test_wrong_files(tokens_file: Path, text: str, expected_error: str) -> None:
+def test_invalid_token_files_are_rejected(
+    tokens_file: Path, text: str, expected_error: str
+) -> None:
     tokens_file.write_text(text)
     with pytest.raises(InvalidArgument) as caught:
         read_tokens(tokens_file)
@@ -119,7 +121,7 @@ def test_wrong_files(tokens_file: Path, text: str, expected_error: str) -> None:
     assert ALL not in caught.value.message
 
 
-def test_files_that_cannot_be_read_or_that_others_write(tokens_file: Path) -> None:
+def test_unreadable_and_shared_token_files_are_rejected(tokens_file: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot read"):
         read_tokens(tokens_file / "nothing")
     tokens_file.write_bytes(b"\xff\xfe\n")
@@ -165,7 +167,7 @@ def test_restrictions_are_parsed_as_in_triton() -> None:
         ),
     ],
 )
-def test_wrong_restrictions(text: str, expected_error: str) -> None:
+def test_invalid_restrictions_are_rejected(text: str, expected_error: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_restrictions("--http-restricted-api", [text])
     assert expected_error in caught.value.message

@@ -71,7 +71,7 @@ def is_doubled(value: Any) -> bool:
 
 @settings(max_examples=300)
 @given(trees, st.data())
-def test_all_doubled_names_and_no_others_are_refused(tree: Any, data: st.DataObject) -> None:
+def test_exactly_the_duplicate_names_are_refused(tree: Any, data: st.DataObject) -> None:
     raw = write_json(tree, data).encode()
     if is_doubled(tree):
         with pytest.raises(InvalidArgument, match=r"duplicate key '.*' in an object"):
@@ -139,7 +139,7 @@ def test_duplicate_names_are_refused_everywhere_in_a_request(
         *('\ufeff{"a":1,"a":1}', '{"a":NaN,"a":1}', '{"a":Inf,"b":{"c":1,"c":-Inf}}'),
     ],
 )
-def test_refused(text: str) -> None:
+def test_duplicate_names_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"JSON buffer: duplicate key '.*' in an") as caught:
         loads(text.encode())
     assert (caught.value.status, caught.value.code) == (400, "INVALID_ARG")
@@ -158,7 +158,7 @@ def test_long_names_and_long_texts() -> None:
             parse(text[:-1] + b', "inputs": []}')
 
 
-def test_where_large_arrays_were_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_names_beside_large_arrays_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_MIN_CUT_BYTES", 1)
     for doubled in ('"data": [1, 2], "data": [3, 4]', '"data": [1, 2], "name": "", "name": ""'):
         with pytest.raises(InvalidArgument, match=r"duplicate key '(data|name)' in an object"):
@@ -167,7 +167,7 @@ def test_where_large_arrays_were_cut_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @given(st.lists(st.tuples(words, scalars), max_size=6))
 @example([("a", 1), ("a", 2)])
-def test_members(pairs: Pairs) -> None:
+def test_members_refuse_duplicate_names(pairs: Pairs) -> None:
     if len(dict(pairs)) < len(pairs):
         with pytest.raises(DoubledName):
             members(pairs)
@@ -175,7 +175,7 @@ def test_members(pairs: Pairs) -> None:
         assert members(pairs) == dict(pairs)
 
 
-def test_in_a_configuration_too() -> None:
+def test_duplicate_names_in_a_configuration_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="not valid JSON: duplicate key 'backend' in an"):
         from_json('{"name": "m", "backend": "python", "backend": "pytorch"}')
     with pytest.raises(InvalidArgument, match="duplicate key 'key'"):
@@ -204,7 +204,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_over_http(gateway: Rig, path: str) -> None:
+def test_duplicate_names_over_http_are_refused(gateway: Rig, path: str) -> None:
     """The request has no effect."""
     http = Http(gateway.port)
     received_count = len(gateway.received)
@@ -215,7 +215,7 @@ def test_over_http(gateway: Rig, path: str) -> None:
     assert len(gateway.received) == received_count
 
 
-def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:
+def test_duplicate_names_in_a_binary_head_are_refused(gateway: Rig) -> None:
     """Holds also if the body arrives after its head was checked."""
     for size in (64, 1 << 20):
         sent = [

@@ -52,7 +52,7 @@ def test_a_successor_continues_the_counts() -> None:
     assert exposed_value(successor.total()) == "9"
 
 
-def test_a_gauge_is_what_was_set_last_and_all_increments() -> None:
+def test_a_gauge_is_its_last_value_plus_increments() -> None:
     metrics = ModelMetrics()
     metrics.report(1, gauge(10, 50, 1))
     metrics.report(2, gauge(20, 40, 0.5))
@@ -105,7 +105,7 @@ def test_malformed_reports_are_refused(raw: list[Any]) -> None:
         parse(raw)
 
 
-def test_the_text_is_tritons() -> None:
+def test_the_exposition_equals_tritons() -> None:
     labels = [["by", 'a "b"\\\n'], ["unit", "é"]]
     families = parse(
         [

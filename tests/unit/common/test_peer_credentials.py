@@ -87,7 +87,7 @@ def test_a_closed_socket_belongs_to_no_user() -> None:
 
 
 @pytest.mark.usefixtures("implementation")
-def test_a_connection_that_is_not_there() -> None:
+def test_a_missing_connection_has_no_peer() -> None:
     """Holds also if a server listens at the client's port."""
     with tcp_pair() as (server_socket, _), socket.create_server(("127.0.0.1", 0)) as unconnected:
         address = server_socket.getsockname()
@@ -191,7 +191,7 @@ def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
             assert peer_or_error(ListenerKind.UNIX, allow, server_socket) is PermissionDenied
 
 
-def test_the_text_is_tritons() -> None:
+def test_the_error_text_equals_tritons() -> None:
     with pytest.raises(Unsupported, match=SHM_DISABLED.partition("--")[0]):
         ClientIdentity(ListenerRules(ListenerKind.REMOTE, OPEN, None), None).peer()
 
@@ -226,7 +226,7 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_of_others_are_refused_on_loopback(host: str, is_own: bool) -> None:
+def test_foreign_host_names_are_refused_on_loopback(host: str, is_own: bool) -> None:
     """R21: a web page whose host name resolves to this address must not be served."""
     for kind in ListenerKind:
         listener = ListenerRules(

@@ -301,7 +301,7 @@ def test_errors_of_the_whole_command_line() -> None:
     assert "--http-port: a value is missing" in refusal("--http-port", "--gateways=2")
 
 
-def test_the_environment() -> None:
+def test_the_environment_sets_options() -> None:
     options = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
     assert (options.delay_scheduler, options.visible_devices) == (3, "1")
     assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
@@ -374,7 +374,7 @@ def test_an_error_is_one_line_whatever_the_arguments_hold(
     assert error[:-1].isprintable()
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_flag_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert re.fullmatch(r"shmserve \d+\.\d+\.\d+\n", capsys.readouterr().out)
 

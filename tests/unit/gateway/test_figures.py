@@ -139,7 +139,7 @@ def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
 
 
-def test_ten_minutes_of_history() -> None:
+def test_the_history_covers_ten_minutes() -> None:
     history, figures = History(), Figures()
     for second_s in range(1000):
         reports = [report(10 * second_s if second_s > 500 else 0, pending=second_s > 990)]

@@ -195,7 +195,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("tools[0].function.parameters: it is not a JSON schema", "tools[0].parameters"),
     ],
 )
-def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:
+def test_an_error_names_the_field_as_the_client_does(message: str, param: str) -> None:
     error_body = json.loads(responses.response_error(InvalidArgument(message)))["error"]
     assert error_body["param"] == param and error_body["message"].startswith(f"{param}: ")
     assert ROUTES.find("/v1/responses")[0].encode_error is responses.response_error  # type: ignore[index]

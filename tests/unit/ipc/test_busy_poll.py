@@ -40,7 +40,7 @@ def test_one_long_wait_has_little_effect() -> None:
     assert busy_poll.should_spin[True]
 
 
-def test_many_requests_need_the_cores() -> None:
+def test_polling_stops_while_requests_need_the_cores() -> None:
     assert not learned_poll([SHORT] * 20, requests=2).should_spin[True]
     busy_poll = learned_poll([SHORT] * 20, requests=3)
     busy_poll.observe(1, SHORT)
@@ -97,7 +97,7 @@ def test_a_worker_with_frequent_requests_polls(waits: Callable[..., list[float |
     assert waits(SHORT, 1, looks_left=1 << 40, tick_ns=SPIN_NS // 2) == [0.0, None]
 
 
-def test_another_worker_sleeps(waits: Callable[..., list[float | None]]) -> None:
+def test_a_worker_with_rare_requests_sleeps(waits: Callable[..., list[float | None]]) -> None:
     assert waits(LONG, 1, looks_left=1) == [None]
     assert waits(SHORT, 5, looks_left=1) == [None]
 

@@ -77,7 +77,7 @@ def test_every_message_survives_the_wire(cls: type[Any]) -> None:
     assert frames.unpack(frames.pack([message, message])) == [message, message]
 
 
-def test_half_a_character_is_escaped() -> None:
+def test_a_lone_surrogate_is_escaped() -> None:
     (decoded,) = frames.unpack(frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
     assert decoded.message == r"a \ud800 b ☃"
 
@@ -93,7 +93,7 @@ def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
         frames.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
 
 
-def test_text_that_is_no_unicode_travels_escaped() -> None:
+def test_invalid_unicode_is_escaped() -> None:
     """A text may contain the bytes of a file name that is not UTF-8."""
     sent = LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
     load_failed = LoadFailed("INTERNAL", "no such file: n\\udce4me")

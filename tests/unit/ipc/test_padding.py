@@ -40,7 +40,7 @@ def shape(pad: Padding, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     return pad.pads["IMAGE"].padded(tuple(map(max, zip(*shapes, strict=True))))
 
 
-def test_the_batchs_maximum_or_the_smallest_bucket_that_fits_all() -> None:
+def test_a_batch_is_padded_to_its_maximum_or_the_smallest_bucket() -> None:
     assert shape(padding({}), (3, 2, 9), (3, 5, 4)) == (3, 5, 9)
     bucketed = padding({"buckets": BUCKETS})
     assert shape(bucketed, (3, 2, 9), (3, 5, 4)) == (3, 224, 224)

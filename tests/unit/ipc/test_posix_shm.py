@@ -28,7 +28,7 @@ def sparse() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("key", ["x", "/x", "//x"])
-def test_one_leading_slash(key: str) -> None:
+def test_a_key_has_one_leading_slash(key: str) -> None:
     assert posix_shm.normalize_key("r", key) == "/x"
 
 
@@ -43,12 +43,12 @@ def test_keys_of_other_objects_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["/sem.x", "/nccl-1", "/triton_python_backend_shm_region_1"])
-def test_reserved_keys(key: str) -> None:
+def test_reserved_keys_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgument, match="reserved prefix"):
         posix_shm.normalize_key("r", key)
 
 
-def test_pages_are_taken_at_registration(sparse: str) -> None:
+def test_pages_are_allocated_at_registration(sparse: str) -> None:
     shared = posix_shm.open_object(sparse)
     try:
         assert os.fstat(shared.fd).st_blocks == 0
@@ -64,7 +64,7 @@ def test_pages_are_taken_at_registration(sparse: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 0), (0, (1 << 20) + 1), (1 << 20, 1), (2**62, 2**62), (-1, 1)]
 )
-def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
+def test_ranges_outside_the_object_are_refused(sparse: str, offset: int, size: int) -> None:
     shared = posix_shm.open_object(sparse)
     try:
         with pytest.raises(InvalidArgument) as caught:

@@ -253,7 +253,7 @@ def test_the_memory_of_a_request_that_cannot_take_its_response_is_free(client: C
     assert request.freed == 1 and not client
 
 
-def test_cancellations_and_credit_are_of_requests_that_are_pending(client: Client) -> None:
+def test_only_pending_requests_are_cancelled_or_credited(client: Client) -> None:
     request = Request(client)
     client.cancel(request, listening=True)
     client.credit(request, 3)
@@ -281,7 +281,9 @@ def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
 
 
 @pytest.mark.parametrize("successor", [NEW, ""])
-def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> None:
+def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
+    client: Client, successor: str
+) -> None:
     """A request moves to the successor, unless it has a response, may have lost its inputs, or
     is no longer awaited. Requests at other schedulers are not affected.
     """
@@ -368,14 +370,14 @@ def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> No
     assert broken.freed == 1 and other_request.endpoint == NEW
 
 
-def test_no_link_to_the_successor_fails_what_was_lost(client: Client) -> None:
+def test_lost_requests_fail_without_a_link_to_the_successor(client: Client) -> None:
     request = Request(client)
     client.links.full = True
     client.lose(OLD, NEW)
     assert last_failure(request).message.endswith("no link can be made") and request.freed == 1
 
 
-def test_losses_are_forgotten_in_the_end() -> None:
+def test_old_losses_are_removed() -> None:
     successors = Successors()
     for number in range(10_000):
         successors.add(f"s{number}", f"s{number + 1}")
@@ -384,7 +386,7 @@ def test_losses_are_forgotten_in_the_end() -> None:
     assert successors.latest("unknown") == "unknown"
 
 
-def test_withdrawing_all_frees_what_is_settling(client: Client) -> None:
+def test_withdrawing_all_frees_settling_requests(client: Client) -> None:
     first_request, second_request = Request(client, number=1), Request(client, number=2)
     client.receive(failure_message(1, early=True))
     assert client.withdraw_all() == [second_request]

@@ -130,7 +130,7 @@ def test_bytes_that_are_no_schema_are_malformed(packed: bytes) -> None:
             schema_type(packed)
 
 
-def test_sizes_count_inline_bytes_and_places() -> None:
+def test_schema_sizes_count_inline_bytes_and_ranges() -> None:
     memory_range = Range(MEMORY, 4096, 100)
     _, data = pack_inferred(Inferred(tensors([b"abc", memory_range])))
     assert (byte_size_of(data), inline_size_of(data), unpack_ranges(data)) == (
@@ -196,7 +196,7 @@ def test_a_full_cache_is_cleared() -> None:
     assert len(cache) == 0
 
 
-def test_a_key_is_noticed_the_first_time() -> None:
+def test_a_key_is_repeated_from_its_second_occurrence() -> None:
     cache: BoundedCache[int, str] = BoundedCache(2)
     assert [cache.is_repeated(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
     cache.store(1, "one")

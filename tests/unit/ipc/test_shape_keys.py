@@ -76,7 +76,7 @@ def test_requests_with_other_optional_inputs_are_separated() -> None:
 @pytest.mark.parametrize(
     ("names", "actual_count"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
 )
-def test_the_count_must_be_between_required_and_total(names: str, actual_count: str) -> None:
+def test_the_input_count_must_be_between_required_and_total(names: str, actual_count: str) -> None:
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:

@@ -34,7 +34,7 @@ def test_a_wrong_size_is_refused_by_name(value: object) -> None:
 
 
 @given(st.lists(st.binary(max_size=20), max_size=20))
-def test_bytes_survive(items: list[bytes]) -> None:
+def test_strings_round_trip(items: list[bytes]) -> None:
     array = np.array([*items, None], dtype=np.object_)[:-1]
     wire = encode_bytes(array)
     assert list(decode_bytes(wire, (len(items),), "a", "m")) == items
@@ -74,7 +74,7 @@ SPEC = ModelSpec.of(config())
 A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
 
 
-def test_a_request_that_fits() -> None:
+def test_a_valid_request_is_accepted() -> None:
     checked = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
     assert checked.batch_size == 2
     assert checked.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key

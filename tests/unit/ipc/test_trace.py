@@ -72,7 +72,7 @@ def test_spans_are_concatenated() -> None:
         (f"00-{TRACE}-{CALLER}-01-{CALLER}x", False),
     ],
 )
-def test_a_message_is_checked(trace: str, is_valid: bool) -> None:
+def test_a_trace_message_is_validated(trace: str, is_valid: bool) -> None:
     assert is_trace(trace) is is_valid
 
 
@@ -89,7 +89,7 @@ def test_malformed_data_end_the_spans(junk: bytes) -> None:
     assert unpack_spans(span("a", "").packed() + junk) == [span("a", "")]
 
 
-def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
+def test_an_explanation_has_the_times_of_all_calls() -> None:
     own_span = span("a", "g", 100)
     call = span("b", "a", 110, model="other")
     explanation = phase_durations(
@@ -121,7 +121,7 @@ def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
     }
 
 
-def test_an_ensemble_has_steps() -> None:
+def test_an_explanation_of_an_ensemble_has_steps() -> None:
     ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, closed="")
     explanation = phase_durations([ensemble, span("b", "a", model="step")], "a", 0, 0, 100_000)
     assert [step["model"] for step in explanation["steps"]] == ["step"]
@@ -158,5 +158,5 @@ def test_tensors_travel_beside_the_spans() -> None:
         ("FP32", np.zeros((0, 3), np.float32), ""),
     ],
 )
-def test_elements_as_in_triton_s_traces(datatype: str, array: Any, text: str) -> None:
+def test_trace_elements_equal_tritons(datatype: str, array: Any, text: str) -> None:
     assert elements_as_text(datatype, array) == text

@@ -101,7 +101,7 @@ def test_an_unencodable_message_does_not_block_other_peers(router: Router, deale
     other_dealer.close()
 
 
-def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None:
+def test_the_last_messages_arrive_after_the_close(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(7))
     dealer.close()
     assert arrived(router) == [(b"me", m.Cancel(7))]
@@ -137,14 +137,14 @@ def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) ->
     thief.close()
 
 
-def test_a_dealer_without_a_listener(tmp_path: Path) -> None:
+def test_a_dealer_without_a_listener_is_disconnected(tmp_path: Path) -> None:
     dealer = Dealer(f"ipc://{tmp_path}/none", "me")
     dealer.send(m.Cancel(1))
     assert dealer.receive() == [] and not dealer.connected and not dealer.wait(0)
     dealer.close()
 
 
-def test_the_peer_disconnects(router: Router, dealer: Dealer) -> None:
+def test_a_peer_disconnect_is_reported(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert arrived(router)
     router.post(b"me", m.Settled(1))
@@ -156,7 +156,7 @@ def test_the_peer_disconnects(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(3))
 
 
-def test_an_only_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
+def test_a_single_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert arrived(router) == [(b"me", m.Cancel(1))]
     polled = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
@@ -165,9 +165,7 @@ def test_an_only_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> 
     assert (router.receive(), polled.polls) == ([], 1)
 
 
-def test_a_peer_that_connects_is_accepted_while_an_only_peer_floods(
-    router: Router, dealer: Dealer
-) -> None:
+def test_a_connecting_peer_is_accepted_while_another_floods(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(0))
     assert arrived(router) == [(b"me", m.Cancel(0))]
     other_dealer = Dealer(router.endpoint, "other")
@@ -199,7 +197,9 @@ class _CountingPoll:
         self._real.close()
 
 
-def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
+def test_malformed_messages_are_counted_and_other_protocols_disconnected(
+    router: Router, dealer: Dealer
+) -> None:
     send_raw(dealer, b"", framed(b"garbage") + b"\1\1a\0\1b" + framed(frames.pack([Drain()])))
     assert arrived(router) == [(b"me", Drain())] and router.malformed == 2
     with socket.socket(socket.AF_UNIX) as plain_socket:
@@ -210,7 +210,7 @@ def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: D
         assert plain_socket.recv(1000).startswith(zmtp.GREETING)
 
 
-def test_libzmq_at_the_other_end(router: Router) -> None:
+def test_libzmq_peers_are_compatible(router: Router) -> None:
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as zmq_dealer:

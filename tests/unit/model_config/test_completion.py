@@ -65,7 +65,7 @@ COMPLETED = {
         ('backend: "mine" default_model_filename: "a"', [], ("mine", "", "a")),
     ],
 )
-def test_finds_the_backend(text: str, files: list[str], expected: tuple[str, str, str]) -> None:
+def test_the_backend_is_found(text: str, files: list[str], expected: tuple[str, str, str]) -> None:
     config = detect_backend(parse_pbtxt(text), "m", files)
     assert (config.backend, config.platform, config.default_model_filename) == expected
     assert config.name == "m"
@@ -89,7 +89,7 @@ def test_finds_the_backend(text: str, files: list[str], expected: tuple[str, str
         ),
     ],
 )
-def test_resolves_instances(
+def test_instances_are_resolved(
     groups: str, gpus: int, expected: list[tuple[str, str, int, list[int]]]
 ) -> None:
     config = to_dict(normalise(parse_pbtxt(groups), "m", gpus))
@@ -187,7 +187,7 @@ def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None
         merge_autocomplete(config, {"input": [{"name": "X", "dims": ["a"]}]})
 
 
-def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
+def test_many_inputs_and_outputs_take_linear_time() -> None:
     """The supervisor is blocked meanwhile, so the time is compared with that of parsing the
     model's answer.
     """

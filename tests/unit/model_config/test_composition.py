@@ -291,7 +291,7 @@ def test_a_missing_field_of_an_ensemble_is_reported_at_its_step() -> None:
         ),
     ],
 )
-def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> None:
+def test_cyclic_and_incomplete_graphs_are_refused(steps: str, missing: str) -> None:
     text = ENSEMBLE + f"ensemble_scheduling {{ {steps} }}"
     assert (
         "output[0].name: output 'O' for ensemble 'm' is not written: at least one of its depending "
@@ -322,7 +322,7 @@ def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> 
         ),
     ],
 )
-def test_a_circle_beside_what_the_outputs_need(steps: str, text: str) -> None:
+def test_a_cycle_outside_the_needed_steps_is_refused(steps: str, text: str) -> None:
     circular_step = (
         'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
     )

@@ -158,7 +158,7 @@ def test_an_optional_input_need_not_be_mapped() -> None:
     build_ensemble(step("opt", "X=IN", "Y=OUT"))
 
 
-def test_models_that_batch_and_models_that_do_not_may_mix() -> None:
+def test_batching_models_and_other_models_may_be_mixed() -> None:
     """Section 3.7: a composing model's max_batch_size is 0 or at least the ensemble's."""
     build_ensemble(
         step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), fields="max_batch_size: 2"

@@ -42,7 +42,7 @@ def padding_error(padding: Any, max_batch_size: int = 8, complete: bool = True) 
     return ""
 
 
-def test_a_whole_one_is_in_order() -> None:
+def test_a_complete_padding_is_valid() -> None:
     assert padding_error(GOOD) == ""
     assert padding_error({}) == ""
 
@@ -101,6 +101,6 @@ def test_padding_requires_a_batch_dimension() -> None:
     assert "requires a max_batch_size of at least 1" in padding_error(GOOD, max_batch_size=0)
 
 
-def test_before_a_model_has_completed_itself_only_the_form_counts() -> None:
+def test_before_completion_only_the_syntax_is_checked() -> None:
     assert padding_error({"NONE": {}}, complete=False) == ""
     assert padding_error([1], complete=False)

@@ -70,7 +70,7 @@ def convert_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_prints_what_a_real_triton_printed(name: str) -> None:
+def test_printed_configurations_equal_tritons(name: str) -> None:
     recorded = RECORDED[name]
     config = detect_backend(parse_pbtxt(recorded["pbtxt"]), name, ["model.py"])
     config = normalise(config, name, 0)
@@ -93,7 +93,7 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
     assert {**describe(ModelSpec.of(to_dict(config))), "versions": metadata["versions"]} == metadata
 
 
-def test_the_schema_is_tritons() -> None:
+def test_the_schema_equals_tritons() -> None:
     triton_module = load(
         DATA / "triton_model_config.binpb"
     )  # the descriptor in the tritonclient package
@@ -196,7 +196,7 @@ configs = messages(ModelConfig.DESCRIPTOR).map(lambda members: ModelConfig(**mem
 
 
 @given(configs, st.booleans(), st.booleans(), st.booleans())
-def test_reads_whatever_protobuf_writes(
+def test_every_protobuf_text_is_read(
     config: ModelConfig, one_line: bool, short_repeated: bool, utf8: bool
 ) -> None:
     text = text_format.MessageToString(
@@ -224,7 +224,7 @@ FRAGMENTS = [
 
 @settings(max_examples=400)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=3))
-def test_agrees_with_protobuf_on_what_is_text(fragments: list[str]) -> None:
+def test_a_text_is_valid_if_protobuf_accepts_it(fragments: list[str]) -> None:
     text = " ".join(fragments)
     try:
         expected = text_format.Parse(text, ModelConfig())
@@ -249,7 +249,7 @@ def test_garbage_is_refused_with_a_position(text: str) -> None:
             assert int(column) >= 1
 
 
-def test_names_every_mistake_with_its_place() -> None:
+def test_every_mistake_is_named_with_its_position() -> None:
     assert refusal("""name: "m"
 max_batchsize: 8
 input [
@@ -303,9 +303,7 @@ def test_syntax_errors_name_what_was_expected(text: str, expected: str) -> None:
 
 
 @given(configs, st.booleans(), st.booleans())
-def test_reads_whatever_protobuf_writes_as_json(
-    config: ModelConfig, snake: bool, as_text: bool
-) -> None:
+def test_every_protobuf_json_is_read(config: ModelConfig, snake: bool, as_text: bool) -> None:
     json_dict = json_format.MessageToDict(config, preserving_proto_field_name=snake)
     assert from_json(json.dumps(json_dict) if as_text else json_dict) == config
 
@@ -341,7 +339,7 @@ def parse_int_strings(value: Any) -> Any:
 
 
 @given(configs)
-def test_prints_what_protobuf_prints(config: ModelConfig) -> None:
+def test_printed_configurations_equal_protobufs(config: ModelConfig) -> None:
     # Sets the presence bit, so that the field is printed.
     config.max_batch_size = config.max_batch_size
     if config.HasField("dynamic_batching"):
@@ -445,9 +443,7 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
 
 
 @given(configs, st.integers(0, 2))
-def test_filling_in_twice_changes_nothing_and_keeps_what_is_set(
-    config: ModelConfig, gpus: int
-) -> None:
+def test_normalising_twice_changes_nothing(config: ModelConfig, gpus: int) -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
     bytes_before = config.SerializeToString(deterministic=True)
     filled_once = normalise(config, "m", gpus, defaults)
@@ -464,7 +460,7 @@ def test_filling_in_twice_changes_nothing_and_keeps_what_is_set(
 
 
 @given(configs)
-def test_a_whole_configuration_completes_itself_to_itself(config: ModelConfig) -> None:
+def test_a_complete_configuration_stays_unchanged(config: ModelConfig) -> None:
     assume(len({io.name for io in config.input}) == len(config.input))
     assume(len({io.name for io in config.output}) == len(config.output))
     merged = merge_autocomplete(config, to_dict(config))

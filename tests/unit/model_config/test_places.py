@@ -117,7 +117,7 @@ def test_every_error_has_a_position_in_the_text(
         ("input { name: 'é\u20ac\U0001f600' @dims: 0 }", "input[0].dims[0]"),
     ],
 )  # fmt: skip
-def test_points_at_an_element_however_it_is_written(text: str, expected: str) -> None:
+def test_errors_point_at_the_element_in_any_notation(text: str, expected: str) -> None:
     (position,) = positions(PYTHON + text)
     assert problems(PYTHON + text, complete=False).startswith(f"{position}{expected}: model input ")
 
@@ -137,7 +137,7 @@ def test_points_at_an_element_however_it_is_written(text: str, expected: str) ->
         ),
     ],
 )
-def test_points_into_json(text: str, expected: str) -> None:
+def test_errors_point_into_json(text: str, expected: str) -> None:
     (position,) = positions(text)
     config, source = read_json(text.replace("@", ""), "f")
     config.backend = "python"

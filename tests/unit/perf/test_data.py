@@ -33,7 +33,7 @@ def values(item: data.Inputs) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("datatype", sorted(ITEM_SIZE))
-def test_every_datatype_is_made_by_shape(datatype: str) -> None:
+def test_every_datatype_is_generated_by_shape(datatype: str) -> None:
     model = ModelInterface({"X": ModelTensor("X", datatype, (2, 3))})
     for source in ("random", "zero"):
         ((tensor,),) = data.read_requests(model, DataOptions(source=source, text_length=5))
@@ -50,7 +50,7 @@ def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
         data.read_requests(PLAIN, DataOptions(batch=4))
 
 
-def test_a_shape_of_any_size_is_asked_for() -> None:
+def test_a_variable_shape_must_be_given() -> None:
     with pytest.raises(InvalidArgument, match=r"\[-1,2\], .* with --shape X:N,2"):
         data.read_requests(PLAIN, DataOptions())
     quantised, _ = data.read_requests(PLAIN, DataOptions(shapes=["X:3,2"]))[0]
@@ -76,7 +76,7 @@ def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() ->
 
 
 @pytest.mark.parametrize("text", ["X", "X:a", "X:-1", "3"])
-def test_a_shape_is_numbers_by_name(text: str) -> None:
+def test_a_shape_flag_is_a_name_and_numbers(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--shape: expected NAME:N,N"):
         data.read_requests(PLAIN, DataOptions(shapes=[text]))
 

@@ -66,7 +66,7 @@ def load(
     return LoadGenerator(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
 
 
-def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(
+def test_a_closed_loop_keeps_its_number_in_flight_and_rotates_requests(
     transport: InstantTransport,
 ) -> None:
     generator = load(transport, ["a", "b", "c"], 2)
@@ -94,7 +94,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     assert transport.sent == ["a"] * 4
 
 
-def test_errors_are_counted_by_text_and_no_latency_is_theirs(transport: InstantTransport) -> None:
+def test_errors_are_counted_by_text_without_latencies(transport: InstantTransport) -> None:
     generator = load(transport, ["a", "error one", "error two"], 1)
     generator.begin()
     while generator.mark().failed < 4:

@@ -17,9 +17,7 @@ def values(samples: list[int]) -> Values:
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1), st.floats(0.1, 100))
-def test_a_percentile_is_the_least_that_so_many_do_not_exceed(
-    samples: list[int], percent: float
-) -> None:
+def test_percentiles_use_the_nearest_rank(samples: list[int], percent: float) -> None:
     result = measure.percentile(values(samples), percent)
     need = percent / 100 * len(samples) - 1e-6
     assert result in samples
@@ -45,7 +43,7 @@ def test_windows_agree_within_a_share_of_their_mean(rates: list[float], within: 
         assert measure.agree(rates, within) == (distance < within * mean)
 
 
-def test_the_interval_is_students() -> None:
+def test_the_confidence_interval_is_students_t() -> None:
     # Three batches, two degrees of freedom: 4.303 standard errors.
     assert measure.confidence([9.0, 10.0, 11.0]) == pytest.approx(4.303 / math.sqrt(3))
     assert measure.confidence([10.0] * 5) == 0

@@ -38,7 +38,7 @@ def test_the_report_warns_of_unreliable_figures() -> None:
     assert "did not keep up" in text
 
 
-def test_chance_alone_is_no_server_that_does_not_keep_up() -> None:
+def test_random_variation_is_not_reported_as_overload() -> None:
     assert report.notes(replace(POINT, kind="rate", value=2020.0)) == []
 
 

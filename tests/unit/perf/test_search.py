@@ -78,7 +78,7 @@ def test_noise_costs_little(seed: int) -> None:
     assert model(4, 0.4, 2)(best_trial.candidate).per_second >= 0.9 * optimum(model(4, 0.4, 2))
 
 
-def test_where_execution_time_has_a_cliff_it_stays_below() -> None:
+def test_the_search_stays_below_a_cliff_of_execution_time() -> None:
     smooth = model(4, 0.1, 1)
 
     def measure(candidate: Candidate) -> Trial:
@@ -105,7 +105,7 @@ def test_an_unreachable_target_is_reported() -> None:
     assert search.trials
 
 
-def test_errors_are_no_answers() -> None:
+def test_failed_requests_are_no_throughput() -> None:
     measure = model(4, 0.4, 2)
     fails = lambda c: measure(c)._replace(errors=int(c.batch > 10))  # noqa: E731
     best_trial = Search(fails, TARGET_MS, SPACE, 60).run(START)
@@ -113,13 +113,13 @@ def test_errors_are_no_answers() -> None:
 
 
 @pytest.mark.parametrize("max_runs", [1, 5, 12])
-def test_there_are_no_more_runs_than_may_be(max_runs: int) -> None:
+def test_the_number_of_runs_is_bounded(max_runs: int) -> None:
     search = Search(model(4, 0.4, 2), TARGET_MS, SPACE, max_runs)
     search.run(START)
     assert len(search.trials) == max_runs
 
 
-def test_the_best_is_measured_once_more_and_may_fall() -> None:
+def test_the_best_trial_is_repeated_and_may_be_rejected() -> None:
     measure = model(4, 0.4, 1)
     measurements: dict[Candidate, int] = {}
     lucky = Search(measure, TARGET_MS, SPACE, 60).run(START)
@@ -175,7 +175,7 @@ CONFIG = normalised(BATCHING)
     ],
     ids=search.describe,
 )
-def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> None:
+def test_a_candidate_round_trips_as_a_configuration(candidate: Candidate) -> None:
     configured = search.with_candidate(CONFIG, candidate, 12.5)
     assert search.current_candidate(configured) == candidate
     best_trial = Trial(candidate, 100.0, 9.0)
@@ -230,7 +230,7 @@ def test_the_picture_has_every_run_and_the_target() -> None:
     assert sum(element.tag.endswith("polyline") for element in root.iter()) == 1
 
 
-def test_numbers_of_a_described_candidate_agree_with_their_nouns() -> None:
+def test_descriptions_of_candidates_use_correct_plurals() -> None:
     start = replace(START, batch=0, strategy="", delay_us=0)
     assert search.describe(replace(start, instances=1, threads=1)) == "1 instance, 1 thread"
     assert search.describe(replace(start, instances=2, threads=3)) == "2 instances, 3 threads"

@@ -52,5 +52,5 @@ def test_every_named_file_and_function_exists(file: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("folder", sorted(set(FOLDERS) - {"shmserve/"}))
-def test_folders_that_it_names_are_there(folder: str) -> None:
+def test_named_folders_exist(folder: str) -> None:
     assert (ROOT / "shmserve" / folder).is_dir() or (ROOT / folder).is_dir()

@@ -74,7 +74,7 @@ def test_ratio_is_of_medians_with_the_extremes_of_the_pairs() -> None:
 @pytest.mark.parametrize(
     ("own_samples", "peer_samples"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])]
 )
-def test_without_both_there_is_no_ratio_and_no_verdict(
+def test_a_missing_side_has_no_ratio_and_no_verdict(
     own_samples: list[float], peer_samples: list[float]
 ) -> None:
     row = _row(own_samples, peer_samples)
@@ -103,7 +103,7 @@ def test_verdict_on_a_value_needs_no_peer(value: float, verdict: str) -> None:
     assert Row(figure, {"shmserve": [value]}).verdict() == verdict
 
 
-def test_results_survive_their_file(tmp_path: Path) -> None:
+def test_results_round_trip_through_their_file(tmp_path: Path) -> None:
     results = _results(_row([1.0], [2.0]))
     results.not_run.append(NotRun("json, triton", "it died", failed=True))
     results.save(tmp_path / "new" / "r.json")
@@ -130,7 +130,7 @@ def test_the_report_names_what_could_not_be_measured() -> None:
     assert "2000 and more µs   33.3 %" in text
 
 
-def test_a_report_of_nothing_is_still_a_report() -> None:
+def test_an_empty_report_is_rendered() -> None:
     assert "median" in rendering.render(_results())
 
 

@@ -9,7 +9,7 @@ OURS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "text"]}}, {"m":
 THEIRS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}}, {"m": {}})
 
 
-def test_each_value_that_differs_is_found_where_it_is() -> None:
+def test_each_difference_is_reported_with_its_path() -> None:
     found_differences = differences(OURS, THEIRS)
     assert [difference.where for difference in found_differences] == [
         "responses.a.error.1",
@@ -18,7 +18,7 @@ def test_each_value_that_differs_is_found_where_it_is() -> None:
     assert differences(OURS, OURS) == []
 
 
-def test_a_known_difference_is_passed_over_and_must_be_there() -> None:
+def test_known_differences_are_accepted_and_required() -> None:
     found_differences = differences(OURS, THEIRS)
     known_differences = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
     assert judge(found_differences, known_differences) == []

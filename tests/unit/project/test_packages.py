@@ -50,7 +50,7 @@ def test_a_build_writes_nothing_beside_the_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["digits", "generation"])
-def test_help_of_a_demo_is_help(tmp_path: Path, example: str) -> None:
+def test_a_demo_prints_its_help(tmp_path: Path, example: str) -> None:
     command = [sys.executable, str(ROOT / "examples" / example / "demo.py"), "--help"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

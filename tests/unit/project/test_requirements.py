@@ -63,7 +63,7 @@ def test_the_server_fetches_nothing() -> None:
                     assert not imported & clients, (name, imported)
 
 
-def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
+def test_requests_are_parsed_by_the_strict_parser() -> None:
     """R12: requests are parsed by aiohttp's parser in C, because most smuggling was possible in
     its Python fallback.
     """
@@ -113,7 +113,7 @@ def test_reserved_parameters_are_refused(key: str) -> None:
 @pytest.mark.parametrize(
     "spelled", ["..", "%2e%2e", "%2E.", "a%2Fb", "..%2Fetc", "%5c..%5c", "a%00b", "."]
 )
-def test_model_names_name_no_other_folder(spelled: str) -> None:
+def test_model_names_cannot_escape_their_folder(spelled: str) -> None:
     """R17: however a path is spelled, the repository is not left."""
     route = ROUTES.find(f"/v2/repository/models/{spelled}/load")
     if route is not None:

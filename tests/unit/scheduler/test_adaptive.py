@@ -39,7 +39,7 @@ def fixed_batcher(delay_ms: float, max_batch_size: int = 32) -> DynamicBatcher:
 
 
 @given(st.floats(0.1, 100), st.floats(0.0, 10), st.integers(0, 1000))
-def test_the_model_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
+def test_the_time_model_learns_a_line(setup_ms: float, each_ms: float, seed: int) -> None:
     sizes, time = random.Random(seed), SizeTimes(64)
     for _ in range(100):
         size = sizes.randint(1, 32)
@@ -50,7 +50,7 @@ def test_the_model_learns_the_line(setup_ms: float, each_ms: float, seed: int) -
     assert time.setup_ns == pytest.approx(setup_ms * MS, rel=0.01)
 
 
-def test_noise_and_outliers_do_not_move_it_far() -> None:
+def test_noise_and_outliers_hardly_change_the_model() -> None:
     sizes, time = random.Random(5), SizeTimes(64)
     for number in range(400):
         size = sizes.randint(1, 16)
@@ -59,7 +59,7 @@ def test_noise_and_outliers_do_not_move_it_far() -> None:
     assert time.expected_ns(8) == pytest.approx(18 * MS, rel=0.25)
 
 
-def test_a_change_that_lasts_is_believed() -> None:
+def test_a_lasting_change_is_learned() -> None:
     sizes, time = random.Random(5), SizeTimes(64)
     for factor in (1, 5, 1):
         for _ in range(300):
@@ -71,7 +71,7 @@ def test_a_change_that_lasts_is_believed() -> None:
 
 @pytest.mark.parametrize("factor", [5, 2, 0.5, 0.2])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_change_is_believed_despite_noise_and_outliers(factor: float, seed: int) -> None:
+def test_a_change_is_learned_despite_noise_and_outliers(factor: float, seed: int) -> None:
     draw, time = random.Random(seed), SizeTimes(64)
     for slowdown in (1, factor):
         for _ in range(300):
@@ -159,7 +159,7 @@ def test_a_lone_client_is_no_burst() -> None:
 
 
 @pytest.mark.parametrize("waiting_is_better", [True, False])
-def test_the_way_with_shorter_latencies_is_used_mostly(waiting_is_better: bool) -> None:
+def test_the_choice_with_shorter_latencies_is_preferred(waiting_is_better: bool) -> None:
     trial, choices = WaitingChoice(Account()), []
     for _ in range(2400):
         choices.append(trial.waits)
@@ -168,7 +168,7 @@ def test_the_way_with_shorter_latencies_is_used_mostly(waiting_is_better: bool) 
     assert 0.85 < share < 1
 
 
-def test_the_better_way_may_change() -> None:
+def test_the_better_choice_may_change() -> None:
     trial = WaitingChoice(Account())
     for waiting_is_better in (True, False, True):
         for _ in range(4800):
@@ -239,7 +239,7 @@ def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
     assert batcher.decide(now_ns, late_items, 0) == Batch(1, CloseReason.TARGET)
 
 
-def test_a_configured_delay_is_the_most_it_waits() -> None:
+def test_a_configured_delay_bounds_the_wait() -> None:
     batcher, now_ns = learn_load(1000, delay_ms=0.05, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     assert batcher.decide(now_ns, [Item(now_ns)], 0) == WaitUntil(now_ns + MS // 20)
@@ -353,7 +353,7 @@ def test_a_single_client_is_not_delayed() -> None:
 
 
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
-def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
+def test_the_target_is_met_where_possible(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
     run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
     assert run.percentile_ms(99) < 40

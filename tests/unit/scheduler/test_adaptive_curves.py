@@ -37,9 +37,7 @@ def learn_times(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes
         ("line", {1: 1, 16: 16, 32: 32}),
     ],
 )
-def test_the_best_size_is_that_which_does_most_rows_in_a_time(
-    name: str, best_sizes: dict[int, int]
-) -> None:
+def test_the_best_size_has_the_highest_throughput(name: str, best_sizes: dict[int, int]) -> None:
     times = learn_times(CURVES[name], list(range(1, 33)), 640)
     assert {units: times.best_size(units) for units in best_sizes} == best_sizes
     for size in (1, 8, 32):
@@ -122,7 +120,7 @@ def test_a_cliff_within_the_target() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 6, 7])
-def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int) -> None:
+def test_an_early_slowdown_does_not_exclude_the_best_size(seed: int) -> None:
     """Every batch takes 3 times as long for the first 1.5 s, including the first batch of 8.
 
     Batches of 32 just keep up with the load, so that nothing else causes another trial of 8.
@@ -140,7 +138,7 @@ def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 8])
-def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
+def test_an_overload_from_a_wrong_best_size_ends(seed: int) -> None:
     """An instance keeps up with batches of 7, but not with larger ones.
 
     Noise hides this difference.
@@ -169,7 +167,7 @@ def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
         ("bimodal step", 0.6),
     ],
 )
-def test_the_target_is_held_where_a_fixed_setting_holds_it(name: str, part: float) -> None:
+def test_the_target_is_met_where_a_fixed_setting_meets_it(name: str, part: float) -> None:
     curve = CURVES[name]
     rate = part * curve.most_per_second
     comparison = compare(curve, Load(rate, requests=8000, length_s=8000 / rate), 8)
@@ -177,7 +175,7 @@ def test_the_target_is_held_where_a_fixed_setting_holds_it(name: str, part: floa
 
 
 @pytest.mark.parametrize("name", ["step at 4", "step at 8", "step at 12", "slower"])
-def test_clients_that_wait_for_responses_get_as_many_from_it(name: str) -> None:
+def test_closed_loop_clients_get_equal_throughput(name: str) -> None:
     curve = CURVES[name]
     load = Load(0, 16, 1.0, requests=8000, length_s=16000 / curve.most_per_second)
     comparison = compare(curve, load, 8)

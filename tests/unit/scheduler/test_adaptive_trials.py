@@ -38,7 +38,7 @@ def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
         assert Sizes(account).start_trial(9, 100 * MS, MOMENT, 100) is is_allowed
 
 
-def test_of_clients_that_wait_no_more_are_late_than_there_are() -> None:
+def test_at_most_all_waiting_clients_are_late() -> None:
     account = settled_account()
     assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
     assert Sizes(account).start_trial(9, 100 * MS, replace(MOMENT, max_in_flight=12.0), 100)
@@ -83,7 +83,7 @@ def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
     assert account.credit < 25
 
 
-def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
+def test_the_alternative_is_not_tried_before_its_misses_are_earned() -> None:
     account = settled_account()
     choice, alternative_count = WaitingChoice(account), 0
     for _ in range(20_000):

@@ -81,7 +81,7 @@ def test_a_decoupled_instance_that_has_returned_is_free() -> None:
     assert failure_texts(caller_rig) == [] and caller_rig.execute()
 
 
-def test_an_expected_instance_may_run_it() -> None:
+def test_an_expected_instance_may_run_the_call() -> None:
     caller_rig = rig()
     _, batch = caller_rig.begin()
     caller_rig.supervisor(InstanceExpected(1, 101))
@@ -107,7 +107,7 @@ def test_a_response_in_order_waits_for_its_callers_response() -> None:
 
 
 @pytest.mark.parametrize("callers", ["x", "1/2", "1//m", "\n\n", "-1/2/m", f"{'9' * 30}/1/m"])
-def test_malformed_callers_are_none(callers: str) -> None:
+def test_malformed_callers_are_ignored(callers: str) -> None:
     assert Caller.parse(callers) == []
     caller_rig = rig()
     caller_rig.begin()

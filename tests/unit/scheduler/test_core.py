@@ -265,7 +265,7 @@ def test_an_unregistered_worker_is_notified_of_a_readers_exit() -> None:
     assert rig.core.executions._early_releases == {}
 
 
-def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
+def test_an_instance_announced_during_a_retirement_is_new() -> None:
     """The retiring instance's worker had died, so its index is free."""
     rig = Rig()
     rig.start(0, 100)
@@ -725,7 +725,9 @@ EXTREMES = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1, 2**64 -
 
 
 @given(st.lists(EXTREMES, min_size=6, max_size=6), st.sampled_from([None, {}]))
-def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] | None) -> None:
+def test_every_request_id_receives_one_answer(
+    numbers: list[int], dynamic: dict[str, int] | None
+) -> None:
     rig, peer = ready_rig(dynamic, execution_timeout_s=1)
     number, batch_size, arrived, deadline, timeout, priority = numbers
     schema = schema_of(batch_size)
@@ -789,7 +791,7 @@ def has_drained(rig: Rig) -> bool:
     return bool(messages) and messages[-1] == Drained()
 
 
-def test_stopping_answers_everyone() -> None:
+def test_stopping_responds_to_every_request() -> None:
     rig, _ = ready_rig({}, max_batch_size=2)
     expiring_id, cancelled = (rig.submit(timeout_ns=limit)[0] for limit in (MS, 0))
     rig.pass_time(2 * MS)
@@ -817,7 +819,7 @@ def test_metrics_are_an_instances_own_and_stay_counted() -> None:
     assert reported_families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
 
 
-def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
+def test_metrics_of_unknown_instances_are_dropped() -> None:
     rig, peer = ready_rig()
     rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
     rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))

@@ -59,7 +59,7 @@ def test_an_end_may_arrive_without_any_response() -> None:
     assert rig.answers() == [response_part(number, b"", final=True)]
 
 
-def test_an_error_may_be_in_the_middle() -> None:
+def test_an_error_may_precede_other_responses() -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key, b"", code="NOT_FOUND", message="not this one")
     rig.respond(peer, key, final=True)
@@ -283,7 +283,7 @@ def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() ->
     assert rig.answers() == [response_part(silent_id, final=True)]
 
 
-def test_the_limit_is_execute_s_alone() -> None:
+def test_the_execution_limit_excludes_later_responses() -> None:
     rig, peer, number, key = start_stream(execution_timeout_s=1)
     rig.pass_time(500 * MS)
     rig.returned(peer, m.Execute(1, []))
@@ -308,7 +308,7 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
 # --- ends of the scheduler ------------------------------------------------------------------------
 
 
-def test_draining_waits_for_what_is_open() -> None:
+def test_draining_waits_for_open_requests() -> None:
     rig, peer, _, key = start_stream()
     rig.returned(peer, m.Execute(1, []))
     rig.supervisor(Drain())
@@ -317,7 +317,7 @@ def test_draining_waits_for_what_is_open() -> None:
     assert rig.to_supervisor(Drained)
 
 
-def test_stopping_fails_what_is_open() -> None:
+def test_stopping_fails_open_requests() -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key)
     rig.supervisor(Stop())

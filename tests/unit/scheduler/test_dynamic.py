@@ -64,7 +64,7 @@ def test_nothing_to_do_without_requests() -> None:
         ((5, 4), rules(8, (), DELAY), Batch(1, CloseReason.FULL)),
     ],
 )
-def test_sizes(units: tuple[int, ...], batching: Batching, expected: Batch) -> None:
+def test_batch_sizes(units: tuple[int, ...], batching: Batching, expected: Batch) -> None:
     assert decide(NOW, items(*units), batching, 0) == expected
 
 

@@ -37,7 +37,7 @@ SECOND = 10**9
         (-(2**63), NOW),
     ],
 )
-def test_when_a_request_arrived_is_believed_within_a_second(arrival: int, expected: int) -> None:
+def test_an_arrival_time_is_accepted_within_a_second(arrival: int, expected: int) -> None:
     """A reported arrival one day ago would distort the mean of all requests for months."""
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"))

@@ -25,7 +25,7 @@ class ComparedQueue(RuleBasedStateMachine):
         self.queue = PriorityQueue()
         self.naive: list[tuple[tuple[int, bool, int], ScheduledRequest]] = []
         self.requests: list[ScheduledRequest] = []
-        self.memory_ranges = 0
+        self.insertions = 0
 
     def _expected(self) -> list[ScheduledRequest]:
         return [request for _, request in sorted(self.naive, key=lambda item: item[0])]
@@ -36,11 +36,11 @@ class ComparedQueue(RuleBasedStateMachine):
 
     @rule(level=LEVELS)
     def append(self, level: int) -> None:
-        self.memory_ranges += 1
-        new_request = request(self.memory_ranges, level)
+        self.insertions += 1
+        new_request = request(self.insertions, level)
         self.requests.append(new_request)
         self.queue.append(new_request)
-        self.naive.append(((level, False, self.memory_ranges), new_request))
+        self.naive.append(((level, False, self.insertions), new_request))
 
     @precondition(lambda self: self.naive)
     @rule(data=st.data())
@@ -48,11 +48,11 @@ class ComparedQueue(RuleBasedStateMachine):
         """Let the timeout of a request expire."""
         in_time = [request for _, request in self.naive if not request.delayed]
         if in_time:
-            self.memory_ranges += 1
+            self.insertions += 1
             chosen_request = data.draw(st.sampled_from(in_time))
             self._drop([chosen_request])
             self.queue.delay(chosen_request)
-            self.naive.append(((chosen_request.level, True, self.memory_ranges), chosen_request))
+            self.naive.append(((chosen_request.level, True, self.insertions), chosen_request))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -73,9 +73,9 @@ class ComparedQueue(RuleBasedStateMachine):
         self._drop(batch)
         if back:
             for request in reversed(batch):
-                self.memory_ranges += 1
+                self.insertions += 1
                 self.queue.prepend(request)
-                self.naive.append(((request.level, request.delayed, -self.memory_ranges), request))
+                self.naive.append(((request.level, request.delayed, -self.insertions), request))
 
     @invariant()
     def check_equality(self) -> None:

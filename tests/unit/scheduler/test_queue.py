@@ -55,7 +55,7 @@ def test_requests_are_dequeued_in_order_of_arrival() -> None:
     assert [request.state for request in admitted] == [State.EXECUTING] * 3 + [State.QUEUED]
 
 
-def test_a_request_may_leave_from_the_middle() -> None:
+def test_a_request_may_be_removed_from_the_middle() -> None:
     queue = make_queue()
     first_request, second_request, third_request = (admit(queue) for _ in range(3))
     queue.remove(second_request)
@@ -86,7 +86,7 @@ def test_a_request_with_an_expired_timeout_is_refused() -> None:
         admit(make_queue(), deadline_ns=NOW - 1)
 
 
-def test_a_clients_clock_is_believed_only_as_far_as_it_can_be_true() -> None:
+def test_an_impossible_arrival_time_is_clamped() -> None:
     queue = make_queue()
     assert admit(queue, arrived_ns=NOW - 5).arrived_ns == NOW - 5
     for nonsense in (0, -4, NOW + 1, 2**63):
@@ -107,7 +107,7 @@ def test_a_request_expires_strictly_after_its_timeout() -> None:
     ("override", "timeout_us", "limit_us"),
     [(False, 40, 100), (True, 40, 40), (True, 0, 100), (True, 400, 100)],
 )
-def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
+def test_a_requests_timeout_applies_if_allowed_and_shorter(
     override: bool, timeout_us: int, limit_us: int
 ) -> None:
     policy = {"default_timeout_microseconds": 100, "allow_timeout_override": override}
@@ -159,7 +159,7 @@ def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() ->
     assert queue.expired(NOW + 500_001) == [first_request]
 
 
-def test_timers_of_done_requests_do_not_pile_up() -> None:
+def test_timers_of_completed_requests_are_removed() -> None:
     queue = make_queue()
     for _ in range(5000):
         admit(queue, deadline_ns=NOW + 60_000_000_000)

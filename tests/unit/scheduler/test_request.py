@@ -27,7 +27,7 @@ def test_events_follow_the_table_of_transitions(state: State, event: Event) -> N
         assert request.state is state
 
 
-def test_every_way_through_the_table_ends() -> None:
+def test_every_path_of_transitions_ends() -> None:
     assert LIFE[State.DONE] == {}
     for state in State:
         visited, unvisited = set(), [state]

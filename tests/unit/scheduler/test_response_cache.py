@@ -159,7 +159,7 @@ def test_errors_are_not_kept() -> None:
     assert rig.report()["inference_stats"]["cache_miss"]["count"] == 1
 
 
-def test_the_body_of_a_request_is_hashed_where_a_gateway_has_put_it(arena: Arena) -> None:
+def test_request_bodies_in_shared_memory_are_hashed(arena: Arena) -> None:
     rig = cached_rig()
     peer = rig.start()
     run(rig, peer, pack_request(place_data(arena, b"a" * LARGE)), pack_response(b"y"))
@@ -280,7 +280,7 @@ def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFix
     submit_hit(rig, pack_request())
 
 
-def test_a_smaller_share_holds_at_once() -> None:
+def test_a_smaller_share_applies_at_once() -> None:
     rig = cached_rig()
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y" * 1000))
@@ -289,7 +289,7 @@ def test_a_smaller_share_holds_at_once() -> None:
     run(rig, peer, pack_request(), pack_response(b"y" * 1000))
 
 
-def test_counts_go_on_in_a_successor() -> None:
+def test_a_successor_continues_the_counts() -> None:
     rig = cached_rig()
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
@@ -303,7 +303,7 @@ def test_counts_go_on_in_a_successor() -> None:
     assert stats == report_before["inference_stats"]
 
 
-def test_without_a_cache_nothing_is_asked_for() -> None:
+def test_without_a_cache_nothing_is_counted() -> None:
     rig, peer = ready_rig()
     for _ in range(2):
         run(rig, peer, pack_request(), pack_response(b"y"))
@@ -368,10 +368,10 @@ def test_requests_that_differ_have_different_keys(other_request: Inference) -> N
 
 def test_another_sequence_or_position_has_another_key() -> None:
     """Rule 3.8.2."""
-    memory_ranges = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
-    assert len(
-        {request_key(REQUEST, sequence=memory_range) for memory_range in memory_ranges}
-    ) == len(memory_ranges)
+    positions = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
+    assert len({request_key(REQUEST, sequence=position) for position in positions}) == len(
+        positions
+    )
 
 
 def test_another_model_or_version_has_another_key() -> None:

@@ -23,7 +23,7 @@ def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
     )
 
 
-def test_everything_is_read() -> None:
+def test_every_setting_is_read() -> None:
     block = {
         "preferred_batch_size": [4, 6],
         "max_queue_delay_microseconds": 100,
@@ -132,6 +132,6 @@ def test_an_invalid_execution_timeout_keeps_the_servers(value: str | None) -> No
     assert read_settings(config, execution_timeout_s=1.5).execution_limit_ns == 1_500_000_000
 
 
-def test_a_limit_of_zero_is_none() -> None:
+def test_a_limit_of_zero_is_no_limit() -> None:
     config = {"parameters": {"execution_timeout_seconds": {"string_value": "0"}}}
     assert read_settings(config, execution_timeout_s=60).execution_limit_ns == 0

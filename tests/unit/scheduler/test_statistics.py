@@ -142,7 +142,7 @@ def test_failures_by_reason() -> None:
     assert failures == {"REJECTED": 2, "CANCELED": 1, "BACKEND": 0, "OTHER": 1}
 
 
-def test_gauges_show_what_is_here_now() -> None:
+def test_gauges_show_the_current_state() -> None:
     rig, _ = ready_rig({}, max_batch_size=2)
     rig.submit(2)
     rig.submit(3)
@@ -154,7 +154,7 @@ def test_gauges_show_what_is_here_now() -> None:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 50))
-def test_timing_never_exceeds_what_can_be_true(reported: list[int], duration_ns: int) -> None:
+def test_reported_times_are_clamped(reported: list[int], duration_ns: int) -> None:
     started, now_ns = 1000, 1000 + duration_ns
     start, input_end, output_start, end = reported
     message = m.BatchFinished(1, start, input_end, output_start, end, [])
@@ -198,7 +198,7 @@ def test_service_time_reserves_more_where_executions_vary() -> None:
     assert unsteady.reserve_ns > 20 * MS
 
 
-def test_a_successor_counts_on() -> None:
+def test_a_successor_continues_the_counts() -> None:
     rig, peer = ready_rig({})
     rig.submit(3, batch_size=2)
     rig.submit(1, timeout_ns=MS)
@@ -264,7 +264,7 @@ def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> N
     assert total(after_a_reload.snapshot()) == totals
 
 
-def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
+def test_a_histogram_with_changed_bounds_restarts() -> None:
     reports = []
     for bounds in ([1.0, 2.0], [1.0, 2.0], [1.0]):
         rig = Rig({}, decoupled=True, buckets_ms=bounds)
@@ -292,7 +292,7 @@ def run_one(rig: Rig) -> m.Execute:
     return rig.execute()[1]
 
 
-def test_a_successor_starts_anew_if_it_cannot_read_that() -> None:
+def test_a_successor_restarts_unreadable_counts() -> None:
     rig = Rig({})
     rig.scheduler.restore([{"last_ns": 3}, []], [])
     assert rig.report()["inference_count"] == 0

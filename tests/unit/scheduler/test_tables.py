@@ -106,7 +106,7 @@ def test_requests_add_up_by_index() -> None:
     ]
 
 
-def test_times_that_cannot_be_are_cut() -> None:
+def test_impossible_times_are_clamped() -> None:
     rig, peer, _, key = begin_stream()
     for computed_ns, written_ns in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
@@ -116,7 +116,7 @@ def test_times_that_cannot_be_are_cut() -> None:
     assert all(ns >= 0 for row in figures.values() for _, ns in row.values())
 
 
-def test_the_table_has_an_end() -> None:
+def test_the_table_is_bounded() -> None:
     rig, peer, _, key = begin_stream()
     for _ in range(LAST_INDEX + 5):
         rig.respond(peer, key)
@@ -145,7 +145,7 @@ def test_counts_are_carried_to_the_next_scheduler() -> None:
         assert stats(successor) == (stats_of(first_report) if known_snapshots else {})
 
 
-def test_ordinary_models_have_none() -> None:
+def test_ordinary_models_have_no_response_statistics() -> None:
     rig, peer = ready_rig()
     rig.submit()
     rig.finish(peer, rig.execute()[1])
@@ -172,7 +172,7 @@ def test_an_end_alone_is_no_first_response() -> None:
     assert rig.report()["shmserve"]["first_response_ms"]["count"] == 0
 
 
-def test_a_successor_counts_on() -> None:
+def test_a_successor_continues_the_counts() -> None:
     rig, peer, number, key = begin_stream()
     send_response(rig, peer, key, MS, 1)
     send_response(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
@@ -186,7 +186,7 @@ def test_a_successor_counts_on() -> None:
     assert report_now["shmserve"]["first_response_ms"] == report["shmserve"]["first_response_ms"]
 
 
-def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
+def test_quantiles_of_the_last_minute_are_kept_on_request() -> None:
     rig, peer = ready_rig(quantiles=[0.5, 1.0])
     for ms in (2, 4, 30):
         rig.submit()
@@ -225,7 +225,7 @@ def test_a_quantile_is_near_the_value_of_its_rank(values: list[int]) -> None:
         assert abs(estimate - exact) <= ACCURACY * exact * 1.000001
 
 
-def test_nothing_observed_is_no_value() -> None:
+def test_without_observations_there_is_no_quantile() -> None:
     assert Quantiles().report((0.5, 0.9), 77) == [[0.5, None], [0.9, None]]
 
 

@@ -50,11 +50,11 @@ def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
     assert take_messages(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
 
 
-def test_no_instance_is_asked_for_without_a_request() -> None:
+def test_no_ticket_is_requested_without_a_request() -> None:
     assert take_messages(limited_rig({}, 3)) == []
 
 
-def test_as_many_are_asked_for_as_could_run() -> None:
+def test_as_many_tickets_are_requested_as_batches_can_run() -> None:
     rig = limited_rig(None, 3)
     rig.submit(2)
     assert take_messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
@@ -62,7 +62,7 @@ def test_as_many_are_asked_for_as_could_run() -> None:
     assert rig.execute()[0] == b"1.101"
 
 
-def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
+def test_no_ticket_is_held_while_a_batch_is_delayed() -> None:
     rig = limited_rig({"max_queue_delay_microseconds": 1000})
     rig.submit()
     assert take_messages(rig) == []

@@ -72,7 +72,7 @@ def test_a_wait_without_messages_times_out(pipes: list[tuple[int, int]], wait_ns
     assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
 
 
-def test_a_pipe_that_is_no_longer_watched(pipes: list[tuple[int, int]]) -> None:
+def test_an_unwatched_pipe_does_not_wake(pipes: list[tuple[int, int]]) -> None:
     waiter = DescriptorWaiter()
     (first_reader, writes), (second_reader, _) = pipes
     waiter.watch(first_reader, lambda: None)

@@ -103,7 +103,9 @@ async def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
         assert (run_dir / "events").stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_run_directory_is_reported(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Only the events are missing then."""
     async with open_publisher(run_dir / "none") as publisher:
         publisher.publish(STARTED)
@@ -221,7 +223,7 @@ def test_changes_of_models() -> None:
     ]
 
 
-async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
+async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
     pending_calls: list[str] = []
     holder: list[EventFeed] = []
@@ -310,7 +312,7 @@ def test_the_page_has_every_event_and_field() -> None:
         (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
     ],
 )
-def test_an_event_is_a_line(event: Any, line: str) -> None:
+def test_an_event_is_one_json_line(event: Any, line: str) -> None:
     received_event = ReceivedEvent(
         publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0
     )

@@ -21,7 +21,7 @@ def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses_found)
 
 
-def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_addresses_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """`localhost` is 127.0.0.1 and ::1 also where there is no IPv6."""
     resolve_names(monkeypatch, NOBODYS, "127.0.0.1")
     (sock,) = listen("localhost", 0, "--http-address", True)
@@ -29,7 +29,7 @@ def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch)
         assert sock.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_address_families_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = socket.socket
 
     def refuse_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
@@ -43,13 +43,13 @@ def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -
         assert sock.family == socket.AF_INET
 
 
-def test_no_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_local_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve_names(monkeypatch, NOBODYS)
     with pytest.raises(InvalidArgument, match="cannot listen on x:0: Cannot assign requested"):
         listen("x", 0, "--http-address", True)
 
 
-def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_must_be_free_on_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then none is listened on: clients would find the server by one address and not by another."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sockets = [

@@ -51,7 +51,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder_path)
 
 
-async def test_one_user_does_not_take_all_places(
+async def test_one_user_cannot_take_all_connections(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R15: three quarters are for one user, however many come; and again once one has left."""

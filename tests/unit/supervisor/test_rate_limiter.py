@@ -120,7 +120,7 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
     raise AssertionError("it still waits")
 
 
-def test_newcomers_owe_nothing_for_earlier_executions() -> None:
+def test_new_models_are_not_charged_for_earlier_executions() -> None:
     rate_limiter = make_limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
         rate_limiter.ask(0, 0, ticket)
@@ -202,7 +202,7 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
                 assert any(used.get(r, 0) + n > capacity[r] for r, n in needs[key].items())
 
 
-def test_instances_join_and_leave_while_their_model_serves() -> None:
+def test_instances_are_added_and_removed_while_their_model_serves() -> None:
     rate_limiter = make_limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
     assert rate_limiter.ask(0, 1, "a") == [(0, "a")]
     rate_limiter.join(0, {2: Needs({R: 2}, 1)})
@@ -258,7 +258,7 @@ def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5))))
-def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool, int]]) -> None:
+def test_shares_never_exceed_the_bound(steps: list[tuple[bool, int]]) -> None:
     shares = CacheShares(1000)
     notified: dict[int, int] = {}
 

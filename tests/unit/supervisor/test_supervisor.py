@@ -32,7 +32,7 @@ def supervisor() -> Any:
     return Supervisor(**parts)
 
 
-def test_a_drain_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_drain_still_stops_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """The server still stops completely, and the log names the failure."""
     failing = supervisor()
     failing.gateways.drain.side_effect = RuntimeError("so it is")

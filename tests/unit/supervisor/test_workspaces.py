@@ -134,7 +134,7 @@ def test_a_holder_that_dies_is_started_again() -> None:
     run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
 
-def test_a_device_that_has_not_so_much_ends_the_start() -> None:
+def test_a_device_without_enough_memory_fails_the_start() -> None:
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         processes.at_start = lambda child: child.kill()
         with pytest.raises(Unavailable, match="workspace cuda:1 ended during its start"):
@@ -278,7 +278,7 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
     assert pool.ask(1, 1, CAPACITY)
 
 
-def test_more_than_the_pool_is_an_error_with_both_figures() -> None:
+def test_a_lease_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"8192 bytes was requested, .* pool has 4096"):
         open_pool().ask(1, 1, 8192)
 

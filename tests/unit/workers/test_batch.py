@@ -219,7 +219,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
         assert region.read(8, 16) == data.tobytes(), "the client's memory is as it was"
 
 
-def test_unaligned_inputs_are_right(worker: Rig, region: Region) -> None:
+def test_unaligned_inputs_are_read_correctly(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     data = np.arange(5, dtype=F32)
     (reply,) = worker.batch(inference(tensor("X", data, region.write(3, data))))
@@ -307,20 +307,20 @@ def test_a_write_over_an_input_changes_no_other_output(
     # A client may have registered the object a second time, under another name, for outputs.
     memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
 
-    def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
+    def answers(**range_indices: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
         expected = [
             RequestedOutput(
                 name, None if index is None else Range(memory, 4 * index * size, 4 * size)
             )
-            for name, index in memory_ranges.items()
+            for name, index in range_indices.items()
         ]
         (reply,) = worker.batch(inference(*inputs, outputs=expected))
         return {
             name: reply.array(name, worker).tolist()
             if index is None
             else np.frombuffer(region.read(4 * index * size, 4 * size), F32).tolist()
-            for name, index in memory_ranges.items()
+            for name, index in range_indices.items()
         }
 
     swapped = answers(A=0, B=1)
@@ -347,7 +347,7 @@ def test_an_output_too_large_for_its_range_fails_that_request(worker: Rig, regio
     assert region.read(0, 64) == bytes_before
 
 
-def test_only_requested_outputs_travel(worker: Rig) -> None:
+def test_only_requested_outputs_are_sent(worker: Rig) -> None:
     def respond_with_three(requests: list[Request]) -> list[Response]:
         return [
             Response(
@@ -391,7 +391,7 @@ def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, messa
     assert message in reply.message
 
 
-def test_a_lenient_backend_passes_what_the_model_made(worker: Rig) -> None:
+def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
     backend = FunctionBackend(
         worker.context, lambda requests: [Response([Output("Y", "FP64", np.zeros((2, 3)))])]
     )
@@ -443,7 +443,7 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
 
 
 @pytest.mark.parametrize("has_range", [False, True])
-def test_bytes(worker: Rig, region: Region, has_range: bool) -> None:
+def test_string_outputs(worker: Rig, region: Region, has_range: bool) -> None:
     worker.serve(
         FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), max_batch_size=4)
     )
@@ -696,7 +696,9 @@ def test_a_request_too_large_for_the_memory_fails_alone(worker: Rig) -> None:
         (None, "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
     ],
 )
-def test_a_wrong_number_of_answers(worker: Rig, result: Any, message: str) -> None:
+def test_a_wrong_number_of_responses_fails_the_batch(
+    worker: Rig, result: Any, message: str
+) -> None:
     worker.serve(FunctionBackend(worker.context, lambda requests: result), one_tensor())
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "INTERNAL"

@@ -247,7 +247,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
             return
 
 
-def test_no_memory_left(worker: Rig, callees: CalledModels) -> None:
+def test_a_full_arena_fails_the_call(worker: Rig, callees: CalledModels) -> None:
     calls = CallRouter(worker.context.control, MIB)
     callees.scheduler("s1")
     running = callees.run(call, calls, request(np.zeros(MIB)))
@@ -277,7 +277,7 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(
     running.result(10)
 
 
-def test_no_descriptor_for_a_link_to_the_successor(
+def test_a_call_fails_without_a_descriptor_for_the_successor(
     router: CallRouter, callees: CalledModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails at once, instead of waiting for a response that cannot arrive."""
@@ -363,7 +363,7 @@ def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) ->
     running.result(10)
 
 
-def test_many_at_once_from_a_coroutine(router: CallRouter, callees: CalledModels) -> None:
+def test_a_coroutine_makes_many_calls_at_once(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
 
     async def call_many() -> list[list[float]]:

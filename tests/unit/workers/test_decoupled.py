@@ -139,7 +139,7 @@ def test_a_backend_without_streams_sends_one_response_per_request(model: Model) 
     assert model.responses(1) == [[2], "end"] and model.responses(2) == [[4], "end"]
 
 
-def test_from_a_thread_after_execute_has_returned(model: Model) -> None:
+def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
     """The thread can still read the inputs, which belong to the model."""
     model.serve(
         """
@@ -236,7 +236,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
 # --- rejected calls
 
 
-def test_texts_of_what_is_refused(model: Model) -> None:
+def test_errors_of_refused_sends(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -297,7 +297,7 @@ def test_execute_must_return_none(model: Model, returned: str) -> None:
     assert model.backend._model.kept[2]._channel._stream.closed
 
 
-def test_execute_raises(model: Model) -> None:
+def test_an_exception_of_execute_fails_the_request(model: Model) -> None:
     """Requests without a response fail; requests that have ended are not affected, and none is
     retried.
     """
@@ -478,7 +478,7 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
     assert model.records == [(False, False), True, None, None]
 
 
-def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
+def test_a_lost_scheduler_cancels_requests(model: Model) -> None:
     """The successor assigns new keys, which must not be confused with those of remaining
     requests.
     """
@@ -664,7 +664,7 @@ def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_re
             assert len(model.responses(key)) == count + 1
 
 
-def test_credit_that_is_not_enough_is_waited_for_asleep(
+def test_waiting_for_enough_credit_does_not_spin(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A response is credited, but the other responses' bytes still exceed the limit."""

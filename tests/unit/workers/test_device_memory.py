@@ -172,7 +172,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
         (0, 32, 16, 32, False),  # inside the allocation, but outside the region
     ],
 )
-def test_bounds(
+def test_ranges_must_lie_in_their_allocation(
     cuda: FakeCuda, allocation_offset: int, size: int, offset: int, length: int, is_inside: bool
 ) -> None:
     exported = cuda.export(64, inside=allocation_offset)
@@ -228,7 +228,7 @@ def test_a_worker_checks_a_handle(cuda: FakeCuda) -> None:
     assert cuda.opened == 0
 
 
-def test_without_cuda() -> None:
+def test_handles_without_cuda_are_refused() -> None:
     region = FakeCuda().export(64).memory()
     with pytest.raises(Unavailable, match="not used here"):
         Mappings().view(Range(region, 0, 1))
@@ -237,7 +237,7 @@ def test_without_cuda() -> None:
             DeviceMemory().open(region)
 
 
-def test_a_driver_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match=r"\[cuda]"):
         Driver()
@@ -299,7 +299,7 @@ def test_memory_ranges_on_devices_are_packed_and_unpacked() -> None:
         Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0, 5)), 0, 5),  # type: ignore[arg-type]
     ],
 )
-def test_malformed_places(memory_range: Range) -> None:
+def test_malformed_memory_ranges_are_refused(memory_range: Range) -> None:
     with pytest.raises(MalformedMessage):
         unpack_inference(*pack_inference(Inference((TensorRef("x", "FP32", (1,), memory_range),))))
 
@@ -390,7 +390,9 @@ def test_requests_of_both_kinds_in_one_batch(
     assert (exported.read(32, ROW) == (ROW + 5) * 2).all()
 
 
-def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
+def test_a_region_unregistered_in_flight_stays_mapped(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
     """The worker unmaps a region between batches. Tensors that it keeps remain usable."""
     body = "        self.last = x\n        return x * 2\n"
     serve_doubling(worker, body=body)
@@ -569,7 +571,9 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("stays_on_device", [False, True])
-def test_a_python_model(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> None:
+def test_a_python_model_uses_device_memory(
+    worker: Rig, cuda: FakeCuda, stays_on_device: bool
+) -> None:
     """As in Triton, inputs are copied to the host unless the configuration forbids it."""
     text = (
         "import triton_python_backend_utils as pb\n"
@@ -660,7 +664,7 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
         block.close()
 
 
-def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
+def test_empty_memory_is_not_pinned(cuda: FakeCuda) -> None:
     cuda.device_memory().pin(memoryview(b""), 0)()
     assert not cuda.calls
 

@@ -77,7 +77,7 @@ def make_link(monkeypatch: pytest.MonkeyPatch) -> tuple[InstanceLink, Wire, Cloc
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * HOLD_NS), st.booleans()), max_size=40))
-def test_all_is_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None:
+def test_held_responses_are_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         link, wire, clock = make_link(monkeypatch)
         posted_ns: list[int] = []

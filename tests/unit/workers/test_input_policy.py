@@ -19,7 +19,7 @@ def test_only_views_can_be_at_fault() -> None:
     assert policy.should_retry(request(True)) and not policy.should_retry(request(False))
 
 
-def test_a_cure_is_remembered() -> None:
+def test_a_copy_that_fixed_an_error_is_remembered() -> None:
     policy = InputPolicy()
     policy.record_retry(succeeded=False)
     assert not policy.copies

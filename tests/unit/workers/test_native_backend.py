@@ -46,7 +46,7 @@ def serve(worker: Rig, config: dict[str, Any] | None = None) -> Rig:
     return worker.serve(backend, backend.complete_config(config or blank_config()))
 
 
-def test_the_example_serves(worker: Rig) -> None:
+def test_the_example_is_served(worker: Rig) -> None:
     source = EXAMPLES / "native_model.py"
     assert len(source.read_text().splitlines()) < 15
     shutil.copy(source, worker.context.version_dir / "native_model.py")
@@ -221,7 +221,7 @@ class Model:
     assert reply.array("output").tolist() == [5]
 
 
-def test_class_attributes_and_what_the_author_wrote(worker: Rig) -> None:
+def test_class_attributes_complete_the_configuration(worker: Rig) -> None:
     write(
         worker,
         """

@@ -141,7 +141,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_an_error_ends_it(worker: Rig, kind: str) -> None:
+def test_an_error_ends_the_stream(worker: Rig, kind: str) -> None:
     iterator = "AsyncIterator" if "async" in kind else "Iterator"
     body = f"""
 {kind} predict(self, x: {ARRAY}) -> {iterator}[{ARRAY}]:
@@ -263,7 +263,7 @@ def test_a_stream_without_credit_does_not_delay_other_streams(worker: Rig, kind:
         assert len(model.responses(1)) == 2 * FIRST_CREDIT + 1
 
 
-def test_many_that_wait_for_their_clients_hold_up_no_other(worker: Rig) -> None:
+def test_waiting_streams_do_not_block_others(worker: Rig) -> None:
     """Each waiting stream has its own thread, whatever their number."""
     stream_count = 40
     model = Model(worker, KINDS["asynchronous generator"])
@@ -298,7 +298,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     assert model.records.index(3) > 2, "it began when one had ended"
 
 
-def test_a_coroutine(worker: Rig) -> None:
+def test_an_asynchronous_model_responds_once(worker: Rig) -> None:
     body = f"""
 async def predict(self, x: {ARRAY}) -> {ARRAY}:
     await asyncio.sleep(0)

@@ -178,7 +178,7 @@ def test_text_in_and_out(worker: Rig) -> None:
     assert "input 'a' has an element that is not UTF-8, and one with a NUL" in reply.message
 
 
-def test_bf16_as_it_is(worker: Rig) -> None:
+def test_bf16_is_passed_unchanged(worker: Rig) -> None:
     bf16, dims = int(TensorProto.BFLOAT16), ("batch", 2)
     inputs, outputs = [("a", bf16, dims)], [("s", bf16, dims)]
     save(worker.context.version_dir, [("Identity", "a", "s")], inputs, outputs)
@@ -268,7 +268,7 @@ def test_options_of_a_configuration() -> None:
         ("execution_mode", "must be 0 or 1, got 'x'"),
     ],
 )
-def test_an_option_that_is_none(key: str, text: str) -> None:
+def test_an_invalid_option_is_refused(key: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter '{key}' {text}"):
         session_options(import_onnxruntime(), ModelSpec.of(parameters(**{key: "x"})), 1)
 

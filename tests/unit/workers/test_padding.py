@@ -139,7 +139,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
     return Request(Work(0, 0, b"", []), NOBODY, shape[0], {"IMAGE": item}, {})
 
 
-def test_without_buckets_it_is_the_batchs_maximum() -> None:
+def test_without_buckets_a_batch_is_padded_to_its_maximum() -> None:
     requests = [request(np.ones((1, n), F32)) for n in (1, 3)]
     padded = make_padder({"IMAGE": {"lengths": "N"}}).pad(requests)
     assert padded.padded_shapes == {"IMAGE": (3,)}
@@ -150,7 +150,7 @@ def test_without_buckets_it_is_the_batchs_maximum() -> None:
 @pytest.mark.parametrize(
     ("datatype", "value"), [("BF16", 1.5), ("INT8", -128), ("BOOL", 1), ("UINT64", 2**64 - 1)]
 )
-def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> None:
+def test_the_padding_value_has_the_inputs_datatype(datatype: str, value: float) -> None:
     from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 
     kind = NUMPY_DTYPES.get(datatype, np.dtype(np.uint16))

@@ -74,7 +74,7 @@ def test_a_tensor_of_strings() -> None:
 @pytest.mark.parametrize(
     "array", [np.zeros(1, complex), np.array(["a"]), np.zeros(1, ">f4"), np.zeros(1, "M8[s]")]
 )
-def test_no_tensor_of_other_types(array: Any) -> None:
+def test_tensors_of_other_types_are_refused(array: Any) -> None:
     with pytest.raises(TritonModelException, match="NumPy dtype is not supported"):
         Tensor("x", array)
 
@@ -165,7 +165,7 @@ def test_the_wire_form_of_strings(items: list[bytes]) -> None:
             pb_utils.deserialize_bytes_tensor(encoded[:-1])
 
 
-def test_no_wire_form_of_numbers() -> None:
+def test_numbers_have_no_string_encoding() -> None:
     assert pb_utils.serialize_byte_tensor(np.zeros(2)) is None
 
 
@@ -235,7 +235,7 @@ def test_a_response_of_a_wrong_type_is_refused() -> None:
         ({"a": 2**63}, "out of the range"),
     ],
 )
-def test_no_other_parameters(parameters: Any, text: str) -> None:
+def test_other_parameter_types_are_refused(parameters: Any, text: str) -> None:
     with pytest.raises(TritonModelException, match=text):
         pb_utils.InferenceResponse(parameters=parameters)
 
@@ -320,7 +320,9 @@ def test_a_request_for_another_model() -> None:
         ({"flags": None}, TypeError, "flags must be an int"),
     ],
 )
-def test_no_request_like_that(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_invalid_requests_are_refused(
+    arguments: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     with pytest.raises(kind, match=text):
         pb_utils.InferenceRequest(request_id="q", **{**defaults, **arguments})
@@ -341,14 +343,14 @@ def test_no_request_like_that(arguments: dict[str, Any], kind: type[Exception], 
         {"parameters": {"triton_x": 1}},
     ],
 )
-def test_a_request_like_that(arguments: dict[str, Any]) -> None:
+def test_request_options_are_kept(arguments: dict[str, Any]) -> None:
     defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     request = pb_utils.InferenceRequest(**{**defaults, **arguments})
     for name in ("flags", "correlation_id", "timeout"):
         assert getattr(request, name)() == arguments.get(name, 0)
 
 
-def test_no_memory_or_release_like_that() -> None:
+def test_invalid_memory_and_flags_are_refused() -> None:
     request = pb_utils.InferenceRequest(inputs=[], requested_output_names=[], model_name="other")
     wrong_value: Any
     for wrong_value in (0, None):
@@ -361,7 +363,7 @@ def test_no_memory_or_release_like_that() -> None:
             request.set_flags(wrong_value)
 
 
-def test_numbers_of_numpy_will_do() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     fields: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
     request = pb_utils.InferenceRequest(
         model_name="other", requested_output_names=[], inputs=[], **fields
@@ -414,7 +416,7 @@ def config(**fields: Any) -> pb_utils.ModelConfig:
 X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
-def test_a_config_is_filled_in() -> None:
+def test_a_configuration_is_completed() -> None:
     configuration = config()
     configuration.set_max_batch_size(8)
     configuration.set_dynamic_batching()
@@ -439,7 +441,7 @@ def test_a_config_is_filled_in() -> None:
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
-def test_equal_values_of_the_author_stay() -> None:
+def test_equal_values_of_the_author_are_kept() -> None:
     tensor = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
     configuration = config(
         input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
@@ -522,7 +524,7 @@ def test_equal_values_of_the_author_stay() -> None:
         ),
     ],
 )
-def test_contradictions(fields: dict[str, Any], call: Any, text: str) -> None:
+def test_contradicting_values_are_refused(fields: dict[str, Any], call: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
         call(config(**fields))
     assert str(caught.value) == text
@@ -597,7 +599,7 @@ def test_a_histogram() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_the_bucket_of_everything_is_there_once() -> None:
+def test_the_infinite_bucket_is_reported_once() -> None:
     family = pb_utils.MetricFamily("h", "", pb_utils.MetricFamily.HISTOGRAM)
     family.Metric(buckets=[1, float("inf")]).observe(7)
     assert metrics.changes() == [["h", "", "HISTOGRAM", [[(), [7, 0, 1], (1,)]]]]
@@ -620,14 +622,14 @@ def test_the_bucket_of_everything_is_there_once() -> None:
         ("GAUGE", {"labels": {"__a": "1"}}, "Invalid label name"),
     ],
 )
-def test_no_metric_like_that(kind: str, arguments: dict[str, Any], text: str) -> None:
+def test_invalid_metrics_are_refused(kind: str, arguments: dict[str, Any], text: str) -> None:
     family = pb_utils.MetricFamily("m", "", getattr(pb_utils.MetricFamily, kind))
     with pytest.raises(TritonModelException, match=text):
         family.Metric(**arguments)
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_no_family_like_that() -> None:
+def test_invalid_families_are_refused() -> None:
     with pytest.raises(TritonModelException, match="Invalid metric name"):
         pb_utils.MetricFamily("a b", "", pb_utils.MetricFamily.GAUGE)
     metric_family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
@@ -644,7 +646,7 @@ def test_no_family_like_that() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_values_are_numbers() -> None:
+def test_metric_values_must_be_numbers() -> None:
     wrong_value: Any
     families = {
         name: pb_utils.MetricFamily(name, "", getattr(pb_utils.MetricFamily, name.upper()))
@@ -664,7 +666,7 @@ def test_values_are_numbers() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_values_go_with_their_family() -> None:
+def test_operations_must_suit_the_metric_family() -> None:
     """A value is removed with the last live family object that has created it."""
     counters = pb_utils.MetricFamily("c", "first", pb_utils.MetricFamily.COUNTER)
     other_family = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
@@ -692,7 +694,7 @@ def reported_labels() -> dict[str, list[Any]]:
 # --- the log
 
 
-def test_no_line_like_that() -> None:
+def test_invalid_log_messages_are_refused() -> None:
     wrong_value: Any
     for wrong_value in (None, 5):
         with pytest.raises(TypeError):
@@ -702,7 +704,7 @@ def test_no_line_like_that() -> None:
             pb_utils.Logger.log("a line", wrong_value)
 
 
-def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_messages(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
         pb_utils.Logger.log("one")
         pb_utils.Logger.log_warn("two %s")

@@ -366,7 +366,7 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
         ),
     ],
 )
-def test_returns_that_are_none(model: Model, returned: str, text: str) -> None:
+def test_wrong_return_values_are_errors(model: Model, returned: str, text: str) -> None:
     model.serve(f"def execute(self, requests): return {returned}")
     assert model.infer(0) == [failure_text(text)]
 
@@ -446,7 +446,7 @@ def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     assert (output.datatype, output.shape) == ("FP64", (2, 1))
 
 
-def test_cancellation_shows(model: Model) -> None:
+def test_a_model_sees_the_cancellation(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -806,7 +806,7 @@ def doubled_response(submit: Submit) -> Finished:
     return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
 
 
-def test_a_call(model: Model, callees: CalledModels) -> None:
+def test_a_call_returns_its_outputs(model: Model, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     model.serve(CALL)
     running = callees.run(model.infer, 1, 2)

@@ -147,7 +147,7 @@ class ByKey(torch.nn.Module):
 
 
 @pytest.mark.parametrize("model_kind", ["script", "exported"])
-def test_dictionaries_go_by_key(worker: Rig, model_kind: str) -> None:
+def test_dictionaries_are_passed_by_key(worker: Rig, model_kind: str) -> None:
     if model_kind == "script":
         save_script(ByKey(), worker)
         names = ["a", "b"]
@@ -488,7 +488,7 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
         (["a", "b", "c"], ["Y__2"], "output 'Y__2' of model 'm' has the index 2"),
     ],
 )
-def test_names_that_do_not_fit(
+def test_contradicting_names_are_refused(
     worker: Rig, inputs: list[str], outputs: list[str], message: str
 ) -> None:
     save_script(ThreeArguments(), worker)
@@ -591,7 +591,7 @@ def test_texts_are_lists_of_one_dimension(
     assert expected_error in load_error(worker, config)
 
 
-def test_devices_that_are_not_there(worker: Rig) -> None:
+def test_missing_devices_are_refused(worker: Rig) -> None:
     for name, word in (("npu:0", "torch_npu"), ("cuda:99", "cuda:99")):
         with pytest.raises(Unavailable, match=word):
             open_device(name)

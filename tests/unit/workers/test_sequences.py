@@ -183,7 +183,7 @@ def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
     assert model.value(0, START) == [[0.0]]
 
 
-def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
+def test_3_5_missing_and_failed_updates_keep_the_state() -> None:
     model = Model(spec())
     model.add_inputs(0, START)
     model.complete_request(new_state(5))
@@ -219,7 +219,7 @@ def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     assert model.value() == [[6.0]]
 
 
-def test_3_5_a_file_and_zeros_to_begin_with(tmp_path: Path) -> None:
+def test_3_5_initial_states_come_from_a_file_or_zeros(tmp_path: Path) -> None:
     folder = tmp_path / "initial_state"
     folder.mkdir()
     (folder / "f").write_bytes(np.arange(3, dtype=np.float32).tobytes())
@@ -250,7 +250,7 @@ def test_3_5_a_file_and_zeros_to_begin_with(tmp_path: Path) -> None:
         ("../f", "the data file of state 'I' must lie in the model's folder 'initial_state'"),
     ],
 )
-def test_3_5_files_that_will_not_do(tmp_path: Path, name: str, text: str) -> None:
+def test_3_5_invalid_initial_state_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "f").write_bytes(b"1234")
     initial = {"name": "n", "data_type": "TYPE_FP32", "dims": [2], "data_file": name}

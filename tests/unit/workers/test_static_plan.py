@@ -244,7 +244,7 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
         assert fake.replayed.pop() == bucket and not fake.replayed
 
 
-def test_a_model_that_cannot_be_recorded_runs_without(
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(
     worker: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FailingRecorder(FakeRecorder):
@@ -268,7 +268,7 @@ def test_an_impossible_static_plan_is_reported(
     assert "runs without CUDA graphs: its shapes are not fixed" in caplog.text
 
 
-def test_without_asking_none_is_recorded(worker: Rig) -> None:
+def test_graphs_are_recorded_only_on_request(worker: Rig) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
     fake = FakeRecorder()
     worker.serve(RecordedBackend(worker.context, fake), config((3,), 5))

@@ -187,7 +187,7 @@ def test_a_stream_has_the_text_of_each_output(model: Model) -> None:
     assert model.engine.calls == [({"top_k": 1, "stream": True, "echo": False}, False, False)]
 
 
-def test_outputs_of_the_openai_doors(model: Model) -> None:
+def test_outputs_for_the_openai_apis(model: Model) -> None:
     model.engine.outputs = [
         output(sample("a", [1]), sample("b", [2, 3], index=1)),
         output(sample("c", [4], finish_reason="length"), prompt_token_ids=None),
@@ -393,7 +393,9 @@ def test_the_configuration_is_completed(model: Model) -> None:
         ("{}", "model.json: 'model' is missing"),
     ],
 )
-def test_a_wrong_file(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_an_invalid_arguments_file_is_refused(
+    tmp_path: Path, text: str | None, problem: str
+) -> None:
     folder = tmp_path / "1"
     folder.mkdir()
     if text is not None:

@@ -90,9 +90,9 @@ def test_similar_http_requests_are_not_confused(
 
     def build_request(request_fields: Any) -> BuiltRequest:
         request_id, sequence, start, end = request_fields
-        memory_range = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+        position_members = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
         header: dict[str, Any] = {"id": request_id} if request_id else {}
-        header["parameters"] = {**(memory_range if sequence else {}), "timeout": 5}
+        header["parameters"] = {**(position_members if sequence else {}), "timeout": 5}
         tensor = {"name": "IN", "datatype": "INT8", "shape": [1]}
         header["inputs"] = [{**tensor, "parameters": {"binary_data_size": 1}}]
         text = json.dumps(header).encode()

@@ -155,13 +155,13 @@ PLACES = st.fixed_dictionaries(
 @example("", {"sequence_id": "string:" + "\U00010000" * 32})
 @given(st.text(max_size=200), PLACES)
 def test_the_identity_is_not_part_of_the_fingerprint(
-    request_id: str, memory_ranges: dict[str, str]
+    request_id: str, identity_fields: dict[str, str]
 ) -> None:
     """Its id and its position in a sequence are read from each message."""
     plain_request = request(own="int64:1")
     plain_request.inputs.add(name="x", datatype="INT8", shape=[1])
     plain_request.raw_input_contents.append(b"1")
-    infer_request = request(own="int64:1", **memory_ranges)
+    infer_request = request(own="int64:1", **identity_fields)
     infer_request.id = request_id
     infer_request.inputs.extend(plain_request.inputs)
     infer_request.raw_input_contents.append(b"1")
@@ -169,7 +169,7 @@ def test_the_identity_is_not_part_of_the_fingerprint(
         split_message(infer_request.SerializeToString()),
         split_message(plain_request.SerializeToString()),
     )
-    if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
+    if len(identity_fields.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None

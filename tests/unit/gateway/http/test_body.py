@@ -130,7 +130,7 @@ def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], C
         asyncio.run(run(arena))
 
 
-def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> None:
+def test_server_time_does_not_count_against_a_body(make_clock: Callable[[], Clock]) -> None:
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client()

@@ -26,9 +26,9 @@ from shmserve.ipc.tensors.schemas import BoundedCache
 LIMIT = 1 << 20
 
 
-def header(memory_range: str) -> bytes:
+def header(position_members: str) -> bytes:
     tensor = '{"name":"X","datatype":"INT8","shape":[1],"parameters":{"binary_data_size":1}}'
-    return f'{{"inputs":[{tensor}],"parameters":{{{memory_range},"own":1}}}}'.encode()
+    return f'{{"inputs":[{tensor}],"parameters":{{{position_members},"own":1}}}}'.encode()
 
 
 @pytest.mark.parametrize("space", ["", " "])
@@ -72,13 +72,13 @@ def test_the_id_is_cut_out(request_id: str) -> None:
 
 
 def test_id_and_position_are_cut_out_together() -> None:
-    memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
-    text = b'{"id":"7",' + header(memory_range)[1:]
+    position_members = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    text = b'{"id":"7",' + header(position_members)[1:]
     key, identity = cut_identity(text)
     assert identity == RequestIdentity("7", 5, 1) and identity.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
-    assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
+    assert key == text.replace(b'"7"', b"0").replace(position_members.encode(), b'"sequence_id":0')
 
 
 def test_long_headers_are_not_searched() -> None:
@@ -87,7 +87,7 @@ def test_long_headers_are_not_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    "memory_range",
+    "position_members",
     [
         '"sequence_id":5',
         '"sequence_id":0,"sequence_start":true,"sequence_end":true',
@@ -98,13 +98,13 @@ def test_long_headers_are_not_searched() -> None:
         '"sequence_id":5,"sequence_start":true,"sequence_end":true,"sequence_id":6',
     ],
 )
-def test_other_notations_are_not_cut(memory_range: str) -> None:
-    assert cut_identity(header(memory_range)) == (header(memory_range), None)
+def test_other_notations_are_not_cut(position_members: str) -> None:
+    assert cut_identity(header(position_members)) == (header(position_members), None)
 
 
 def test_sequence_members_of_other_objects_are_kept() -> None:
-    memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
-    elsewhere = b'"binary_data_size":1,' + memory_range.encode()
+    position_members = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    elsewhere = b'"binary_data_size":1,' + position_members.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
     _, identity = cut_identity(text)
     assert identity is not None and not identity.is_identity_of(

@@ -37,7 +37,7 @@ def only_message(messages: list[Any], kind: type[Any]) -> Any:
     return message
 
 
-def test_one_step_after_the_other() -> None:
+def test_steps_run_one_after_the_other() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((endpoint, first_step),) = rig.sent()
@@ -151,7 +151,7 @@ def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFix
     assert caplog.messages == ["Composing models did not output tensor OUT"]
 
 
-def test_an_output_that_a_condition_left_out_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_conditionally_omitted_output_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], conditions={0: "IN"})
     rig.submit(data=b"")
     assert only_message(rig.client_messages(), m.Finished) and not caplog.messages
@@ -183,7 +183,7 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
     assert rig.core.live_requests == 0
 
 
-def test_only_so_many_requests_of_a_step_at_a_time() -> None:
+def test_requests_of_a_step_are_limited() -> None:
     """Section 3.7: max_inflight_requests limits all requests together, in order.
 
     Unlike in Triton, a request waits without a time limit.
@@ -241,7 +241,7 @@ def test_endpoints_of_withdrawn_models_are_removed() -> None:
     assert len(rig.core._endpoints) == endpoint_count
 
 
-def test_a_stream_is_granted_as_its_client_reads() -> None:
+def test_a_stream_receives_credit_as_its_client_reads() -> None:
     """A producer receives credit only as fast as the slowest reader of its responses."""
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
     rig.submit()
@@ -385,7 +385,7 @@ def place_output(memory_range: Range) -> Packed:
     return pack_inferred(Inferred((tensor,)))
 
 
-def test_a_scheduler_that_is_lost() -> None:
+def test_steps_of_a_lost_scheduler_are_resubmitted() -> None:
     """Its steps are resubmitted to the successor. Without a successor they fail."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
@@ -437,7 +437,7 @@ def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     assert kinds[-1] is Drained
 
 
-def test_times_are_the_steps_together() -> None:
+def test_compute_times_are_summed_over_steps() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     for name in ("a", "b"):

@@ -32,7 +32,7 @@ def begin_stream(**settings: Any) -> tuple[EnsembleRig, int]:
     return rig, rig.runs()["a"]
 
 
-def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
+def test_a_producer_waits_for_the_client_behind_another_step() -> None:
     """Credit-based flow control works end to end, so the outputs of later steps are bounded."""
     rig, number = begin_stream()
     for index in range(FIRST_CREDIT):
@@ -44,7 +44,7 @@ def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))] * 2
 
 
-def test_a_producer_behind_a_failure_is_granted_on() -> None:
+def test_a_producer_receives_credit_after_a_failure() -> None:
     """The failed request ends when the producer has ended, so its discarded responses are
     credited at once.
     """
@@ -60,7 +60,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
     assert rig.ensemble.live_requests == 0
 
 
-def test_a_response_that_is_an_error_is_granted_on() -> None:
+def test_an_error_response_returns_credit() -> None:
     rig, number = begin_stream()
     rig.from_step("a", m.Responded(number, "INTERNAL", "boom", b"", [], False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
@@ -113,7 +113,7 @@ def test_no_step_that_waited_begins_after_a_failure() -> None:
     assert only_failure(rig).code == "INTERNAL"
 
 
-def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
+def test_deadlines_of_completed_requests_are_removed() -> None:
     """The timer of a long deadline does not keep a completed request and its tensors alive."""
     rig = EnsembleRig(STREAM[:1], [model("a")], ["m"])
     for number in range(5000):

@@ -267,7 +267,7 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
     assert codes == {number: ""}
 
 
-def test_a_sample_that_was_over_does_not_begin_again() -> None:
+def test_a_finished_sample_is_not_restarted() -> None:
     settings = engine_settings()
     rig = make_rig(settings)
     llm = FakeLlmWorker(rig, settings, most=20, samples=2)
@@ -317,7 +317,7 @@ def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() ->
         rig.supervisor(ProcessExited(100, "killed"))
 
 
-def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
+def test_a_request_that_kills_workers_fails_eventually() -> None:
     settings = engine_settings()
     rig = make_rig(settings)
     (number,) = submit(rig)

@@ -24,7 +24,7 @@ def submit(rig: EngineRig, prompt: list[int], max_tokens: int, **settings: Any) 
     return generation
 
 
-def test_one_request_has_its_tokens() -> None:
+def test_a_request_receives_its_tokens() -> None:
     rig = make_rig()
     generation = submit(rig, list(range(1, 10)), 20)
     rig.drain()
@@ -56,7 +56,7 @@ def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
         rig.verify(generation, [0])
 
 
-def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
+def test_beams_without_a_free_row_take_none_from_other_sequences() -> None:
     rig = make_rig(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
     search = BeamSearch(2, 0.7, "false", [END, 7, 19])
     submit(rig, [1] * 4, 11, beams=search)

@@ -58,7 +58,7 @@ def test_batch_sizes_are_summed_and_no_request_is_split(
     assert batch_sizes(rig, queue_requests(rig, *units)) == expected
 
 
-def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
+def test_batching_stops_at_the_first_incompatible_request() -> None:
     """Rule 3.1.2: a request that does not fit or has other shapes closes the batch; later
     requests are not pulled ahead. Shapes are compared with those of the first request.
     """
@@ -219,7 +219,7 @@ def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:
     assert order == [b"w1", b"w2", b"w3", b"w4"]
 
 
-def test_requests_are_numbered_as_they_come() -> None:
+def test_requests_are_numbered_by_arrival() -> None:
     """Rule 3.1.1: requests run in order of arrival, whatever their sizes."""
     rig = Rig({})
     peer = queue_requests(rig, 3, 8, 1, 1, 7)

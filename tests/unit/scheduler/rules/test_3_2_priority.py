@@ -97,7 +97,7 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
     assert rig.answers() == []
 
 
-def test_a_bound_of_zero_is_none_but_the_servers() -> None:
+def test_a_bound_of_zero_leaves_only_the_servers_bound() -> None:
     """Rule 3.2.2."""
     rig, _, _ = busy_rig({})
     rig.submit(10_000)
@@ -146,7 +146,7 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
         ({}, 40, None),
     ],
 )
-def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
+def test_a_requests_timeout_applies_if_allowed_and_shorter(
     policy: dict[str, Any], own_us: int, limit_us: int | None
 ) -> None:
     """Rule 3.2.3: `allow_timeout_override`."""

@@ -69,7 +69,7 @@ def test_a_cancellation_costs_no_more_with_many_waiting(adds_new: bool) -> None:
     assert many_cost < few_cost * 1.1
 
 
-def test_all_that_is_behind_costs_once_for_each() -> None:
+def test_cancelling_all_later_requests_takes_linear_time() -> None:
     few_cost, many_cost = (cancellation_cost(slice(0, 1), count) / count for count in (FEW, MANY))
     assert many_cost < few_cost * 1.1
 

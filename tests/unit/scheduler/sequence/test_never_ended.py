@@ -59,7 +59,7 @@ class Table:
         )
 
 
-def test_each_of_many_runs_once_and_is_forgotten() -> None:
+def test_many_sequences_run_once_and_are_removed() -> None:
     """Each sequence has a slot until it has been idle for too long."""
     table = Table()
     greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
@@ -81,7 +81,7 @@ def test_each_of_many_runs_once_and_is_forgotten() -> None:
         table.submit(greedy, 5, 0)
 
 
-def test_of_many_that_find_no_slot_so_many_wait() -> None:
+def test_the_number_of_waiting_sequences_is_bounded() -> None:
     """Further sequences are rejected and leave no state. Another client still has its turn."""
     table = Table()
     greedy: Client[ScheduledRequest] = Client(b"7001.a", print)

@@ -129,7 +129,7 @@ def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
     assert len(rig.outcomes()) == 2
 
 
-def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: SequenceRig) -> None:
+def test_3_3_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig) -> None:
     for sequence in (1, 2):
         rig.request(sequence, START)
     first_sequence = [rig.request(3, START), rig.request(3, END)]
@@ -183,7 +183,7 @@ def test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     assert "must specify the START flag" in only_error(rig)
 
 
-def test_3_3_who_runs_or_waits_is_not_idle() -> None:
+def test_3_3_running_and_waiting_sequences_are_not_idle() -> None:
     """The idle time begins with the last response: a model may compute for any time."""
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
@@ -236,7 +236,7 @@ def test_3_3_the_parameter_timeout_applies_in_the_backlog_only() -> None:
     assert rig.outcomes() == dict.fromkeys(running)
 
 
-def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
+def test_3_3_the_timeout_also_rejects_restarted_sequences() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     numbers = [
@@ -318,7 +318,7 @@ def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -
 # --- 3.3: the end of a model ----------------------------------------------------------------------
 
 
-def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> None:
+def test_3_3_a_drain_refuses_only_new_sequences(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     rig.supervisor(Drain())
@@ -331,7 +331,7 @@ def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> 
     assert rig.outcomes() == {continuing: None}
 
 
-def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
+def test_3_3_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """A drained model waits until its last sequence has ended; an unloaded model does not."""
     rig.request(1, START)
     rig.done()
@@ -343,7 +343,7 @@ def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     assert Drained() in rig.to_supervisor()
 
 
-def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
+def test_3_3_an_idle_sequence_ends_the_drain(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     rig.supervisor(Drain(sequences=True))

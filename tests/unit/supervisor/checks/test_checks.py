@@ -149,7 +149,7 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("judge", "inspected", "state", "expected_text"), CASES)
-def test_judgement(
+def test_a_check_judges_its_facts(
     judge: Callable[[Any], Verdict], inspected: Any, state: str, expected_text: str
 ) -> None:
     verdict = judge(inspected)
@@ -237,7 +237,7 @@ def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch)
         table.check_at_start(config())
 
 
-def test_a_run_directory_that_a_start_would_refuse(tmp_path: Path) -> None:
+def test_an_unusable_run_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     inspected = access.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
     assert "has mode 0755; it must be 0700" in inspected.problem
@@ -266,7 +266,7 @@ def test_exit_status_is_the_worst(
     assert report["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
 
 
-def test_the_command() -> None:
+def test_the_doctor_command() -> None:
     completed = run_command("doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
     assert completed.returncode in (0, 1, 2), completed.stderr
     lines = completed.stdout.splitlines()

@@ -64,7 +64,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
         ({"devices": 0}, simulate_other_files("ipc"), "devices", OK, "no CUDA device"),
     ],
 )
-def test_judgement(
+def test_a_check_judges_a_peer(
     changed: dict[str, Any], peer_facts: access.PeerFacts, name: str, state: str, expected_text: str
 ) -> None:
     verdict = dict(access.judge_peer(SERVER._replace(**changed), peer_facts))[f"peer's {name}"]
@@ -73,11 +73,11 @@ def test_judgement(
     assert bool(verdict.fix) == (state != OK)
 
 
-def test_a_process_like_the_server() -> None:
+def test_an_equal_process_passes_every_check() -> None:
     assert {verdict.state for _, verdict in access.judge_peer(SERVER, PEER)} == {OK}
 
 
-def test_a_process_of_ours() -> None:
+def test_a_process_of_the_same_user_is_inspected() -> None:
     own_process, other_process = access.gather_peer(CONFIG, os.getppid())
     assert not own_process.runs
     assert (
@@ -88,7 +88,7 @@ def test_a_process_of_ours() -> None:
     assert other_process.uid == os.getuid()
 
 
-def test_there_is_no_such_process() -> None:
+def test_a_missing_process_is_reported() -> None:
     with pytest.raises(InvalidArgument, match="--peer: there is no process 4194305"):
         access.gather_peer(CONFIG, 4194305)
 

@@ -184,7 +184,7 @@ def test_no_instance_is_added_without_capacity_of_the_host(
     run_scenario(monkeypatch, scenario)
 
 
-def test_a_load_again_begins_with_as_many_as_the_load_needs(
+def test_a_reload_starts_as_many_instances_as_the_load_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(rig: Rig) -> None:
@@ -272,7 +272,7 @@ def test_no_scaling_while_the_queue_drains_soon() -> None:
     assert final_change(queue_decrease=5) is None
 
 
-def test_not_where_an_instance_is_free_or_none_is_there() -> None:
+def test_no_instance_is_added_beside_a_free_one_or_for_a_missing_one() -> None:
     """Such requests wait for their batch to fill, or for a worker that restarts."""
     policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
     assert not sample_changes(policy, 1, 2, pending=10, busy=1)
@@ -298,7 +298,7 @@ def sample_further(policy: ScalingPolicy, number: int) -> Change | None:
     )
 
 
-def test_an_execution_that_hangs_makes_wait() -> None:
+def test_an_instance_is_added_when_executions_hang() -> None:
     policy = informed_policy(ScalingPolicy(1, 4, target_s=1.0))
     assert not sample_changes(policy, 0.8, 2, pending=1, busy=2)
     (first_change, *_) = sample_changes(policy, 2, 2, pending=1, busy=2)
@@ -334,7 +334,7 @@ def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
     assert decisions[first_change] == Change(1, "at most 0.0 instances were busy for 40 s")
 
 
-def test_the_bounds_hold_whatever_it_was_before() -> None:
+def test_the_bounds_hold_for_any_previous_count() -> None:
     assert ScalingPolicy(2, 4).sample(load(0.0), 1) == Change(2, "at least 2")
     assert ScalingPolicy(2, 4).sample(load(0.0), 6) == Change(5, "at most 4")
 
@@ -427,7 +427,7 @@ def test_processors_suffice_for_all_busy_instances(processor_times: dict[int, fl
         assert bool(host.missing_resources(3)) == (number < 14)
 
 
-def test_none_where_all_processors_are_busy_and_it_needs_some(
+def test_no_capacity_while_all_processors_are_busy(
     processor_times: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = HostCapacity(processors=4)
@@ -444,7 +444,7 @@ def test_none_where_all_processors_are_busy_and_it_needs_some(
     assert idle.missing_resources(9) == ""
 
 
-def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_needs_memory_for_the_largest_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscaler, "private_bytes", {1: 100 * MIB, 2: 200 * MIB}.__getitem__)
     monkeypatch.setattr(autoscaler, "processor_time_s", lambda pid: 0.0)
     host = HostCapacity(processors=4)

@@ -82,7 +82,7 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
 # --- which instances --------------------------------------------------------------------------
 
 
-def test_instances_that_both_ask_for_stay() -> None:
+def test_instances_in_both_configurations_stay() -> None:
     """Instances are matched by name, then by kind, device and settings; one that has failed is
     replaced.
     """
@@ -110,7 +110,7 @@ groups = st.lists(
 
 
 @given(groups, groups)
-def test_afterwards_there_is_what_is_asked_for(
+def test_an_update_results_in_the_new_configuration(
     old_groups: list[Any], new_groups: list[Any]
 ) -> None:
     """The result has as many instances of each kind and device as requested, by the fewest

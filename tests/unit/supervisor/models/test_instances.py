@@ -175,7 +175,7 @@ def test_stacks_are_read_once_they_are_whole(
 
 
 @pytest.mark.parametrize(
-    ("stacks", "memory_range"),
+    ("stacks", "expected_frame"),
     [
         (STACKS, "fetch, line 12 of 1/model.py"),
         (STACKS.partition("\n\n")[0], "watch, line 3 of 1/watcher.py"),
@@ -184,9 +184,9 @@ def test_stacks_are_read_once_they_are_whole(
     ],
 )
 def test_the_reported_frame_is_the_models_in_the_loading_thread(
-    stacks: str, memory_range: str
+    stacks: str, expected_frame: str
 ) -> None:
-    assert instances.find_model_frame(stacks, Path("/tmp")) == memory_range
+    assert instances.find_model_frame(stacks, Path("/tmp")) == expected_frame
 
 
 def test_a_load_that_hangs_is_logged_with_pauses_that_grow(

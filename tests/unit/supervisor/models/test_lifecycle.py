@@ -163,7 +163,7 @@ def pending_ends(rig: LifecycleRig) -> list[str]:
     return sorted(kind.split()[1] for kind, _ in rig.pending if kind.startswith("end"))
 
 
-def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
+def test_a_step_stops_after_its_ensemble() -> None:
     rig = ensemble("e")
     unload = rig.lifecycle.unload("s")
     assert pending_ends(rig) == []
@@ -190,7 +190,7 @@ def test_generations_that_need_each_other_do_not_deadlock() -> None:
     assert [version.spec.name for version in rig.alive] == ["s"]
 
 
-def test_only_loads_that_have_not_begun_are_one() -> None:
+def test_only_queued_loads_are_merged() -> None:
     rig = LifecycleRig()
     begun_load, queued_load, third_load = (rig.lifecycle.load("m") for _ in range(3))
     assert begun_load is not queued_load is third_load
@@ -261,7 +261,7 @@ def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
     assert not rig.registry.models["e"].serving
 
 
-def test_a_step_that_is_unloaded_later_stays_away() -> None:
+def test_a_step_that_is_unloaded_later_stays_unloaded() -> None:
     """The load of the ensemble was requested earlier, but has not read the step yet."""
     rig = ensemble("s")
     load, unload = rig.lifecycle.load("e"), rig.lifecycle.unload("s")

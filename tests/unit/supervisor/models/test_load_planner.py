@@ -33,7 +33,7 @@ def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> Shmserv
     return caught.value
 
 
-def test_with_configurations_as_they_are_written_each_model_has_one(tmp_path: Path) -> None:
+def test_without_completion_every_model_needs_a_configuration(tmp_path: Path) -> None:
     without = planner(tmp_path, None, "--disable-auto-complete-config")
     assert refusal(without).message == (
         f"{UNREAD}there is no config.pbtxt, and --disable-auto-complete-config is set"
@@ -42,7 +42,7 @@ def test_with_configurations_as_they_are_written_each_model_has_one(tmp_path: Pa
     assert len(planner(tmp_path / "other").plan("m", "", {})) == 1
 
 
-def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_with_file_line_and_key(tmp_path: Path) -> None:
     lines = (
         "# A comment, and lines that end as on Windows.",
         'name: "other"',
@@ -126,7 +126,7 @@ def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_file_none_is_named(tmp_path: Path) -> None:
+def test_without_a_file_errors_name_none(tmp_path: Path) -> None:
     plans = planner(tmp_path)
     (tmp_path / "repository" / "m" / "1" / "model.py").unlink()
     assert (
@@ -174,7 +174,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234
         'backend: "tensorrt" instance_group { kind: KIND_GPU }',
     ],
 )
-def test_a_backend_that_is_not_here_is_named_first(tmp_path: Path, config: str) -> None:
+def test_an_unavailable_backend_is_named_first(tmp_path: Path, config: str) -> None:
     error = refusal(planner(tmp_path, config)).message
     assert "unable to find backend library for backend 'tensorrt' of model 'm'" in error
 
@@ -184,7 +184,7 @@ def test_a_backend_named_ensemble_is_refused_with_the_remedy(tmp_path: Path) -> 
     assert error.endswith(", use platform: 'ensemble';\n")
 
 
-def test_an_equal_repetition_of_a_tensor_is_one(
+def test_equal_duplicate_tensors_are_merged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     output = ' output { name: "y" data_type: TYPE_FP32 dims: 1 }'

@@ -187,7 +187,7 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(child.alive for child in processes.started)
 
 
-async def test_the_end_of_a_server_waits_for_no_load() -> None:
+async def test_stopping_waits_for_no_load() -> None:
     """A hanging model ignores the stop and is killed."""
     processes = Processes()
     processes.hanging = True
@@ -226,7 +226,7 @@ class Gateway:
         self.sent.append(publication)
 
 
-def test_only_what_differs_is_sent() -> None:
+def test_only_changed_publications_are_sent() -> None:
     gateway, publications = Gateway(), Publications()
 
     def send_changes(published: list[ModelPublished], absent: list[str]) -> list[Any]:

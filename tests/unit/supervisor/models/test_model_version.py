@@ -67,7 +67,7 @@ async def test_a_worker_has_the_settings_of_its_backend_and_of_all_backends(
     assert (start.backend_config, start.threads) == ({"a": "1", "b": "2"}, 7)
 
 
-async def test_only_the_process_is_killed_that_its_scheduler_means(
+async def test_only_the_process_its_scheduler_names_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The named process may have exited already, and a successor may have been started."""
@@ -206,7 +206,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
     assert ready is serves
 
 
-async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rare exits of a model without requests are no crash loop, either."""
     monkeypatch.setattr("shmserve.supervisor.processes.children._HEALTHY_S", -1.0)
     processes = Processes()

@@ -52,7 +52,7 @@ def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound
 
 
 @given(residents(), BOUNDS)
-def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
+def test_no_more_models_are_unloaded_than_the_bound_needs(
     models: list[Resident], bound: int
 ) -> None:
     names = select_unloads(models, bound, 10)

@@ -274,7 +274,7 @@ def test_an_override_survives_the_reload_of_a_step() -> None:
     run_scenario(scenario)
 
 
-def test_circles_of_overrides_are_refused() -> None:
+def test_cyclic_overrides_are_refused() -> None:
     """The check uses the serving configurations, not those of the folders."""
 
     async def scenario() -> None:
@@ -347,7 +347,7 @@ def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.Mon
     run_scenario(scenario)
 
 
-def test_nothing_is_published_that_does_not_differ() -> None:
+def test_unchanged_versions_are_not_published() -> None:
     """One of two instances exits and restarts; the model accepts requests all the time."""
 
     async def scenario() -> None:
@@ -406,7 +406,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
     run_scenario(scenario)
 
 
-def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() -> None:
+def test_a_version_that_flaps_while_announced_takes_over() -> None:
     """However often its process ends: that it is ready and known is asked at one moment."""
 
     async def scenario() -> None:
@@ -430,7 +430,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
     run_scenario(scenario)
 
 
-def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
+def test_a_load_that_failed_temporarily_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The poller repeats it. A load that the model itself refused waits for changed files."""
@@ -519,7 +519,7 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
 
 
 @pytest.mark.parametrize("is_rewritten", [True, False])
-def test_a_reload_of_what_does_not_differ(is_rewritten: bool) -> None:
+def test_a_reload_keeps_unchanged_versions(is_rewritten: bool) -> None:
     """Rewritten files with the same content change nothing; an explicit load restarts
     everything.
     """
@@ -555,7 +555,7 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
     run_scenario(scenario)
 
 
-def test_equal_loads_that_wait_are_one() -> None:
+def test_equal_queued_loads_are_merged() -> None:
     """Each order is answered. A load that differs or has begun is separate."""
 
     async def scenario() -> None:

@@ -81,7 +81,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("entry", "state", "reason", "ready"), TABLE)
-def test_a_status_is_the_first_that_holds(
+def test_the_first_matching_status_is_reported(
     entry: ModelEntry, state: str, reason: str, ready: bool
 ) -> None:
     assert statuses(entry) == {"1": (state, reason)}
@@ -99,9 +99,9 @@ def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
         model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
     )
     shown_reasons = [
-        [row["reason"] for row in index_rows("m", statuses(entry), memory_range, ready_only=False)]
+        [row["reason"] for row in index_rows("m", statuses(entry), model_folder, ready_only=False)]
         for entry in (unloaded, failed)
-        for memory_range in (folder, None)
+        for model_folder in (folder, None)
     ]
     assert shown_reasons == [["unloaded"], [], ["broken"], ["broken"]]
 
@@ -186,7 +186,7 @@ async def test_the_combined_readiness_of_workers(
     assert (await check.check(list(answers))) is ready
 
 
-async def test_answers_of_others_and_to_nothing_do_not_count(
+async def test_unexpected_answers_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)

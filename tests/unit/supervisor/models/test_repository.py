@@ -47,7 +47,7 @@ def make_folder(root: Path, name: str, *versions: str, config: str | None = CONF
 # --- looking -----------------------------------------------------------------------------------
 
 
-def test_finds_models_and_their_versions(tmp_path: Path) -> None:
+def test_models_and_their_versions_are_found(tmp_path: Path) -> None:
     too_large = (str(2**63), "9" * 30)
     versions = ("1", "10", "2", "20240131235959", str(2**63 - 1))
     make_folder(tmp_path, "b", *versions, "0", "01", "-1", "1a", "warmup", "configs", *too_large)
@@ -145,7 +145,7 @@ def test_links_out_of_the_repository_are_followed(tmp_path: Path) -> None:
     assert models["config"].config_path == repository / "config" / "config.pbtxt"
 
 
-def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
+def test_a_link_to_itself_fails_only_its_model(tmp_path: Path) -> None:
     make_folder(tmp_path, "plain", "1")
     for folder in ("config", "version", "file", "lost+found"):
         make_folder(tmp_path, folder, "1", config=None)
@@ -173,7 +173,7 @@ def test_a_name_that_is_no_text_is_reported_as_one(tmp_path: Path) -> None:
     assert folder.problem.startswith("invalid model name")
 
 
-def test_a_version_that_went_away_meanwhile(tmp_path: Path) -> None:
+def test_a_removed_version_is_an_error(tmp_path: Path) -> None:
     folder = ModelFolder("m", make_folder(tmp_path, "m", "1"), tmp_path, versions=(1, 2))
     assert folder.files(1) == ["model.py"]
     with pytest.raises(InvalidArgument, match="m/2: No such file or directory"):
@@ -241,7 +241,7 @@ def test_good_names_stay_one_part_of_a_path(name: str) -> None:
 # --- configuration -----------------------------------------------------------------------------
 
 
-def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
+def test_the_configuration_of_a_folder_is_read(tmp_path: Path) -> None:
     make_folder(tmp_path, "m", "1")
     folder = scan([tmp_path])["m"]
     config, _ = read_config(folder)
@@ -292,7 +292,9 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         st.lists(st.integers(1, 50), max_size=6).map(lambda v: f"{{specific {{versions: {v}}}}}"),
     ),
 )
-def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str | None) -> None:
+def test_a_policy_chooses_among_available_versions(
+    available: list[int], policy: str | None
+) -> None:
     from shmserve.model_config import parse_pbtxt
 
     config = parse_pbtxt("" if policy is None else f"version_policy {policy}")

@@ -27,7 +27,7 @@ class Scheduler:
         self.counters.update({"success": success, "pending": 7, "base": self.base, **rows}, [])
 
 
-def test_a_base_is_passed_on_through_all_that_follow() -> None:
+def test_base_counts_are_passed_on_to_every_successor() -> None:
     first_scheduler, second_scheduler, third_scheduler = Scheduler(), Scheduler(), Scheduler()
     first_scheduler.counters.pass_to(second_scheduler.counters)
     assert second_scheduler.base == {}  # nothing was counted yet

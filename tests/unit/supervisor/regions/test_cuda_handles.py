@@ -161,7 +161,7 @@ def test_one_name_space_for_both_kinds() -> None:
         posix_ipc.unlink_shared_memory(key)
 
 
-async def test_a_region_is_its_users() -> None:
+async def test_a_region_belongs_to_its_user() -> None:
     office = Office()
     registry = office.registry
     handle = CudaHandle(HANDLE, 0)
@@ -457,7 +457,7 @@ def test_wrong_cuda_registrations_are_refused(
     assert gateway.received_of(RegisterCudaRegion) == []
 
 
-def test_a_name_is_needed(gateway: Rig) -> None:
+def test_a_region_needs_a_name(gateway: Rig) -> None:
     reply = gateway.http.post(f"{PATH}/register", body())
     text = "'region name' is necessary to register cuda shared memory region"
     assert (reply.status, reply.error) == (400, text)
@@ -552,7 +552,7 @@ def json_tensor() -> TensorRef:
     return TensorRef("IN", "FP32", (4,), np.zeros(4, np.float32).tobytes())
 
 
-def test_without_a_device_every_call_answers_as_a_triton_that_finds_none(tmp_path: Path) -> None:
+def test_without_a_device_errors_equal_tritons(tmp_path: Path) -> None:
     with rig(tmp_path) as gateway:
         gateway.payloads = {UnregisterRegion: {}}
         gateway.open()

@@ -156,12 +156,12 @@ async def test_a_key_recreated_while_its_old_object_is_registered(key: str) -> N
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
-def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
+def test_ranges_outside_the_object_are_refused(key: str, offset: int, size: int) -> None:
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
         asyncio.run(RegionOffice().registry.register("r", key, offset, size, ME))
 
 
-def test_an_unknown_name_is_fine(key: str) -> None:
+def test_unregistering_an_unknown_name_succeeds(key: str) -> None:
     asyncio.run(RegionOffice().registry.unregister("nobody", ME))
 
 

@@ -60,7 +60,7 @@ async def linked_servers(
     assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
-def test_each_has_what_the_other_has() -> None:
+def test_servers_share_their_regions() -> None:
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             await first_server.register("a", objects[0].key)
@@ -88,7 +88,7 @@ def test_each_has_what_the_other_has() -> None:
         asyncio.run(scenario())
 
 
-def test_at_the_same_time() -> None:
+def test_simultaneous_registrations_do_not_deadlock() -> None:
     """The servers do not wait for each other for ever; a name registered at both is one region."""
 
     async def scenario() -> None:
@@ -125,7 +125,7 @@ def test_a_server_cannot_take_a_region_of_another_server() -> None:
         asyncio.run(scenario())
 
 
-def test_the_other_one_ends() -> None:
+def test_the_remaining_server_does_not_wait() -> None:
     """The remaining server does not wait for it."""
 
     async def scenario() -> None:
@@ -141,7 +141,9 @@ def test_the_other_one_ends() -> None:
 
 
 @pytest.mark.parametrize("successor_exits", [False, True])
-def test_the_first_one_waits_until_the_other_uses_the_run_directory(successor_exits: bool) -> None:
+def test_the_first_server_waits_until_the_other_uses_the_run_directory(
+    successor_exits: bool,
+) -> None:
     """Otherwise it would remove the directory, and both servers would end."""
 
     async def scenario() -> None:

@@ -494,7 +494,7 @@ def test_a_step_that_fails_ends_its_requests(
         ),
     ],
 )  # fmt: skip
-def test_a_grammar_holds(
+def test_generated_text_matches_its_grammar(
     scheduler: Scheduler, grammar: dict[str, Any], check: Callable[[str], bool]
 ) -> None:
     for key in range(1, 7):
@@ -616,12 +616,12 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, given_text, emitted, memory_range = StopStrings(stops, included), "", "", 0
-        while memory_range < len(text) and not emitted:
+        filtered, given_text, emitted, position = StopStrings(stops, included), "", "", 0
+        while position < len(text) and not emitted:
             size = chance.randrange(1, 4)
-            piece, emitted = filtered.add(text[memory_range : memory_range + size])
+            piece, emitted = filtered.add(text[position : position + size])
             given_text += piece
-            memory_range += size
+            position += size
         given_text += filtered.flush()
         assert (given_text, emitted) == expected_text(text, stops, included), (text, stops)
 

@@ -306,14 +306,14 @@ def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> Non
     prompt = [9, 8, 7]
     expected = generate(folder(), prompt, max_new_tokens=30)
     stop_token = expected[12]
-    memory_range = expected.index(stop_token)
+    stop_index = expected.index(stop_token)
     text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop_token)
     edit(path, SETTINGS, additional_special_tokens=[text])
     with llm_rig(tmp_path / "rig", path) as scheduler:
         scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
         scheduler.add(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
         scheduler.run()
-        assert scheduler.responses[1][-1]["token_ids"] == expected[: memory_range + 1]
+        assert scheduler.responses[1][-1]["token_ids"] == expected[: stop_index + 1]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
         assert text not in scheduler.responses[1][-1]["text_output"][0]
         assert scheduler.responses[2][-1]["finish_reason"] == ["length"]

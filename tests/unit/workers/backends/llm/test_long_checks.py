@@ -21,7 +21,7 @@ def test_logits_have_the_bits_that_they_have_alone() -> None:
 
 
 @pytest.mark.usefixtures("fresh_schedule_cache")
-def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_bits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "padded_count", lambda count: count)
     with pytest.raises(AssertionError, match="logits behind"):
         schedules.run(5)

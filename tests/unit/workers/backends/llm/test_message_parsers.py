@@ -225,7 +225,7 @@ def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
             assert len(results) == 1, text
 
 
-def test_arguments_are_sent_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     parser = MessageParser(MessageFormat(FAMILIES["hermes"], TOOLS), stream=True)
     parser.feed('<tool_call>{"name": "weather", "arguments": ')
     assert parser.take() == {}
@@ -247,7 +247,7 @@ def test_one_call_without_parallel_tool_calls(stream: bool) -> None:
         assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls[:1]
 
 
-def test_ids_fit_templates() -> None:
+def test_call_ids_fit_their_templates() -> None:
     assert len(FAMILIES["mistral"].new_id()) == 9 and FAMILIES["mistral"].new_id().isalnum()
     assert FAMILIES["hermes"].new_id().startswith("call_")
 

@@ -112,7 +112,7 @@ def test_logits_equal_those_of_transformers(
         assert torch.allclose(chunks, expected, atol=1e-4), (size, (chunks - expected).abs().max())
 
 
-def test_a_wrong_block_is_seen(folder: Folder) -> None:
+def test_a_wrong_block_is_detected(folder: Folder) -> None:
     """A wrong block changes the logits, so the other tests would detect it."""
     lone_model = LoneModel(folder())
     tokens = prompt(41)
@@ -173,8 +173,8 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     single = lone_model.run_pass([([7], 48, tables[0])])
     other_rows = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
     in_company = lone_model.run_pass([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
-    memory_range = sum(len(row[0]) for row in other_rows)
-    assert torch.equal(in_company[memory_range : memory_range + 1], single)
+    row_index = sum(len(row[0]) for row in other_rows)
+    assert torch.equal(in_company[row_index : row_index + 1], single)
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 176])
@@ -230,14 +230,14 @@ def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
     table = list(range(10))
     lone_model.run_chunks(tokens, 16, table)
     expected = lone_model.run_pass([([7], 38, table)])
-    pairs = [block for memory_range in table for block in (memory_range, memory_range + 3)]
+    pairs = [block for table_block in table for block in (table_block, table_block + 3)]
     lone_model.cache.copy(pairs, [], [])
     lone_model.cache.pool.zero_()
     swapped_out = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
     swapped_in = [
         block
-        for memory_range, target in zip(table, swapped_out, strict=True)
-        for block in (memory_range + 3, target)
+        for source, target in zip(table, swapped_out, strict=True)
+        for block in (source + 3, target)
     ]
     lone_model.cache.copy([], swapped_in, [])
     assert torch.equal(lone_model.run_pass([([7], 38, swapped_out)]), expected)
@@ -256,7 +256,7 @@ def test_one_step_copies_out_then_back_then_within(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 300])
-def test_linears_agree(rows: int) -> None:
+def test_linear_layers_agree(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(80, 128, generator=generator)
     bias = torch.randn(80, generator=generator)

@@ -114,7 +114,7 @@ def test_draws_depend_only_on_seed_sample_and_position() -> None:
     assert len(numbers) == 199  # sample 0 of seed 1 was in the set before
 
 
-def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
+def test_sampled_tokens_follow_their_probabilities() -> None:
     probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     logits = torch.tensor(probabilities).log().float().repeat(20_000, 1)
     rows = [new_row(seed=seed) for seed in range(20_000)]
@@ -170,7 +170,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def test_requests_without_a_grammar_pay_nothing(
+def test_requests_without_a_grammar_call_no_grammar_code(
     folder: Folder, tmp_path: Path, calls: Counter[str]
 ) -> None:
     fields: dict[str, Any] = {"input_ids": [5, 6, 7], "max_tokens": 9, "ignore_eos": True}

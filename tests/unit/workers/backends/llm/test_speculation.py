@@ -98,7 +98,7 @@ def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path)
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
 
 
-def test_tokens_that_followed_earlier_are_proposed() -> None:
+def test_earlier_continuations_are_proposed() -> None:
     assert ngram_draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert ngram_draft([1, 2, 9, 1, 2, 3, 1, 2], 2) == [3, 1]  # the most recent occurrence counts
     # The longest matching ending has precedence.

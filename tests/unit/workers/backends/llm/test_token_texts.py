@@ -75,7 +75,7 @@ def test_the_bytes_of_tokens_join_to_their_text(tokenizer: Tokenizer) -> None:
     assert texts.bytes_of(1 << 20) == b""
 
 
-def test_a_token_has_its_space() -> None:
+def test_a_decoded_token_keeps_its_space() -> None:
     tokenizer = VOCABULARIES["fallback"]
     texts = TokenTexts(tokenizer)
     pieces = [texts.bytes_of(token(tokenizer, piece)) for piece in ("▁the", "▁", "</s>", "é")]
@@ -96,7 +96,7 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     assert pieces == expected
 
 
-def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
+def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
     tokenizer = VOCABULARIES["fallback"]
     tokens = [token(tokenizer, piece) for piece in ("<s>", "▁the", "▁of", "</s>", "▁a")]
     texts = TokenTexts(tokenizer)

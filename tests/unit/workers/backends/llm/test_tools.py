@@ -285,7 +285,7 @@ def test_errors_name_the_field(case: str) -> None:
         tools.take_tools(body)
 
 
-def test_choices() -> None:
+def test_tool_choices() -> None:
     assert tools.take_tools({"tools": GIVEN, "tool_choice": "none"}) is None
     assert tools.take_tools({"tools": [], "tool_choice": "auto"}) is None
     conversation = {"tools": GIVEN, "parallel_tool_calls": False}
