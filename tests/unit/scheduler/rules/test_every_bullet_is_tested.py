@@ -150,7 +150,7 @@ BULLETS = """
     WHOLE test_a_disconnecting_client_cancels_the_running_step
 3.7.7 max_inflight_requests: a step has only so many of all requests
     ENSEMBLE test_requests_of_a_step_are_limited
-    WHOLE test_requests_of_a_step_are_limited
+    WHOLE test_only_so_many_requests_of_a_step_at_a_time
 3.7.8 what is checked at load
     GRAPH test_steps_that_do_not_fit_are_refused
     CONFIG test_ensembles_are_checked
