@@ -141,17 +141,17 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_remove_keeps_only_files_that_other_programs_wrote(
     image: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wants = image / SYSTEM / "multi-user.target.wants"
-    wants.mkdir()
+    wants_folder = image / SYSTEM / "multi-user.target.wants"
+    wants_folder.mkdir()
     for name in ("shmserve.service", "shmserve@blue.service", "other.service"):
-        (wants / name).symlink_to(f"/etc/systemd/system/{name}")
+        (wants_folder / name).symlink_to(f"/etc/systemd/system/{name}")
     (image / "var/lib/shmserve/models").mkdir(parents=True)
-    changed = image / SYSTEM / "shmserve.socket"
-    changed.write_text(changed.read_text().replace(":8000", ":80"))
+    changed_unit = image / SYSTEM / "shmserve.socket"
+    changed_unit.write_text(changed_unit.read_text().replace(":8000", ":80"))
     flags = image / "etc/shmserve/shmserve.yaml"
     flags.write_text("[no YAML")  # nothing that stands there has to be right for it to go
     assert run("remove", image, "--dry-run") == 1
-    assert (wants / "shmserve.service").is_symlink()
+    assert (wants_folder / "shmserve.service").is_symlink()
     assert run("remove", image) == 1
     other_files = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
     kept_files = {f"{SYSTEM}/shmserve.socket", str(flags.relative_to(image))}
@@ -203,10 +203,10 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
     for verb, *arguments in (("show",), ("install", "--dry-run")):
         arguments = [*arguments, f"--root={tmp_path}", "--program=/tmp/venv/bin/shmserve"]
         assert cli.main(["systemd", verb, *arguments]) == 0
-        printed = capsys.readouterr()
-        assert "shmserve.service: the server\n" in printed.out
-        assert "warning: --program: the units cannot read '/tmp/venv/bin/" in printed.err
-        assert "python3 -m venv /opt/shmserve" in printed.err
+        captured = capsys.readouterr()
+        assert "shmserve.service: the server\n" in captured.out
+        assert "warning: --program: the units cannot read '/tmp/venv/bin/" in captured.err
+        assert "python3 -m venv /opt/shmserve" in captured.err
 
 
 @pytest.mark.parametrize(

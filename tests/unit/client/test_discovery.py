@@ -42,14 +42,14 @@ def test_without_a_run_directory_the_error_names_the_command(default_dir: Path) 
 
 def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Path) -> None:
     kill_server(RunDirectory.default())
-    for named in (None, default_dir):
+    for run_dir in (None, default_dir):
         with pytest.raises(
             Disconnected,
             match=(
                 f"no server is running: the server of the run directory {default_dir} has exited"
             ),
         ):
-            discovery.find(named)
+            discovery.find(run_dir)
 
 
 def test_one_of_two_servers_must_be_named(

@@ -76,8 +76,8 @@ def test_families_of_several_models_are_one() -> None:
     total = added((counter(1), counter(2, "d"), counter(3)))
     assert list(total) == ["c", "d"]
     assert exposed_value({"c": total["c"]}) == "4"
-    clash = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
-    assert added((counter(1), clash)) == counter(1)
+    gauge_family = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
+    assert added((counter(1), gauge_family)) == counter(1)
 
 
 def test_the_plain_form_is_parsed_to_the_same_families() -> None:

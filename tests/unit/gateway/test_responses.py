@@ -12,7 +12,7 @@ from shmserve.gateway.http.openai.responses import ResponseObject
 from shmserve.gateway.http.routes import ROUTES
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 2, "cached_tokens": 1}
-CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
 def convert_chat(**body: Any) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]
 
 
 def test_a_text_is_a_message_of_the_user() -> None:
-    user = {"role": "user", "content": "hi"}
-    assert convert_chat() == {"model": "m", "messages": [user]}
+    user_message = {"role": "user", "content": "hi"}
+    assert convert_chat() == {"model": "m", "messages": [user_message]}
     assert convert_chat(instructions="x", max_output_tokens=5, store=True) == {
         "model": "m",
-        "messages": [{"role": "system", "content": "x"}, user],
+        "messages": [{"role": "system", "content": "x"}, user_message],
         "max_completion_tokens": 5,
     }
 
@@ -49,8 +49,8 @@ def test_items_are_messages_with_calls_and_results() -> None:
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
-        CALL,
-        {**CALL, "call_id": "d"},
+        CALL_ITEM,
+        {**CALL_ITEM, "call_id": "d"},
         {"type": "function_call_output", "call_id": "c", "output": "1"},
         {
             "type": "function_call_output",
@@ -89,7 +89,7 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a response": ({"previous_response_id": "r"}, "previous_response_id: 'r': responses are not"),
     "a conversation": ({"conversation": "c"}, "conversation: .* are not stored"),
     "background": ({"background": True}, "background: True: supported is False"),
@@ -115,9 +115,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG_REQUESTS)
 def test_unsupported_fields_are_refused(case: str) -> None:
-    body, message = WRONG[case]
+    body, message = WRONG_REQUESTS[case]
     with pytest.raises(InvalidArgument, match=message):
         convert_chat(**body)
 

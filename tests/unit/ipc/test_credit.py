@@ -22,12 +22,12 @@ def test_unread_responses_are_bounded_and_never_stuck(
 ) -> None:
     sender, reader = SendWindow(has_place), ReadWindow(has_place)
     on_the_way: list[int] = []
-    for size, reads in steps:
+    for size, read_count in steps:
         if sender.is_open:
             sender.sent(size)
             on_the_way.append(size)
         assert sender.unread <= (1 if has_place else FIRST_CREDIT)
-        for _ in range(min(reads, len(on_the_way))):
+        for _ in range(min(read_count, len(on_the_way))):
             credit = reader.read(on_the_way.pop(0))
             assert sender.read(credit) == credit
     while on_the_way:

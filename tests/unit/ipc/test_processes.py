@@ -4,7 +4,7 @@ from shmserve.ipc.processes import LARGE_COPY, with_large_copies
 from shmserve.workers.memory import outputs
 from tests.support.servers import run_python
 
-_SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
+_COPY_SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 
 # Halves of frames arrive on several connections at a time, each beside small allocations.
 _FRAMES = """
@@ -38,14 +38,15 @@ def test_freed_large_memory_is_unmapped() -> None:
 
 def test_other_environment_variables_stay() -> None:
     environment = {"HOME": "/root"}
-    assert with_large_copies(environment) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
+    assert with_large_copies(environment) == {"HOME": "/root", "GLIBC_TUNABLES": _COPY_SETTING}
     assert environment == {"HOME": "/root"}
 
 
 def test_other_tunables_stay() -> None:
     environment = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
     assert (
-        with_large_copies(environment)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
+        with_large_copies(environment)["GLIBC_TUNABLES"]
+        == f"glibc.malloc.arena_max=1:{_COPY_SETTING}"
     )
 
 

@@ -184,8 +184,12 @@ def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> Non
     assert len(request.received) == 1
     client.links.opened.add(NEW)
     client.receive(lent_response(2), NEW)
-    release = m.Release(4321, [4096], 1)
-    assert client.links.of_type(m.Release) == [(OLD, release), (OLD, release), (NEW, release)]
+    release_message = m.Release(4321, [4096], 1)
+    assert client.links.of_type(m.Release) == [
+        (OLD, release_message),
+        (OLD, release_message),
+        (NEW, release_message),
+    ]
 
 
 def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -> None:
@@ -287,7 +291,14 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
     """A request moves to the successor, unless it has a response, may have lost its inputs, or
     is no longer awaited. Requests at other schedulers are not affected.
     """
-    fresh_request, begun_request, retried_request, impatient_request, early_request, answered = (
+    (
+        fresh_request,
+        begun_request,
+        retried_request,
+        impatient_request,
+        early_request,
+        answered_request,
+    ) = (
         Request(
             client,
             number=number,
@@ -302,11 +313,17 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
     client.receive(failure_message(early_request.submit.id, early=True))
     client.links.last[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
-    settled = (begun_request, retried_request, impatient_request, early_request, answered)
-    assert [settled_request.freed for settled_request in settled] == [
+    settled_requests = (
+        begun_request,
+        retried_request,
+        impatient_request,
+        early_request,
+        answered_request,
+    )
+    assert [settled_request.freed for settled_request in settled_requests] == [
         1
     ] * 5 and other_request.freed == 0
-    assert [type(message) for message in answered.received] == [m.Finished]
+    assert [type(message) for message in answered_request.received] == [m.Finished]
     assert impatient_request.received == []
     failures = [
         (begun_request, LOST_AFTER_RESPONSE),
@@ -364,10 +381,10 @@ def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> No
         def respond(self, message: Response) -> None:
             raise RuntimeError("broken")
 
-    broken, other_request = BrokenRequest(client, number=1), Request(client, number=2)
+    broken_request, other_request = BrokenRequest(client, number=1), Request(client, number=2)
     client.links.last[OLD] = [m.Finished(1, b"", [])]
     client.lose(OLD, NEW)
-    assert broken.freed == 1 and other_request.endpoint == NEW
+    assert broken_request.freed == 1 and other_request.endpoint == NEW
 
 
 def test_lost_requests_fail_without_a_link_to_the_successor(client: Client) -> None:
@@ -483,9 +500,9 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
 def test_a_caller_may_handle_a_finished_request_itself() -> None:
     client = Client()
     request = Request(client)
-    finished = m.Finished(1, b"schema", [])
-    assert client.remove_finished(NEW, finished) is None, "another scheduler's"
+    finished_message = m.Finished(1, b"schema", [])
+    assert client.remove_finished(NEW, finished_message) is None, "another scheduler's"
     assert client.remove_finished(OLD, m.Finished(2, b"schema", [])) is None, "unknown"
-    assert client.remove_finished(OLD, finished) is request and not client
-    assert client.remove_finished(OLD, finished) is None, "it has ended"
+    assert client.remove_finished(OLD, finished_message) is request and not client
+    assert client.remove_finished(OLD, finished_message) is None, "it has ended"
     assert (request.received, request.freed) == ([], 0)

@@ -13,15 +13,20 @@ from shmserve.ipc.tensors.signature import Signature
 
 
 def signature(**fields: Any) -> Signature:
-    fixed = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
-    free = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
+    fixed_input = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
+    free_input = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
     last_input = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
-    config = {"name": "m", "max_batch_size": 8, "input": [fixed, free, last_input], "output": []}
+    config = {
+        "name": "m",
+        "max_batch_size": 8,
+        "input": [fixed_input, free_input, last_input],
+        "output": [],
+    }
     return Signature(ModelSpec.of(config), "1")
 
 
-def key(model: Signature, rows: int, free: int, last_size: int = 0) -> bytes:
-    shapes = {"FREE": (rows, free, 2), "FIXED": (rows, 2), "LAST": (rows, last_size)}
+def key(model: Signature, rows: int, free_size: int, last_size: int = 0) -> bytes:
+    shapes = {"FREE": (rows, free_size, 2), "FIXED": (rows, 2), "LAST": (rows, last_size)}
     if not last_size:
         del shapes["LAST"]
     tensors = []

@@ -50,8 +50,8 @@ def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Pat
 def test_a_frame_of_another_version_is_dropped_and_both_versions_are_logged(
     router: Router, dealer: Dealer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    older = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
-    send_raw(dealer, b"", framed(older))
+    older_message = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
+    send_raw(dealer, b"", framed(older_message))
     dealer.send(m.Cancel(2))
     assert arrived(router) == [(b"me", m.Cancel(2))] and router.malformed == 1
     assert "the peer has protocol version 2, this process has version 3" in caplog.text
@@ -127,14 +127,14 @@ def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer)
 def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert arrived(router)
-    thief = Dealer(router.endpoint, "me")
-    thief.send(m.Cancel(2))
+    second_dealer = Dealer(router.endpoint, "me")
+    second_dealer.send(m.Cancel(2))
     assert arrived(router, 0.5) == []
-    assert arrived(thief, 0.5) == [] and not thief.connected
+    assert arrived(second_dealer, 0.5) == [] and not second_dealer.connected
     router.post(b"me", m.Settled(1))
     router.flush()
     assert arrived(dealer) == [m.Settled(1)]
-    thief.close()
+    second_dealer.close()
 
 
 def test_a_dealer_without_a_listener_is_disconnected(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_a_peer_disconnect_is_reported(router: Router, dealer: Dealer) -> None:
 def test_a_single_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert arrived(router) == [(b"me", m.Cancel(1))]
-    polled = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
+    counting_poll = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
     dealer.send(m.Cancel(2))
-    assert (router.receive(), polled.polls) == ([(b"me", m.Cancel(2))], 0)
-    assert (router.receive(), polled.polls) == ([], 1)
+    assert (router.receive(), counting_poll.polls) == ([(b"me", m.Cancel(2))], 0)
+    assert (router.receive(), counting_poll.polls) == ([], 1)
 
 
 def test_a_connecting_peer_is_accepted_while_another_floods(router: Router, dealer: Dealer) -> None:

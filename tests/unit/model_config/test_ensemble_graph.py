@@ -31,7 +31,7 @@ def model(
 
 
 OPTIONAL = 'input { name: "Z" data_type: TYPE_FP32 dims: [ -1 ] optional: true }'
-MANY = "model_transaction_policy { decoupled: true }"
+DECOUPLED = "model_transaction_policy { decoupled: true }"
 MODELS = {
     "add": model("add"),
     "addb": model("addb", fields="max_batch_size: 2"),
@@ -40,8 +40,8 @@ MODELS = {
     "five": model("five", dims="5"),
     "two": model("two", inputs=("X", "Z")),
     "opt": model("opt", fields=OPTIONAL),
-    "dec": model("dec", fields=MANY),
-    "dec2": model("dec2", fields=MANY),
+    "dec": model("dec", fields=DECOUPLED),
+    "dec2": model("dec2", fields=DECOUPLED),
 }
 
 
@@ -60,7 +60,8 @@ def build_ensemble(
 ) -> ModelConfig:
     """Return the ensemble "e" from IN to OUT, after checking it against the available models."""
     output_texts = "".join(
-        f'output {{ name: "{o}" data_type: TYPE_FP32 dims: [ -1 ] }} ' for o in outputs
+        f'output {{ name: "{output_name}" data_type: TYPE_FP32 dims: [ -1 ] }} '
+        for output_name in outputs
     )
     ensemble = config(
         'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '
@@ -68,7 +69,10 @@ def build_ensemble(
     )
     names = [step.model_name for step in ensemble.ensemble_scheduling.step]
     has_version = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
-    models = [None if no else MODELS.get(name) for name, no in zip(names, has_version, strict=True)]
+    models = [
+        None if versioned else MODELS.get(name)
+        for name, versioned in zip(names, has_version, strict=True)
+    ]
     return compose(ensemble, models, [name in MODELS for name in names])
 
 

@@ -31,8 +31,10 @@ from shmserve.proto import load, model_config_pb2
 from shmserve.supervisor.models.model_version import describe
 
 DATA = Path(__file__).with_name("data")
-RECORDED: dict[str, dict[str, Any]] = json.loads(DATA.joinpath("triton_configs.json").read_text())
-COMPLETED = {
+RECORDED_CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    DATA.joinpath("triton_configs.json").read_text()
+)
+COMPLETED_CONFIG = {
     "max_batch_size": 4,
     "input": [
         {"name": "IN", "data_type": "TYPE_FP32", "dims": [-1, 3]},
@@ -69,27 +71,27 @@ def convert_numbers(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", RECORDED_CONFIGS)
 def test_printed_configurations_equal_tritons(name: str) -> None:
-    recorded = RECORDED[name]
-    config = detect_backend(parse_pbtxt(recorded["pbtxt"]), name, ["model.py"])
+    recorded_case = RECORDED_CONFIGS[name]
+    config = detect_backend(parse_pbtxt(recorded_case["pbtxt"]), name, ["model.py"])
     config = normalise(config, name, 0)
     validate(config, gpu_count=0, complete=False)
     if name in ("auto", "partial"):
         # The size that the model had set when the answer was recorded.
         max_batch_size = 8 if name == "partial" else 4
-        completed = {**COMPLETED, "max_batch_size": max_batch_size}
+        completed = {**COMPLETED_CONFIG, "max_batch_size": max_batch_size}
         config = normalise(merge_autocomplete(config, completed), name, 0)
     validate(config, gpu_count=0, complete=True)
-    if "config" not in recorded:
+    if "config" not in recorded_case:
         return
-    expected = convert_numbers(recorded["config"])
+    expected = convert_numbers(recorded_case["config"])
     # One field is newer than the recorded server, the other is not supported.
     if name == "ensemble":
         expected["ensemble_scheduling"]["max_inflight_requests"] = 0
         del expected["model_transaction_policy"]
     assert to_dict(config) == expected
-    metadata = recorded["metadata"]
+    metadata = recorded_case["metadata"]
     assert {**describe(ModelSpec.of(to_dict(config))), "versions": metadata["versions"]} == metadata
 
 
@@ -117,7 +119,7 @@ def test_the_schema_equals_tritons() -> None:
 
     own_descriptor = model_config_pb2.DESCRIPTOR
     assert shapes(own_descriptor) == shapes(triton_module["DESCRIPTOR"])
-    config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
+    config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
     triton_config = triton_module["ModelConfig"].FromString(config.SerializeToString())
     assert ModelConfig.FromString(triton_config.SerializeToString()) == config
 
@@ -125,7 +127,7 @@ def test_the_schema_equals_tritons() -> None:
 def test_our_protobuf_classes_coexist_with_tritons() -> None:
     pytest.importorskip("grpc")
     triton_pb2 = pytest.importorskip("tritonclient.grpc.model_config_pb2")
-    config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
+    config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
     assert triton_pb2.ModelConfig.FromString(config.SerializeToString()).name == config.name
 
 
@@ -310,9 +312,9 @@ def test_every_protobuf_json_is_read(config: ModelConfig, snake: bool, as_text: 
 
 @given(configs)
 def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
-    printed = to_dict(config)
-    reparsed = from_json(json.dumps(printed))
-    assert to_dict(reparsed) == printed
+    printed_config = to_dict(config)
+    reparsed = from_json(json.dumps(printed_config))
+    assert to_dict(reparsed) == printed_config
     reparsed.ClearField("max_batch_size")
     expected = ModelConfig()
     expected.CopyFrom(config)
@@ -431,11 +433,11 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
         "model_metrics { metric_control { histogram_options { buckets: [inf, -inf, nan, 0.1] } } }"
         "sequence_batching { direct { minimum_slot_utilization: 3.4028235e38 } }"
     )
-    printed = to_dict(config)
-    control = printed["model_metrics"]["metric_control"][0]
+    printed_config = to_dict(config)
+    control = printed_config["model_metrics"]["metric_control"][0]
     assert control["histogram_options"]["buckets"] == ["Infinity", "-Infinity", "NaN", 0.1]
-    assert printed["sequence_batching"]["direct"]["minimum_slot_utilization"] == 3.4028235e38
-    buckets = from_json(printed).model_metrics.metric_control[0].histogram_options.buckets
+    assert printed_config["sequence_batching"]["direct"]["minimum_slot_utilization"] == 3.4028235e38
+    buckets = from_json(printed_config).model_metrics.metric_control[0].histogram_options.buckets
     assert math.isnan(buckets[2])
 
 
@@ -463,8 +465,8 @@ def test_normalising_twice_changes_nothing(config: ModelConfig, gpus: int) -> No
 def test_a_complete_configuration_stays_unchanged(config: ModelConfig) -> None:
     assume(len({io.name for io in config.input}) == len(config.input))
     assume(len({io.name for io in config.output}) == len(config.output))
-    merged = merge_autocomplete(config, to_dict(config))
-    assert to_dict(merged) == to_dict(config)
+    merged_config = merge_autocomplete(config, to_dict(config))
+    assert to_dict(merged_config) == to_dict(config)
 
 
 @given(configs, st.integers(0, 2), st.booleans())

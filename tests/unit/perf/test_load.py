@@ -61,9 +61,16 @@ def transport() -> Iterator[InstantTransport]:
 
 
 def load(
-    door: InstantTransport, requests: list[Any], slots: int, schedule: Any = None
+    instant_transport: InstantTransport, requests: list[Any], slots: int, schedule: Any = None
 ) -> LoadGenerator:
-    return LoadGenerator(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
+    return LoadGenerator(
+        instant_transport.poller,
+        instant_transport,
+        lambda slot: requests,
+        slots,
+        schedule,
+        patience_s=0.2,
+    )
 
 
 def test_a_closed_loop_keeps_its_number_in_flight_and_rotates_requests(
@@ -85,8 +92,8 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     # Four are due at once, and the next never.
     generator = load(transport, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
     generator.begin()
-    until = time.monotonic() + 10
-    while generator.mark().requests < 4 and time.monotonic() < until:
+    deadline_s = time.monotonic() + 10
+    while generator.mark().requests < 4 and time.monotonic() < deadline_s:
         generator.run(0)
     generator.finish()
     assert len(set(generator.records.scheduled_ns)) == 1

@@ -84,12 +84,16 @@ def test_the_picture_is_svg(values: list[float]) -> None:
 
 
 def test_server_counts_are_differences() -> None:
-    def stats(count: int, ns: int, runs: int) -> dict[str, object]:
-        times = {"count": count, "ns": ns}
+    def stats(count: int, ns: int, execution_count: int) -> dict[str, object]:
+        durations = {"count": count, "ns": ns}
         return {
             "inference_count": 2 * count,
-            "execution_count": str(runs),  # gRPC's JSON has strings for int64
-            "inference_stats": {"success": times, "queue": times, "compute_infer": times},
+            "execution_count": str(execution_count),  # gRPC's JSON has strings for int64
+            "inference_stats": {
+                "success": durations,
+                "queue": durations,
+                "compute_infer": durations,
+            },
         }
 
     growth = measure.statistics_change(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))

@@ -138,9 +138,9 @@ def test_compare_calls_better_only_what_no_sample_contradicts() -> None:
     earlier_results = _results(_row([10, 11], [10, 10]))
     assert "better" in rendering.compare(earlier_results, _results(_row([12, 13], [10, 10])))
     assert "worse" in rendering.compare(earlier_results, _results(_row([8, 9], [10, 10])))
-    overlapping = rendering.compare(earlier_results, _results(_row([11, 13], [10, 10])))
-    assert "better" not in overlapping
-    assert "1.14" in overlapping
+    overlapping_report = rendering.compare(earlier_results, _results(_row([11, 13], [10, 10])))
+    assert "better" not in overlapping_report
+    assert "1.14" in overlapping_report
 
 
 def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
@@ -149,8 +149,8 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
     try:
         while len(members := processes.tree(child.pid)) < 2:
             assert child.poll() is None
-        assert {p.pid for p in members} >= {child.pid}
-        assert os.getpid() not in {p.pid for p in members}
+        assert {process.pid for process in members} >= {child.pid}
+        assert os.getpid() not in {process.pid for process in members}
         assert 1 < processes.pss_mb(child.pid) < 1000
         assert processes.cpu_s(child.pid) >= 0
         assert len(processes.living(members)) == 2
@@ -171,7 +171,7 @@ def soak_samples(
 
 
 @pytest.mark.parametrize(
-    ("memory", "descriptors", "shm", "grown"),
+    ("memory", "descriptors", "shm", "growing"),
     [
         ([20.0, 40, 50, 50, 51, 50], [9] * 6, [0.0] * 6, []),
         ([50.0] * 6, [9, 9, 40, 9, 9, 10], [5.0] * 6, []),
@@ -181,10 +181,10 @@ def soak_samples(
     ],
 )
 def test_growth_in_a_soak_is_reported(
-    memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
+    memory: list[float], descriptors: list[int], shm: list[float], growing: list[str]
 ) -> None:
     """The last third against the one before; in the first one caches fill."""
-    assert resources.growth(soak_samples(memory, descriptors, shm)) == grown
+    assert resources.growth(soak_samples(memory, descriptors, shm)) == growing
 
 
 def test_too_short_a_soak_is_reported() -> None:

@@ -39,8 +39,8 @@ def test_weights_are_loaded_as_weights_only(folder: str) -> None:
     for path, call in find_calls(folder):
         if ast.unparse(call.func) == "torch.load":
             assert folder == "workers", path
-            only = {word.arg: ast.unparse(word.value) for word in call.keywords}
-            assert only.get("weights_only") == "True", path
+            keyword_values = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert keyword_values.get("weights_only") == "True", path
 
 
 def test_the_server_fetches_nothing() -> None:
@@ -53,14 +53,14 @@ def test_the_server_fetches_nothing() -> None:
             for name in (name for name in names if name.endswith(".py")):
                 for node in ast.walk(ast.parse(Path(path, name).read_text())):
                     if isinstance(node, ast.Import):
-                        imported = {alias.name for alias in node.names}
+                        imported_names = {alias.name for alias in node.names}
                     elif isinstance(node, ast.ImportFrom):
-                        imported = {f"{node.module}.{alias.name}" for alias in node.names}
-                        imported.add(str(node.module))
+                        imported_names = {f"{node.module}.{alias.name}" for alias in node.names}
+                        imported_names.add(str(node.module))
                     else:
                         continue
                     clients = {"urllib.request", "http.client", "requests", "aiohttp.ClientSession"}
-                    assert not imported & clients, (name, imported)
+                    assert not imported_names & clients, (name, imported_names)
 
 
 def test_requests_are_parsed_by_the_strict_parser() -> None:
@@ -111,11 +111,11 @@ def test_reserved_parameters_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spelled", ["..", "%2e%2e", "%2E.", "a%2Fb", "..%2Fetc", "%5c..%5c", "a%00b", "."]
+    "spelled_name", ["..", "%2e%2e", "%2E.", "a%2Fb", "..%2Fetc", "%5c..%5c", "a%00b", "."]
 )
-def test_model_names_cannot_escape_their_folder(spelled: str) -> None:
+def test_model_names_cannot_escape_their_folder(spelled_name: str) -> None:
     """R17: however a path is spelled, the repository is not left."""
-    route = ROUTES.find(f"/v2/repository/models/{spelled}/load")
+    route = ROUTES.find(f"/v2/repository/models/{spelled_name}/load")
     if route is not None:
         name = route[1][1]
         assert name is not None

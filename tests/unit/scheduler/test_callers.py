@@ -139,9 +139,9 @@ def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     assert not caller_rig.to_supervisor(control_requests.CallsWaiting)
     caller_rig.pass_time(50 * MS)
     (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
-    occupied = [[100, first_batch.requests[0].key], [101, second_batch.requests[0].key]]
+    occupied_instances = [[100, first_batch.requests[0].key], [101, second_batch.requests[0].key]]
     ((((key, shown_callers),), instances),) = report.waits
-    assert (report.model, shown_callers, instances) == ("m", callers, occupied)
+    assert (report.model, shown_callers, instances) == ("m", callers, occupied_instances)
     assert caller_rig.wake_ns == caller_rig.now + 200 * MS
     caller_rig.pass_time(200 * MS)
     assert caller_rig.to_supervisor(control_requests.CallsWaiting) == [report]

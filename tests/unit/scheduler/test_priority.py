@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shmserve.scheduler.requests.queue import PriorityQueue
 from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
-LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
+PRIORITY_LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client[ScheduledRequest](b"1.a", print)
 
 
@@ -34,7 +34,7 @@ class ComparedQueue(RuleBasedStateMachine):
         removed_ids = set(map(id, requests))
         self.naive = [item for item in self.naive if id(item[1]) not in removed_ids]
 
-    @rule(level=LEVELS)
+    @rule(level=PRIORITY_LEVELS)
     def append(self, level: int) -> None:
         self.insertions += 1
         new_request = request(self.insertions, level)
@@ -85,9 +85,9 @@ class ComparedQueue(RuleBasedStateMachine):
         assert len(self.queue) == len(expected)
         for level in (1, 2, 3, 4):
             assert self.queue.size(level) == sum(request.level == level for request in expected)
-        used = {request.level for request in expected}
-        kept_lines = set(self.queue._levels) - used
-        assert used <= set(self.queue._levels) and len(kept_lines) <= 1, (
+        used_levels = {request.level for request in expected}
+        kept_lines = set(self.queue._levels) - used_levels
+        assert used_levels <= set(self.queue._levels) and len(kept_lines) <= 1, (
             "memory is for what is there"
         )
 

@@ -117,9 +117,9 @@ def test_a_requests_timeout_applies_if_allowed_and_shorter(
 def test_no_request_is_delayed_behind_others_with_preserved_order() -> None:
     """With preserve_ordering, a delayed request would hold up the responses of all others."""
     policy = {"allow_timeout_override": True, "timeout_action": "DELAY"}
-    for ordered, limit_us in ((False, 40), (True, 0)):
-        dynamic = {"default_queue_policy": policy, "preserve_ordering": ordered}
-        config = {"name": "m", "max_batch_size": 8, "dynamic_batching": dynamic}
+    for is_ordered, limit_us in ((False, 40), (True, 0)):
+        dynamic_batching = {"default_queue_policy": policy, "preserve_ordering": is_ordered}
+        config = {"name": "m", "max_batch_size": 8, "dynamic_batching": dynamic_batching}
         queue = RequestQueue(Settings.read(ModelSpec.of(config), "1", SchedulingLimits()))
         request = admit(queue, timeout_us=40)
         assert request.queue_limit_ns == (NOW + limit_us * 1000 if limit_us else 0)

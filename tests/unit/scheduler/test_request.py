@@ -32,9 +32,11 @@ def test_every_path_of_transitions_ends() -> None:
     for state in State:
         visited, unvisited = set(), [state]
         while unvisited:
-            current = unvisited.pop()
-            visited.add(current)
+            current_state = unvisited.pop()
+            visited.add(current_state)
             unvisited += [
-                next_state for next_state in LIFE[current].values() if next_state not in visited
+                next_state
+                for next_state in LIFE[current_state].values()
+                if next_state not in visited
             ]
         assert State.DONE in visited

@@ -74,7 +74,7 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "limited"),
+    ("block", "is_limited"),
     [
         ({}, False),
         ({"priority_levels": 1, "default_priority_level": 1}, False),
@@ -93,10 +93,11 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
         ),
     ],
 )
-def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], limited: bool) -> None:
+def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], is_limited: bool) -> None:
     """Rule 3.1.8: batches then form only when an instance is free."""
     assert (
-        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited is limited
+        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited
+        is is_limited
     )
 
 

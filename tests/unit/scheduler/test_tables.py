@@ -11,7 +11,7 @@ from shmserve.scheduler.tables import ACCURACY, LAST_INDEX, Quantiles
 from shmserve.supervisor.models.scheduler_process import CarriedCounters
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
-NONE = {"count": 0, "ns": 0}
+ZERO_ENTRY = {"count": 0, "ns": 0}
 
 
 def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
@@ -21,7 +21,11 @@ def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
 
 def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     return {
-        index: {name: (entry["count"], entry["ns"]) for name, entry in row.items() if entry != NONE}
+        index: {
+            name: (entry["count"], entry["ns"])
+            for name, entry in row.items()
+            if entry != ZERO_ENTRY
+        }
         for index, row in report["response_stats"].items()
     }
 
@@ -178,9 +182,9 @@ def test_a_successor_continues_the_counts() -> None:
     send_response(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.client(m.Cancel(number))
     rig.respond(peer, key, b"", final=True)
-    report, counted = rig.report(), rig.snapshot()
+    report, snapshot = rig.report(), rig.snapshot()
     successor = Rig(decoupled=True)
-    successor.scheduler.restore([counted, [[]]], [])
+    successor.scheduler.restore([snapshot, [[]]], [])
     report_now = successor.report()
     assert report_now["response_stats"] == report["response_stats"]
     assert report_now["shmserve"]["first_response_ms"] == report["shmserve"]["first_response_ms"]
@@ -209,8 +213,8 @@ def test_quantiles_of_the_last_minute_are_kept_on_request() -> None:
     assert Rig().report()["shmserve"]["quantiles"] == {}
 
 
-SECOND = 1_000_000_000
-ALL = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
+SECOND_NS = 1_000_000_000
+ALL_RANKS = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
 
 
 @given(st.lists(st.integers(-5, 10**12), min_size=1, max_size=300))
@@ -218,11 +222,11 @@ def test_a_quantile_is_near_the_value_of_its_rank(values: list[int]) -> None:
     sketch = Quantiles()
     for value in values:
         sketch.observe(value, 5)
-    ranked = sorted(max(0, value) for value in values)
-    for quantile, estimate in sketch.report(ALL, 6):
+    ranked_values = sorted(max(0, value) for value in values)
+    for quantile, estimate in sketch.report(ALL_RANKS, 6):
         assert quantile is not None and estimate is not None
-        exact = ranked[int(quantile * (len(ranked) - 1))]
-        assert abs(estimate - exact) <= ACCURACY * exact * 1.000001
+        exact_value = ranked_values[int(quantile * (len(ranked_values) - 1))]
+        assert abs(estimate - exact_value) <= ACCURACY * exact_value * 1.000001
 
 
 def test_without_observations_there_is_no_quantile() -> None:
@@ -231,19 +235,19 @@ def test_without_observations_there_is_no_quantile() -> None:
 
 def test_observations_older_than_a_minute_are_dropped() -> None:
     sketch = Quantiles()
-    observed_ns = 1_000 * SECOND
+    observed_ns = 1_000 * SECOND_NS
     sketch.observe(100, observed_ns)
-    sketch.observe(7_000, observed_ns + 30 * SECOND)
+    sketch.observe(7_000, observed_ns + 30 * SECOND_NS)
 
     def median(now_ns: int) -> int:
         ((_, value),) = sketch.report((1.0,), now_ns)
         return 0 if value is None else int(round(value, -2))
 
-    assert median(observed_ns + 47 * SECOND) == 7_000
-    ((_, lowest),) = sketch.report((0.0,), observed_ns + 47 * SECOND)
+    assert median(observed_ns + 47 * SECOND_NS) == 7_000
+    ((_, lowest),) = sketch.report((0.0,), observed_ns + 47 * SECOND_NS)
     assert lowest is not None and round(lowest) == 100
-    ((_, lowest),) = sketch.report((0.0,), observed_ns + 61 * SECOND)
+    ((_, lowest),) = sketch.report((0.0,), observed_ns + 61 * SECOND_NS)
     assert lowest is not None and round(lowest, -2) == 7_000
-    assert median(observed_ns + 91 * SECOND) == 0
-    sketch.observe(300, observed_ns + 3_600 * SECOND)
-    assert median(observed_ns + 3_600 * SECOND) == 300
+    assert median(observed_ns + 91 * SECOND_NS) == 0
+    sketch.observe(300, observed_ns + 3_600 * SECOND_NS)
+    assert median(observed_ns + 3_600 * SECOND_NS) == 300

@@ -7,7 +7,7 @@ from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.publications import ProcessExited
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
-ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
+ADAPTIVE_BATCHING = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
 def take_messages(rig: Rig) -> list[Any]:
@@ -18,8 +18,10 @@ def take_messages(rig: Rig) -> list[Any]:
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
 
-def limited_rig(dynamic: dict[str, Any] | None = None, instances: int = 1, **settings: Any) -> Rig:
-    rig = Rig(dynamic, rate_limited=True, **settings)
+def limited_rig(
+    dynamic_batching: dict[str, Any] | None = None, instances: int = 1, **settings: Any
+) -> Rig:
+    rig = Rig(dynamic_batching, rate_limited=True, **settings)
     for index in range(instances):
         rig.start(index, 100 + index)
     return rig
@@ -75,7 +77,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
 
     This must not restart the wait.
     """
-    rig = limited_rig({}, max_batch_size=64, parameters=ADAPTIVE)
+    rig = limited_rig({}, max_batch_size=64, parameters=ADAPTIVE_BATCHING)
 
     def grant_ticket() -> None:
         requests = [message for message in take_messages(rig) if isinstance(message, m.AskTicket)]

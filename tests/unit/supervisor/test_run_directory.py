@@ -150,14 +150,14 @@ def test_a_second_server_names_the_run_directory_of_the_first(
 
 def test_folders_that_are_not_private_are_refused(tmp_path: Path) -> None:
     """R3: a link, a foreign folder and a folder that others can enter are refused."""
-    shared = tmp_path / "shared"
-    shared.mkdir(mode=0o755)
+    shared_folder = tmp_path / "shared"
+    shared_folder.mkdir(mode=0o755)
     link = tmp_path / "link"
-    link.symlink_to(shared)
+    link.symlink_to(shared_folder)
     plain_file = tmp_path / "plain"
     plain_file.write_text("")
     with pytest.raises(InvalidArgument, match="mode 0755"):
-        RunDirectory(shared)
+        RunDirectory(shared_folder)
     for bad_path in (link, plain_file):
         with pytest.raises(InvalidArgument, match="not a directory"):
             RunDirectory(bad_path)

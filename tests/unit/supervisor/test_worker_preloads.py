@@ -6,7 +6,7 @@ import pytest
 
 from shmserve.supervisor.processes.children import worker_preloads
 
-_PLAIN = r"""
+_PLAIN_MODEL = r"""
 import json, os.path
 from concurrent import futures
 import numpy as np
@@ -33,7 +33,7 @@ def _find_preloads(repository: Path, files: dict[str, str], devices: bool = Fals
 def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
     files = {
         "m/config.pbtxt": "",
-        "m/1/model.py": _PLAIN,
+        "m/1/model.py": _PLAIN_MODEL,
         "m/1/beside.py": "",
         "m/1/labels.txt": "",
         "m/helpers.py": "",
@@ -95,7 +95,7 @@ def test_nothing_of_torch_is_imported_where_it_is_not_installed(
 def test_one_model_that_may_import_torch_has_it_imported(
     tmp_path: Path, file: str, text: str
 ) -> None:
-    assert "torch" in _find_preloads(tmp_path, {"a/1/model.py": _PLAIN, f"m/{file}": text})
+    assert "torch" in _find_preloads(tmp_path, {"a/1/model.py": _PLAIN_MODEL, f"m/{file}": text})
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,10 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     assert address_of(raw) == address_of(mappings.view(memory_ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
     # Rows in another order, or with a gap between them, are not contiguous.
-    for shuffled in (requests[::-1], [requests[0], requests[2]]):
-        raw, shape, view = gather.gather("X", shuffled)
+    for shuffled_requests in (requests[::-1], [requests[0], requests[2]]):
+        raw, shape, view = gather.gather("X", shuffled_requests)
         assert not view
-        expected = np.concatenate([rows[request.work.key] for request in shuffled])
+        expected = np.concatenate([rows[request.work.key] for request in shuffled_requests])
         assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), expected)
     assert len(buffers) == 1, "one buffer, kept"
 
@@ -272,14 +272,14 @@ def test_an_input_that_is_returned_stays_where_it_is(
     memory_range = region.write(0, data)
     requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
     for expected in (data, data[: MIB // 2], data, data + 1):
-        returned = may_return and expected is data
+        is_returned = may_return and expected is data
         (reply,) = worker.batch(
             inference(tensor("X", data, memory_range), outputs=[requested_output])
         )
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
-        assert output.data.offset == (0 if returned else 8 * MIB)
+        assert output.data.offset == (0 if is_returned else 8 * MIB)
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
 
 
@@ -323,8 +323,8 @@ def test_a_write_over_an_input_changes_no_other_output(
             for name, index in range_indices.items()
         }
 
-    swapped = answers(A=0, B=1)
-    assert swapped == {"A": y.tolist(), "B": x.tolist()}
+    swapped_answers = answers(A=0, B=1)
+    assert swapped_answers == {"A": y.tolist(), "B": x.tolist()}
     for _ in range(2):
         for second_index in (None, 1, 4):
             assert answers(Z=0, B=second_index) == {"Z": (x * 2).tolist(), "B": x.tolist()}
@@ -451,9 +451,11 @@ def test_string_outputs(worker: Rig, region: Region, has_range: bool) -> None:
     requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if has_range else []
     (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
-    sent = tensor("X", data).data
-    assert isinstance(sent, bytes)
-    assert (region.read(0, len(sent)) if has_range else reply.answer.outputs[0].data) == sent
+    sent_data = tensor("X", data).data
+    assert isinstance(sent_data, bytes)
+    assert (
+        region.read(0, len(sent_data)) if has_range else reply.answer.outputs[0].data
+    ) == sent_data
 
 
 def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
@@ -486,11 +488,11 @@ def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
 def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.DataObject) -> None:
     variable = [data.draw(st.booleans()) for _ in sizes]
     dims = tuple(-1 if free else size for size, free in zip(sizes, variable, strict=True))
-    target = (1, *(dim for dim in dims if dim == -1), 1)
-    reshaped = reshape(tuple(sizes), dims, target)
-    free = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
-    assert reshaped == (1, *free, 1)
-    assert reshape(reshaped, target, dims) == tuple(
+    target_dims = (1, *(dim for dim in dims if dim == -1), 1)
+    reshaped = reshape(tuple(sizes), dims, target_dims)
+    free_sizes = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
+    assert reshaped == (1, *free_sizes, 1)
+    assert reshape(reshaped, target_dims, dims) == tuple(
         size if dim == -1 else dim for size, dim in zip(sizes, dims, strict=True)
     )
 
@@ -541,18 +543,18 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "count", "copied"),
+    ("data", "count", "is_copied"),
     [(b"\1\0\0\0a", 1, False), (b"\0\0\0\0", 1, False), (b"\1\0\0\0a" * 2, 2, True)],
 )
 def test_one_text_is_checked_without_a_copy_on_request(
-    data: bytes, count: int, copied: bool
+    data: bytes, count: int, is_copied: bool
 ) -> None:
     unpacker, *_ = make_gatherer(one_tensor("STRING", (-1,)), Mappings())
     unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
     assert unpacker.request(unit_of_work).inputs["X"].array is not None
-    unpacked = unpacker.request(unit_of_work, copies_text=False).inputs["X"]
-    assert (unpacked.array is not None) == copied
-    assert unpacked.numpy().tolist() == [data[4:5]] * count
+    unpacked_input = unpacker.request(unit_of_work, copies_text=False).inputs["X"]
+    assert (unpacked_input.array is not None) == is_copied
+    assert unpacked_input.numpy().tolist() == [data[4:5]] * count
 
 
 @pytest.mark.parametrize("data", [b"", b"\1\0\0", b"\2\0\0\0a", b"\0\0\0\0a"])
@@ -654,11 +656,12 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
 
     Requests cancelled meanwhile are skipped.
     """
-    freed: list[int] = []
+    freed_after: list[int] = []
     batch_sizes: list[int] = []
     for module in ("batch.execute", "context"):
         monkeypatch.setattr(
-            f"shmserve.workers.{module}.free_cached_memory", lambda: freed.append(len(batch_sizes))
+            f"shmserve.workers.{module}.free_cached_memory",
+            lambda: freed_after.append(len(batch_sizes)),
         )
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -671,7 +674,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.full((1, 1), n, F32))) for n in range(8)))
     assert batch_sizes == sizes
-    assert freed == [attempt for attempt, size in enumerate(sizes, 1) if size > max_rows]
+    assert freed_after == [attempt for attempt, size in enumerate(sizes, 1) if size > max_rows]
     assert [reply.code for reply in replies] == [""] * 8
     assert [reply.array("Y").tolist() for reply in replies] == [[[n]] for n in range(8)]
 
@@ -737,14 +740,14 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
     """
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
-    copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
+    copied_range = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
     def raise_memory_error(memory_range: Range) -> memoryview:
         raise MemoryError
 
     monkeypatch.setattr(worker.context.mappings, "read", raise_memory_error)
     failed_reply, own_reply = worker.batch(
-        inference(tensor("X", data, copied)), inference(tensor("X", data))
+        inference(tensor("X", data, copied_range)), inference(tensor("X", data))
     )
     assert failed_reply.code == "UNAVAILABLE"
     assert "not enough memory on device 'cpu' for model 'm'" in failed_reply.message
@@ -794,13 +797,13 @@ def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None
 def test_times_are_in_order(worker: Rig) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.zeros(1, F32))))
-    finished = worker.finished
+    finished_message = worker.finished
     assert (
         0
-        < finished.compute_start_ns
-        <= finished.input_end_ns
-        <= finished.output_start_ns
-        <= finished.compute_end_ns
+        < finished_message.compute_start_ns
+        <= finished_message.input_end_ns
+        <= finished_message.output_start_ns
+        <= finished_message.compute_end_ns
     )
 
 

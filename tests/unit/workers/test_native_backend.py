@@ -250,19 +250,19 @@ class Model:
         return x
 """
     write(worker, text % ("'adaptive'", "12.5"))
-    strategy, target = {"string_value": "adaptive"}, {"string_value": "12.5"}
+    strategy, target_p99 = {"string_value": "adaptive"}, {"string_value": "12.5"}
     parameters = complete(worker)["parameters"]
-    assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target)
+    assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target_p99)
     configured = {"target_p99_ms": {"string_value": "3"}}
     parameters = complete(worker, blank_config(parameters=configured))["parameters"]
     assert parameters == {**configured, "batching_strategy": strategy}
-    for values, what in (
+    for values, expected_error in (
         (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
         (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),
         (("None", "True"), "'Model.target_p99_ms' must be a number of milliseconds, got True"),
     ):
         write(worker, text % values)
-        with pytest.raises(InvalidArgument, match=re.escape(what)):
+        with pytest.raises(InvalidArgument, match=re.escape(expected_error)):
             complete(worker)
 
 

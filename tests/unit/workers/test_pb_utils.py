@@ -94,10 +94,10 @@ def test_dlpack_import_and_export(kind: str) -> None:
     tensor = Tensor("x", array)
     assert tensor.__dlpack_device__() == (1, 0)
     for source in (tensor, tensor.to_dlpack(), torch.from_numpy(array)):
-        imported = Tensor.from_dlpack("y", source)
-        assert (imported.name(), imported.shape()) == ("y", [2, 3])
-        assert imported.triton_dtype() == tensor.triton_dtype()
-        assert (imported.as_numpy() == array).all()
+        imported_tensor = Tensor.from_dlpack("y", source)
+        assert (imported_tensor.name(), imported_tensor.shape()) == ("y", [2, 3])
+        assert imported_tensor.triton_dtype() == tensor.triton_dtype()
+        assert (imported_tensor.as_numpy() == array).all()
     assert (from_dlpack(tensor) == torch.from_numpy(array)).all()
     assert (np.from_dlpack(tensor) == array).all()
     if kind != "bool":
@@ -114,11 +114,11 @@ def test_dlpack_of_bf16() -> None:
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         tensor.as_numpy()
     bits = make_input(value.view(torch.uint16).numpy(), "BF16")
-    came = received_request(bits).inputs()[0]
-    assert torch.equal(from_dlpack(came), value)
+    received_tensor = received_request(bits).inputs()[0]
+    assert torch.equal(from_dlpack(received_tensor), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
-        came.as_numpy()
-    assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
+        received_tensor.as_numpy()
+    assert (received_tensor.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
 def test_unsupported_dlpack_tensors_are_refused() -> None:
@@ -157,12 +157,12 @@ def test_dlpack_of_a_tensor_on_a_device() -> None:
 def test_the_wire_form_of_strings(items: list[bytes]) -> None:
     array = np.empty(len(items), dtype=object)
     array[:] = items
-    encoded = pb_utils.serialize_byte_tensor(array)
-    assert encoded is not None
-    assert pb_utils.deserialize_bytes_tensor(encoded).tolist() == items
-    if encoded:
+    encoded_strings = pb_utils.serialize_byte_tensor(array)
+    assert encoded_strings is not None
+    assert pb_utils.deserialize_bytes_tensor(encoded_strings).tolist() == items
+    if encoded_strings:
         with pytest.raises(ValueError, match="beyond its end"):
-            pb_utils.deserialize_bytes_tensor(encoded[:-1])
+            pb_utils.deserialize_bytes_tensor(encoded_strings[:-1])
 
 
 def test_numbers_have_no_string_encoding() -> None:
@@ -211,9 +211,11 @@ def test_responses() -> None:
     assert pb_utils.get_output_tensor_by_name(response, "y") is None
     answer = to_response(response)
     assert answer.error is None and answer.parameters == {"a": 1, "b": "c", "d": True}
-    failed = pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError("no"))
-    assert failed.has_error()
-    assert str(to_response(failed).error) == "no"
+    failed_response = pb_utils.InferenceResponse(
+        output_tensors=[], error=pb_utils.TritonError("no")
+    )
+    assert failed_response.has_error()
+    assert str(to_response(failed_response).error) == "no"
 
 
 def test_a_response_of_a_wrong_type_is_refused() -> None:
@@ -413,29 +415,29 @@ def config(**fields: Any) -> pb_utils.ModelConfig:
     return pb_utils.ModelConfig(json.dumps({**base_config, **fields}))
 
 
-X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
+INPUT_X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
 def test_a_configuration_is_completed() -> None:
     configuration = config()
     configuration.set_max_batch_size(8)
     configuration.set_dynamic_batching()
-    configuration.add_input({**X, "optional": True})
-    configuration.add_output(X)
+    configuration.add_input({**INPUT_X, "optional": True})
+    configuration.add_output(INPUT_X)
     configuration.set_model_transaction_policy({"decoupled": False})
     assert configuration.as_dict() == {
         "name": "m",
         "max_batch_size": 8,
-        "input": [{**X, "optional": True}],
-        "output": [X],
+        "input": [{**INPUT_X, "optional": True}],
+        "output": [INPUT_X],
         "dynamic_batching": {},
         "model_transaction_policy": {"decoupled": False},
     }
     assert pb_utils.get_input_config_by_name(configuration.as_dict(), "X") == {
-        **X,
+        **INPUT_X,
         "optional": True,
     }
-    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "X") == X
+    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "X") == INPUT_X
     assert pb_utils.get_output_config_by_name(configuration.as_dict(), "Z") is None
     assert not pb_utils.using_decoupled_model_transaction_policy(configuration.as_dict())
     assert not pb_utils.using_decoupled_model_transaction_policy({})
@@ -446,10 +448,10 @@ def test_equal_values_of_the_author_are_kept() -> None:
     configuration = config(
         input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
     )
-    configuration.add_input(X)
+    configuration.add_input(INPUT_X)
     configuration.set_max_batch_size(4)
     configuration.set_dynamic_batching()
-    assert configuration.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
+    assert configuration.as_dict()["input"] == [{**INPUT_X, "format": "FORMAT_NONE"}]
     assert configuration.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
 
 
@@ -470,32 +472,32 @@ def test_equal_values_of_the_author_are_kept() -> None:
             "'dynamic_batching'",
         ),
         (
-            {"input": [{**X, "data_type": "TYPE_INT8"}]},
-            lambda c: c.add_input(X),
+            {"input": [{**INPUT_X, "data_type": "TYPE_INT8"}]},
+            lambda c: c.add_input(INPUT_X),
             "unable to load model 'm', configuration expects datatype TYPE_INT8 for input 'X', "
             "model provides TYPE_FP32",
         ),
         (
-            {"output": [{**X, "dims": [5]}]},
-            lambda c: c.add_output(X),
+            {"output": [{**INPUT_X, "dims": [5]}]},
+            lambda c: c.add_output(INPUT_X),
             "model 'm', tensor 'X': the model expects dims [4] but the model configuration "
             "specifies dims [5]",
         ),
         (
-            {"input": [{**X, "optional": False}]},
-            lambda c: c.add_input({**X, "optional": True}),
+            {"input": [{**INPUT_X, "optional": False}]},
+            lambda c: c.add_input({**INPUT_X, "optional": True}),
             "model 'm', tensor 'X': the model expects optional True but the model configuration "
             "specifies optional False",
         ),
         (
             {},
-            lambda c: c.add_input({**X, "reshape": {}}),
+            lambda c: c.add_input({**INPUT_X, "reshape": {}}),
             "input 'X' in auto-complete-config function for model 'm' contains property other "
             "than 'name', 'data_type', 'dims' and 'optional'.",
         ),
         (
             {},
-            lambda c: c.add_output({**X, "optional": True}),
+            lambda c: c.add_output({**INPUT_X, "optional": True}),
             "output 'X' in auto-complete-config function for model 'm' contains property other "
             "than 'name', 'data_type' and 'dims'.",
         ),
@@ -560,9 +562,9 @@ def test_a_counter_and_a_gauge() -> None:
     gauge.set(4)
     gauge.increment(-6.5)
     assert gauge.value() == -2.5
-    changed = metrics.changes()
-    assert changed is not None
-    counter_record, histogram_record = changed
+    changes = metrics.changes()
+    assert changes is not None
+    counter_record, histogram_record = changes
     assert counter_record == ["a_total", "what it is", "COUNTER", [[(("x", "1"),), [2.5], ()]]]
     assert histogram_record[3][0][0] == ()
     level, set_ns, increments = histogram_record[3][0][1]
@@ -671,12 +673,12 @@ def test_operations_must_suit_the_metric_family() -> None:
     counters = pb_utils.MetricFamily("c", "first", pb_utils.MetricFamily.COUNTER)
     other_family = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
     counter, gauge = counters.Metric({"n": "1"}), counters.Metric({"n": "2"})
-    also = other_family.Metric({"n": "2"})
+    other_metric = other_family.Metric({"n": "2"})
     gauge.increment(3)
     del gauge
     assert len(reported_labels()["c"]) == 2  # the value remains as long as its family
     del counters
-    assert reported_labels() == {"c": [(("n", "2"),)]} and also.value() == 3
+    assert reported_labels() == {"c": [(("n", "2"),)]} and other_metric.value() == 3
     for use in (lambda: counter.increment(1), counter.value):
         with pytest.raises(TritonModelException, match="'MetricFamily' has been deleted"):
             use()

@@ -20,10 +20,10 @@ from shmserve.ipc.messages import inference as m
 class AnsweredRequest(UnaryInference):
     """A request that has its response at once."""
 
-    def __init__(self, cancelled: list[str], name: str) -> None:
+    def __init__(self, cancelled_ids: list[str], name: str) -> None:
         self.request_id = name
         self.message = m.Finished(1, b"", [])
-        self._abandoned = cancelled
+        self._abandoned = cancelled_ids
 
     def cancel(self) -> None:
         self._abandoned.append(self.request_id)
@@ -88,11 +88,11 @@ def test_a_queued_refusal_keeps_no_references() -> None:
 
 def test_a_client_that_does_not_read_is_disconnected() -> None:
     """R15: what waits behind a response that is not taken is given up."""
-    cancelled: list[str] = []
+    cancelled_ids: list[str] = []
 
     class Inferences(FakeInferences):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
-            return AnsweredRequest(cancelled, raw.decode())
+            return AnsweredRequest(cancelled_ids, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
         for name in ("taken", "stuck", "behind", "further behind"):
@@ -102,7 +102,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
         asyncio.run(start_stream(inferences, DeafCall(requests()), 0.05))
-    assert cancelled == ["behind", "further behind"]
+    assert cancelled_ids == ["behind", "further behind"]
     assert not inferences.active
 
     async def cancel_twice() -> None:
@@ -116,9 +116,9 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
 
-    cancelled.clear()
+    cancelled_ids.clear()
     asyncio.run(cancel_twice())
-    assert cancelled == ["behind", "further behind"]
+    assert cancelled_ids == ["behind", "further behind"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
 )
 def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, max_requests: int) -> None:
     """Further requests are not read; one request of any size is."""
-    cancelled: list[str] = []
+    cancelled_ids: list[str] = []
     request = bytes(size)
     request_count = 0
 
@@ -135,7 +135,7 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, max_reque
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             nonlocal request_count
             request_count += 1
-            return AnsweredRequest(cancelled, str(request_count))
+            return AnsweredRequest(cancelled_ids, str(request_count))
 
     async def requests() -> AsyncIterator[bytes]:
         while True:

@@ -126,8 +126,8 @@ def test_a_head_is_authorised_once_and_unknown_paths_never() -> None:
     request = Request("GET", "/v2/health")
     assert handle(request).status == handle(request).status == 200
     assert request.scopes == ["health"]
-    unknown = Request("GET", "/nowhere", PermissionDenied("no"))
-    assert (handle(unknown).status, unknown.scopes) == (404, [])
+    unknown_request = Request("GET", "/nowhere", PermissionDenied("no"))
+    assert (handle(unknown_request).status, unknown_request.scopes) == (404, [])
     for method in ("GET", "PUT"):
         assert handle(Request(method, "/any")).status == 200
 
@@ -210,10 +210,10 @@ def test_other_origins_have_no_permission() -> None:
     plain_headers = parse_headers(handle(Request("POST", "/v1/chat/bad"), cors=cors))
     assert not [name for name in plain_headers if name.startswith("access-control")]
     preflight_headers["Access_Control_Request_Headers"] = "x\r\ny"
-    strange = parse_headers(
+    foreign_headers = parse_headers(
         handle(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
     )
-    assert "access-control-allow-headers" not in strange
+    assert "access-control-allow-headers" not in foreign_headers
 
 
 @pytest.mark.parametrize(

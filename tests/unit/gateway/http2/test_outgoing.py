@@ -23,7 +23,7 @@ from tests.support.wire.http2 import (
 from tests.support.wire.http2_engine import Engine, Frame
 
 HEAD, TRAILERS = b"\x88", b"\x00\x01t\x01t"
-FORM = ResponseBlocks(HEAD, TRAILERS)
+RESPONSE_BLOCKS = ResponseBlocks(HEAD, TRAILERS)
 INITIAL_WINDOW, MAX_FRAME = 4, 5
 _STREAMS = (1, 3, 5)
 
@@ -81,20 +81,20 @@ class Client:
                 assert stream in self.ended
 
     def do(self, action: str, stream: int, size: int) -> None:
-        target = self.engine.stream(stream)
+        sent_stream = self.engine.stream(stream)
         server = stream not in self.trailers | self.given_up
         if action == "data" and server:
             piece = bytes((size & 0xFF,)) * size
             self.queued[stream] += piece
-            self.sending.send_data(target, piece)
+            self.sending.send_data(sent_stream, piece)
         elif action == "trailers" and server:
             self.trailers.add(stream)
-            self.sending.send_trailers(target, TRAILERS)
+            self.sending.send_trailers(sent_stream, TRAILERS)
         elif action == "respond" and server and not self.queued[stream]:
             self.trailers.add(stream)
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
-            self.sending.send_response(target, FORM, pieces)
+            self.sending.send_response(sent_stream, RESPONSE_BLOCKS, pieces)
         elif action == "grant" and stream not in self.ended | self.given_up:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
@@ -155,14 +155,14 @@ def test_a_response_is_three_frames() -> None:
     completions: list[int] = []
     stream = engine.stream(1)
     stream.on_sent = lambda: completions.append(1)
-    engine.http2.sending.send_response(stream, FORM, (b"01", b"23"))
+    engine.http2.sending.send_response(stream, RESPONSE_BLOCKS, (b"01", b"23"))
     assert engine.flush() == [
         Frame(HEADERS, END_HEADERS, 1, HEAD),
         Frame(DATA, 0, 1, b"0123"),
         Frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
     ]
     assert completions == [1]
-    engine.http2.sending.send_response(stream, FORM, (b"again",))
+    engine.http2.sending.send_response(stream, RESPONSE_BLOCKS, (b"again",))
     engine.http2.sending.send_head(stream, HEAD)
     engine.http2.sending.send_data(stream, b"more")
     engine.http2.sending.send_trailers(stream, TRAILERS)
@@ -173,7 +173,7 @@ def test_a_response_is_three_frames() -> None:
 def test_a_response_before_the_end_of_the_request() -> None:
     """8.1: the rest of the request is not wanted."""
     engine = Engine().take(OPENED + begin(1, end=False))
-    engine.http2.sending.send_response(engine.stream(1), FORM, (b"no",))
+    engine.http2.sending.send_response(engine.stream(1), RESPONSE_BLOCKS, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
@@ -186,8 +186,10 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     sent_before = {number: engine.stream(number).sent_bytes for number in (1, 3, 5, 7)}
     for _ in range(40):
         engine.take(window(0, 100))
-    gained = [engine.stream(number).sent_bytes - sent for number, sent in sent_before.items()]
-    assert gained == [1000] * 4
+    gained_bytes = [
+        engine.stream(number).sent_bytes - sent_bytes for number, sent_bytes in sent_before.items()
+    ]
+    assert gained_bytes == [1000] * 4
 
 
 def test_a_long_response_does_not_block_other_streams() -> None:
@@ -236,9 +238,9 @@ def test_trailers_need_no_window() -> None:
     engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
-    sending.send_response(engine.stream(1), FORM, ())
+    sending.send_response(engine.stream(1), RESPONSE_BLOCKS, ())
     sending.paused = True
-    sending.send_response(engine.stream(3), FORM, ())
+    sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     sending.paused = False
     sending.resume()
     assert not engine.http2.streams
@@ -264,8 +266,8 @@ def test_a_long_header_block_is_split() -> None:
     sending.send_head(stream, HEAD)
     sending.send_data(stream, b"x")
     sending.send_trailers(stream, block)
-    sent = engine.flush()
-    assert [(item.kind, item.flags, len(item.payload)) for item in sent] == [
+    sent_frames = engine.flush()
+    assert [(item.kind, item.flags, len(item.payload)) for item in sent_frames] == [
         (HEADERS, END_HEADERS, 1),
         (DATA, 0, 1),
         (HEADERS, END_STREAM, 16384),

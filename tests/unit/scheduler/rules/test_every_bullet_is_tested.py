@@ -172,5 +172,5 @@ def _find_tests(file: str) -> set[str]:
 )
 def test_a_bullet_has_tests(bullet: str) -> None:
     tests = [line.split() for line in bullet.splitlines()[1:]]
-    missing = [f"{file}::{name}" for file, name in tests if name not in _find_tests(file)]
-    assert tests and not missing
+    missing_tests = [f"{file}::{name}" for file, name in tests if name not in _find_tests(file)]
+    assert tests and not missing_tests

@@ -155,9 +155,9 @@ def test_an_instance_that_does_not_load_is_not_retried_at_once(
         assert await rig.sample_once() == 1
         assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
         rig.processes.at_start = lambda child: None
-        started = len(rig.processes.started)
+        started_count = len(rig.processes.started)
         assert await rig.sample_once() == 1
-        assert len(rig.processes.started) == started
+        assert len(rig.processes.started) == started_count
         monkeypatch.setattr(autoscaler, "_RETRY_S", 0)
         for watch in rig.autoscaler._states.values():
             watch.next_change_s = 0
@@ -202,13 +202,13 @@ def test_a_reload_starts_as_many_instances_as_the_load_needs(
             [],
             [],
         )
-        reloaded = rig.processes.version(spec)
-        assert reloaded.instances.count == 1
-        reloaded.instances.keep_count_of(instances)
-        assert reloaded.instances.count == 3
-        await reloaded.instances.complete_config()
-        assert reloaded.instances.count == 3
-        await reloaded.kill()
+        reloaded_version = rig.processes.version(spec)
+        assert reloaded_version.instances.count == 1
+        reloaded_version.instances.keep_count_of(instances)
+        assert reloaded_version.instances.count == 3
+        await reloaded_version.instances.complete_config()
+        assert reloaded_version.instances.count == 3
+        await reloaded_version.kill()
 
     run_scenario(monkeypatch, scenario)
 
@@ -240,8 +240,8 @@ def sample_changes(
     policy: ScalingPolicy, seconds: float, count: int, **fields: Any
 ) -> list[Change]:
     """Return the changes after repeated samples of the same load for this time."""
-    times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
-    decisions = (policy.sample(load(at_s, **fields), count) for at_s in times)
+    times_s = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
+    decisions = (policy.sample(load(at_s, **fields), count) for at_s in times_s)
     return [change for change in decisions if change is not None]
 
 
@@ -292,9 +292,9 @@ def test_an_instance_is_added_when_served_requests_waited() -> None:
 def sample_further(policy: ScalingPolicy, number: int) -> Change | None:
     """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
-    counted = dict.fromkeys(("executed", "succeeded", "executions"), count)
+    counts = dict.fromkeys(("executed", "succeeded", "executions"), count)
     return policy.sample(
-        load(0.1 + number / 10, **counted, execution_s=count / 20, queueing_s=1.0 * number), 2
+        load(0.1 + number / 10, **counts, execution_s=count / 20, queueing_s=1.0 * number), 2
     )
 
 
@@ -340,7 +340,12 @@ def test_the_bounds_hold_for_any_previous_count() -> None:
 
 
 states = st.builds(
-    lambda arrivals, pending, ready, busy: (arrivals, pending, ready, min(ready, busy)),
+    lambda arrivals, pending, ready_count, busy_count: (
+        arrivals,
+        pending,
+        ready_count,
+        min(ready_count, busy_count),
+    ),
     *(st.integers(0, 50), st.integers(0, 100), st.integers(0, 6), st.integers(0, 6)),
 )
 
@@ -351,7 +356,7 @@ def test_the_count_changes_by_one_within_the_bounds(
 ) -> None:
     """Holds for any load. No instance is removed while requests wait for the existing ones."""
     policy, count, done_count = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
-    for number, (arrivals, pending, ready, busy) in enumerate(samples):
+    for number, (arrivals, pending, ready_count, busy_count) in enumerate(samples):
         done_count, at_s = done_count + arrivals, number / 10
         change = policy.sample(
             LoadSample(
@@ -362,8 +367,8 @@ def test_the_count_changes_by_one_within_the_bounds(
                 done_count,
                 done_count / 20,
                 pending,
-                ready,
-                busy,
+                ready_count,
+                busy_count,
             ),
             count,
         )
@@ -438,10 +443,10 @@ def test_no_capacity_while_all_processors_are_busy(
     assert host.missing_resources(2) == ""  # that was half a second ago
     host.sample([1], 1.0, 1.0)
     assert host.missing_resources(2) == "the processors are busy for 97 % of the time"
-    idle = HostCapacity(processors=4)
-    idle.sample([1], 0.0, 0.0)
-    idle.sample([1], 1.0, 2.0)
-    assert idle.missing_resources(9) == ""
+    idle_host = HostCapacity(processors=4)
+    idle_host.sample([1], 0.0, 0.0)
+    idle_host.sample([1], 1.0, 2.0)
+    assert idle_host.missing_resources(9) == ""
 
 
 def test_capacity_needs_memory_for_the_largest_instance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ async def test_only_the_process_its_scheduler_names_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The named process may have exited already, and a successor may have been started."""
-    signalled: list[Made] = []
+    killed_children: list[Made] = []
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -81,13 +81,13 @@ async def test_only_the_process_its_scheduler_names_is_killed(
     async with asyncio.timeout(10):
         await model.until_ready()
     second_process = processes.started[-1]
-    monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
+    monkeypatch.setattr(Made, "kill", lambda child, *number: killed_children.append(child))
     for child in (first_process, second_process):
         model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
     await turns()
     await processes.end()
     meant_process = second_process
-    assert signalled == [meant_process]
+    assert killed_children == [meant_process]
 
 
 async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
@@ -201,9 +201,9 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
             model._on_scheduler_message(m.InstanceServed(processes.started[0].pid))
         model.scheduler.serving.child.kill()
         await turns(40)
-    ready = model.ready
+    is_ready = model.ready
     await processes.end()
-    assert ready is serves
+    assert is_ready is serves
 
 
 async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,13 +248,13 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     model = deployment(processes)
     await model.start()
     worker = processes.started[0]
-    waiting = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
+    waiting_ends = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
-    waiting += [asyncio.ensure_future(model.kill())]
+    waiting_ends += [asyncio.ensure_future(model.kill())]
     await asyncio.sleep(0.001)
-    for waiter in waiting:
+    for waiter in waiting_ends:
         waiter.cancel()
-    await asyncio.wait(waiting)
+    await asyncio.wait(waiting_ends)
     worker.exited.set_result("signal 9")
     await processes.end()
     assert (await worker.exited) == "signal 9"
@@ -263,11 +263,11 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
 async def test_a_cancelled_load_leaves_nothing_to_wait_for() -> None:
     processes = Processes()
     processes.hanging = True
-    starting = asyncio.ensure_future(deployment(processes).start())
+    starting_task = asyncio.ensure_future(deployment(processes).start())
     await turns()
     assert len(processes.started) == 2  # a worker, and the scheduler
-    starting.cancel()
-    await asyncio.wait({starting})
+    starting_task.cancel()
+    await asyncio.wait({starting_task})
     await processes.end()
     await asyncio.sleep(0)
     assert {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}} == set()
@@ -285,14 +285,16 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
+def ensemble_steps(
+    *ready_models: str, labels: dict[str, list[str]] | None = None
+) -> EnsembleInstances:
     """Return an ensemble over "a" and "b" whose outputs Y have labels; some of the models are
     ready.
     """
 
     def find(name: str, version: str) -> Any:
         instances = SimpleNamespace(labels={"Y": [name]})
-        return SimpleNamespace(instances=instances, problem="", ready=name in ready)
+        return SimpleNamespace(instances=instances, problem="", ready=name in ready_models)
 
     folder, unused = Path("/tmp"), MagicMock()
     spec = VersionSpec("e", "1", folder, folder, ModelSpec.of(CONFIG), labels or {})

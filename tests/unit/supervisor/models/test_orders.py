@@ -224,15 +224,15 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
     run_scenario(scenario)
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
     """Also when the earlier one has to wait for what it needs."""
 
     async def scenario() -> None:
         server = Server(s=[], t=[], e=["s"])
         await server.load("e")
         loading: list[Any] = []
-        if slow:
+        if is_slow:
             server.hanging = True
             loading.append(asyncio.ensure_future(server.load("t")))
             await until_async(
@@ -364,7 +364,8 @@ def test_unchanged_versions_are_not_published() -> None:
         version = server.registry.model("s").serving["1"]
         await until_async(
             lambda: (
-                len(server.started) == 4 and all(s == "ready" for s in version.instances.states())
+                len(server.started) == 4
+                and all(state == "ready" for state in version.instances.states())
             )
         )
         assert server.sent == []
@@ -485,8 +486,11 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
     """Return the processes of each serving version."""
-    serving = server.registry.model(name).serving
-    return {version: model_version.instances.pids() for version, model_version in serving.items()}
+    serving_versions = server.registry.model(name).serving
+    return {
+        version: model_version.instances.pids()
+        for version, model_version in serving_versions.items()
+    }
 
 
 def test_a_reload_touches_only_versions_that_differ() -> None:
@@ -612,7 +616,7 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
         server.load_held()
         outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
         text = "failed to load 's', no version is available"
-        assert [getattr(outcome, "message", None) for outcome in outcomes] == [
+        assert [getattr(result, "message", None) for result in outcomes] == [
             None,
             text,
             None,

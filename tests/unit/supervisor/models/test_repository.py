@@ -187,29 +187,29 @@ def test_a_repository_that_cannot_be_read_is_refused(tmp_path: Path, path: str) 
         scan([tmp_path / path])
 
 
-TRAVERSAL = "model name must not contain path traversal characters"
-PRINTABLE = "model name must be 1 to 255 bytes of printable UTF-8 text"
-EMPTY = "Model name cannot be empty. Please enter a valid name to deploy."
+TRAVERSAL_ERROR = "model name must not contain path traversal characters"
+PRINTABLE_ERROR = "model name must be 1 to 255 bytes of printable UTF-8 text"
+EMPTY_ERROR = "Model name cannot be empty. Please enter a valid name to deploy."
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("", EMPTY),
-        (" \t", EMPTY),
-        (".", f"invalid model name '.', {TRAVERSAL}"),
-        ("..", f"invalid model name '..', {TRAVERSAL}"),
-        (" ..", f"invalid model name ' ..', {TRAVERSAL}"),
-        ("a/../b", f"invalid model name 'a/../b', {TRAVERSAL}"),
-        ("../m", f"invalid model name '../m', {TRAVERSAL}"),
-        ("/etc", f"invalid model name '/etc', {TRAVERSAL}"),
-        ("a\\b", f"invalid model name 'a\\b', {TRAVERSAL}"),
-        ("m\0", f"invalid model name 'm\\x00', {TRAVERSAL}"),
-        ("m\n", PRINTABLE),
-        ("m\u202e", PRINTABLE),
-        ("\udcff", PRINTABLE),
-        ("a" * 256, PRINTABLE),
-        ("é" * 128, PRINTABLE),
+        ("", EMPTY_ERROR),
+        (" \t", EMPTY_ERROR),
+        (".", f"invalid model name '.', {TRAVERSAL_ERROR}"),
+        ("..", f"invalid model name '..', {TRAVERSAL_ERROR}"),
+        (" ..", f"invalid model name ' ..', {TRAVERSAL_ERROR}"),
+        ("a/../b", f"invalid model name 'a/../b', {TRAVERSAL_ERROR}"),
+        ("../m", f"invalid model name '../m', {TRAVERSAL_ERROR}"),
+        ("/etc", f"invalid model name '/etc', {TRAVERSAL_ERROR}"),
+        ("a\\b", f"invalid model name 'a\\b', {TRAVERSAL_ERROR}"),
+        ("m\0", f"invalid model name 'm\\x00', {TRAVERSAL_ERROR}"),
+        ("m\n", PRINTABLE_ERROR),
+        ("m\u202e", PRINTABLE_ERROR),
+        ("\udcff", PRINTABLE_ERROR),
+        ("a" * 256, PRINTABLE_ERROR),
+        ("é" * 128, PRINTABLE_ERROR),
     ],
 )
 def test_bad_names_are_refused(tmp_path: Path, name: str, expected: str) -> None:
@@ -289,7 +289,9 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         st.just("{}"),
         st.integers(0, 10).map(lambda n: f"{{latest {{num_versions: {n}}}}}"),
         st.just("{all {}}"),
-        st.lists(st.integers(1, 50), max_size=6).map(lambda v: f"{{specific {{versions: {v}}}}}"),
+        st.lists(st.integers(1, 50), max_size=6).map(
+            lambda versions: f"{{specific {{versions: {versions}}}}}"
+        ),
     ),
 )
 def test_a_policy_chooses_among_available_versions(
@@ -299,19 +301,19 @@ def test_a_policy_chooses_among_available_versions(
 
     config = parse_pbtxt("" if policy is None else f"version_policy {policy}")
     chosen_versions = versions_to_load(config, available)
-    have = sorted(set(available))
+    available_versions = sorted(set(available))
     assert chosen_versions == sorted(set(chosen_versions))
-    assert set(chosen_versions) <= set(have)
+    assert set(chosen_versions) <= set(available_versions)
     choice = config.version_policy.WhichOneof("policy_choice")
     if choice == "specific":
         expected = set(config.version_policy.specific.versions)
-        assert chosen_versions == [v for v in have if v in expected]
-        assert missing_versions(config, available) == sorted(expected - set(have))
+        assert chosen_versions == [v for v in available_versions if v in expected]
+        assert missing_versions(config, available) == sorted(expected - set(available_versions))
     elif choice == "all" or policy == "{}":
-        assert chosen_versions == have
+        assert chosen_versions == available_versions
     else:
         count = config.version_policy.latest.num_versions if choice else 1
-        assert chosen_versions == (have[-count:] if count else [])
+        assert chosen_versions == (available_versions[-count:] if count else [])
 
 
 # --- changes -----------------------------------------------------------------------------------

@@ -58,11 +58,11 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "echoed"),
+    ("request_fields", "is_echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
 def test_a_text_begins_with_its_prompt_as_triton_has_it(
-    scheduler: Scheduler, request_fields: dict[str, Any], echoed: bool
+    scheduler: Scheduler, request_fields: dict[str, Any], is_echoed: bool
 ) -> None:
     settings = {
         "exclude_input_in_output": None,
@@ -74,7 +74,7 @@ def test_a_text_begins_with_its_prompt_as_triton_has_it(
     scheduler.run()
     assert scheduler.responses[1][0].keys() == {"text_output"}
     (text,) = scheduler.responses[1][0]["text_output"]
-    assert text.startswith("the quick") == echoed
+    assert text.startswith("the quick") == is_echoed
 
 
 def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
@@ -88,11 +88,11 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **options)
     scheduler.run()
     keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
-    scored = {"text_output", "logprobs"}
+    scored_outputs = {"text_output", "logprobs"}
     assert keys == [
         {"text_output"},
-        scored,
-        scored,
+        scored_outputs,
+        scored_outputs,
         {"text_output", "token_ids", "prompt_token_ids"},
     ]
 
@@ -124,9 +124,9 @@ def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder
     for key, options in enumerate(option_sets, 1):
         scheduler.add(key, max_tokens=30, stop=[stop_string, "never"], **GREEDY, **options)
     scheduler.run()
-    end = full_text.index(stop_string)
-    assert [scheduler.text(1), scheduler.text(2)] == [full_text[:end]] * 2
-    assert scheduler.text(3) == full_text[: end + len(stop_string)]
+    stop_index = full_text.index(stop_string)
+    assert [scheduler.text(1), scheduler.text(2)] == [full_text[:stop_index]] * 2
+    assert scheduler.text(3) == full_text[: stop_index + len(stop_string)]
     for key in (1, 2, 3):
         last_response = scheduler.responses[key][-1]
         assert (last_response["finish_reason"], last_response["stop_reason"]) == (
@@ -213,16 +213,18 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
 def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) -> None:
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.rig.instance.link._dispatch(CancelExecution(1))
-    running = dict(scheduler.running)
+    running_requests = dict(scheduler.running)
     while 1 not in scheduler.ended:
         scheduler.listen()
-    scheduler.running.update(running)  # the scheduler has not been notified of the end yet
+    scheduler.running.update(running_requests)  # the scheduler has not been notified of the end yet
     assert not scheduler.step()
-    assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running)
+    assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running_requests)
 
 
-@pytest.mark.parametrize("sent", [0, 5, 10])
-def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, sent: int) -> None:
+@pytest.mark.parametrize("sent_count", [0, 5, 10])
+def test_a_successor_continues_the_text_of_a_lost_worker(
+    scheduler: Scheduler, sent_count: int
+) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -230,21 +232,23 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, s
     full_texts = [scheduler.text(1, index) for index in range(2)]
     tokens = [
         [
-            t
+            token
             for response in scheduler.responses[1]
             if response["index"] == [n]
-            for t in response["token_ids"]
+            for token in response["token_ids"]
         ]
         for n in range(2)
     ]
-    resumed = [
-        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent),
-        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent, "length"),
+    resumed_samples = [
+        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent_count),
+        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent_count, "length"),
     ]
-    scheduler.add(2, resumed, **settings)
+    scheduler.add(2, resumed_samples, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [text[sent:] for text in full_texts]
+    assert [scheduler.text(2, index) for index in range(2)] == [
+        text[sent_count:] for text in full_texts
+    ]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -263,13 +267,13 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
         :count
     ] * stream
     characters = sum(len(entry["text_output"][0]) for entry in first_entries)
-    sent = sum(len(entry["token_ids"]) for entry in first_entries)
-    resumed = [
+    sent_count = sum(len(entry["token_ids"]) for entry in first_entries)
+    resumed_samples = [
         g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
-                  sent),
+                  sent_count),
         g.Resumed(1, np.array(tokens[1][4:], np.int32).tobytes(), 0, "length"),
     ]  # fmt: skip
-    scheduler.add(2, resumed, **settings, seed=5)
+    scheduler.add(2, resumed_samples, **settings, seed=5)
     scheduler.run()
     text, content = text_and_entries(scheduler, 2, 0)
     content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
@@ -595,41 +599,49 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
 
 
 def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> None:
-    chance = random.Random(0)
-    differ = 0
+    rng = random.Random(0)
+    different_count = 0
     for _ in range(300):
-        tokens = [chance.randrange(320) for _ in range(chance.randrange(1, 40))]
-        differ += "".join(detokenize(tokenizer, tokens)) != tokenizer.decode(tokens)
-    assert differ == 0
+        tokens = [rng.randrange(320) for _ in range(rng.randrange(1, 40))]
+        different_count += "".join(detokenize(tokenizer, tokens)) != tokenizer.decode(tokens)
+    assert different_count == 0
 
 
 def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
-    broken = tokenizer.encode("é").ids[:1] * 40
-    assert sum(map(bool, detokenize(tokenizer, broken)[:-1])) >= 2
+    broken_tokens = tokenizer.encode("é").ids[:1] * 40
+    assert sum(map(bool, detokenize(tokenizer, broken_tokens)[:-1])) >= 2
 
 
 def test_no_part_of_a_stop_string_is_sent() -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(2000):
-        text = "".join(chance.choice("abc") for _ in range(chance.randrange(1, 30)))
-        count = chance.randrange(1, 4)
-        stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
+        text = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 30)))
+        count = rng.randrange(1, 4)
+        stop_strings = ["".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
-        included = chance.random() < 0.5
-        filtered, given_text, emitted, position = StopStrings(stops, included), "", "", 0
-        while position < len(text) and not emitted:
-            size = chance.randrange(1, 4)
-            piece, emitted = filtered.add(text[position : position + size])
+        includes_stop = rng.random() < 0.5
+        filtered, given_text, emitted_text, position = (
+            StopStrings(stop_strings, includes_stop),
+            "",
+            "",
+            0,
+        )
+        while position < len(text) and not emitted_text:
+            size = rng.randrange(1, 4)
+            piece, emitted_text = filtered.add(text[position : position + size])
             given_text += piece
             position += size
         given_text += filtered.flush()
-        assert (given_text, emitted) == expected_text(text, stops, included), (text, stops)
+        assert (given_text, emitted_text) == expected_text(text, stop_strings, includes_stop), (
+            text,
+            stop_strings,
+        )
 
 
-def expected_text(text: str, stops: list[str], included: bool) -> tuple[str, str]:
+def expected_text(text: str, stop_strings: list[str], includes_stop: bool) -> tuple[str, str]:
     """Return the text up to the stop string that is completed first, and that stop string."""
     for end in range(1, len(text) + 1):
-        for stop_string in stops:
+        for stop_string in stop_strings:
             if text[:end].endswith(stop_string):
-                return text[: end if included else end - len(stop_string)], stop_string
+                return text[: end if includes_stop else end - len(stop_string)], stop_string
     return text, ""

@@ -76,7 +76,7 @@ def test_a_continued_message_has_no_generation_prompt() -> None:
         render(ROLES, continue_final_message=True, add_generation_prompt=True)
 
 
-MALFORMED: dict[str, Any] = {
+MALFORMED_MESSAGES: dict[str, Any] = {
     "chat_template_kwargs": [3, "x", [1], True],
     "documents": [3, "x", {}, False],
     "reasoning_effort": [3, [], {}],
@@ -86,11 +86,11 @@ MALFORMED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("name", MALFORMED_MESSAGES)
 def test_a_variable_of_another_type_is_refused(name: str) -> None:
     messages = [{"role": "user", "content": "x"}]
     assert conversation(json.dumps({"messages": messages, name: None}))[name] is None
-    for value in MALFORMED[name]:
+    for value in MALFORMED_MESSAGES[name]:
         with pytest.raises(InvalidArgument, match=f"^{name}: "):
             conversation(json.dumps({"messages": messages, name: value}))
 

@@ -105,9 +105,15 @@ def test_logits_equal_those_of_transformers(
     with torch.inference_mode():
         expected = reference(path)(torch.tensor([tokens])).logits[0]
     lone_model = LoneModel(path)
-    shuffled = random.Random(1).sample(range(128), 128)
-    all_blocks, halves = list(range(128)), [*range(10), *range(60, 128)]
-    for size, table in ((90, all_blocks), (90, halves), (16, shuffled), (7, shuffled), (1, halves)):
+    shuffled_blocks = random.Random(1).sample(range(128), 128)
+    all_blocks, half_blocks = list(range(128)), [*range(10), *range(60, 128)]
+    for size, table in (
+        (90, all_blocks),
+        (90, half_blocks),
+        (16, shuffled_blocks),
+        (7, shuffled_blocks),
+        (1, half_blocks),
+    ):
         chunks = lone_model.run_chunks(tokens, size, table)
         assert torch.allclose(chunks, expected, atol=1e-4), (size, (chunks - expected).abs().max())
 
@@ -146,10 +152,10 @@ def test_greedy_texts_equal_those_of_transformers(
         for key, tokens in prompts.items():
             scheduler.add(key, input_ids=tokens, temperature=0, max_tokens=12)
             scheduler.step()  # the requests begin in turn
-        chance = random.Random(1)
+        rng = random.Random(1)
         for number in range(400):
             if disturbance and number % 10 == 9 and scheduler.running:
-                victim = chance.choice(list(scheduler.running.values()))
+                victim = rng.choice(list(scheduler.running.values()))
                 getattr(scheduler, disturbance)(victim)
             scheduler.step()
             if not scheduler.running:
@@ -168,13 +174,13 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     lone_logits = lone_model.run_chunks(tokens, 48, tables[0])
     for size in (16, 32):
         assert torch.equal(lone_model.run_chunks(tokens, size, tables[1]), lone_logits)
-    shuffled = random.Random(2).sample(range(32, 128), 96)
-    assert torch.equal(lone_model.run_chunks(tokens, 48, shuffled), lone_logits)
-    single = lone_model.run_pass([([7], 48, tables[0])])
+    shuffled_blocks = random.Random(2).sample(range(32, 128), 96)
+    assert torch.equal(lone_model.run_chunks(tokens, 48, shuffled_blocks), lone_logits)
+    single_logits = lone_model.run_pass([([7], 48, tables[0])])
     other_rows = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
     in_company = lone_model.run_pass([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
     row_index = sum(len(row[0]) for row in other_rows)
-    assert torch.equal(in_company[row_index : row_index + 1], single)
+    assert torch.equal(in_company[row_index : row_index + 1], single_logits)
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 176])
@@ -192,7 +198,7 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     lone_model = LoneModel(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
-    every = lone_model.run_pass(
+    all_logits = lone_model.run_pass(
         [(part, 0, table) for part, table in zip(parts, tables, strict=True)]
     )
     rows = Pass(16)
@@ -203,15 +209,15 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
         logits = lone_model.model.forward(
             first_rows, lone_model.cache, lone_model.attention, expected
         )
-        assert torch.equal(logits, every[expected])
+        assert torch.equal(logits, all_logits[expected])
 
 
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
     """The rows of longer and shorter sequences in the same pass are bit-identical, too."""
     lone_model = LoneModel(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
-    shuffled = random.Random(3).sample(range(1024), 1024)
-    tables = [shuffled[128 * index : 128 * index + 128] for index in range(8)]
+    shuffled_blocks = random.Random(3).sample(range(1024), 1024)
+    tables = [shuffled_blocks[128 * index : 128 * index + 128] for index in range(8)]
     tables[5] += tables[7][64:]
     tables[6] += tables[0][64:]
     texts = [prompt(length, length) for length in lengths]
@@ -220,8 +226,10 @@ def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder)
         lone_model.run_chunks(text, 512, table)
         rows = [([7 + index], len(text) + index, table) for index in range(3)]
         lone_logits.append(torch.cat([lone_model.run_pass([row]) for row in rows]))
-    drafted = [([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)]
-    assert torch.equal(lone_model.run_pass(drafted, drafted=True), torch.cat(lone_logits))
+    drafted_rows = [
+        ([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)
+    ]
+    assert torch.equal(lone_model.run_pass(drafted_rows, drafted=True), torch.cat(lone_logits))
 
 
 def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
@@ -279,5 +287,5 @@ def test_a_row_of_8_bits_is_as_fine_beside_a_large_one() -> None:
     rows[2] *= 1000
     rows[3] = 0
     expected = rows @ weight.T
-    missed = (layer(rows) - expected).square().mean(1)
-    assert (missed <= 0.001 * expected.square().mean(1)).all()
+    errors = (layer(rows) - expected).square().mean(1)
+    assert (errors <= 0.001 * expected.square().mean(1)).all()

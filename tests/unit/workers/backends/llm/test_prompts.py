@@ -60,9 +60,9 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
     chat: dict[str, Any],
     error: str,
 ) -> None:
-    templates, special = {"default": _TEMPLATE}, {"bos": "<s>"}
+    templates, special_tokens = {"default": _TEMPLATE}, {"bos": "<s>"}
     reader = cast("Any", PromptReader.__new__(PromptReader))
-    reader._chat = ChatTemplate(templates, special)
+    reader._chat = ChatTemplate(templates, special_tokens)
     text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
     long_text = memoryview(text.encode())
     if error:
@@ -76,9 +76,9 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
     rendered = reader._render(long_text)
     assert rendered[:2] == expected[:2]
     assert read_whole("messages", rendered.text) == expected.text
-    imported = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
-    assert {"jinja2", "shmserve.errors"} <= imported
-    assert not {"torch", "numpy", "shmserve.workers"} & imported
+    imported_modules = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
+    assert {"jinja2", "shmserve.errors"} <= imported_modules
+    assert not {"torch", "numpy", "shmserve.workers"} & imported_modules
 
 
 def test_a_prompt_is_read_without_a_copy_of_its_text() -> None:

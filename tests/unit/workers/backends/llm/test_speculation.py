@@ -82,17 +82,19 @@ def test_proposals_without_chance_leave_seeded_texts_as_they_are(
             scheduler.run()
             texts.append(scheduler.tokens(1))
     assert texts[0] == texts[1]
-    accepted = [len(result.tokens) for result in scheduler.results if result.draft_count]
-    assert max(accepted) > 1
+    accepted_counts = [len(result.tokens) for result in scheduler.results if result.draft_count]
+    assert max(accepted_counts) > 1
 
 
 def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path) -> None:
     path = folder()
     full_tokens = generate(path, [5, 77, 130], max_new_tokens=20)
-    end = full_tokens[7]
-    first_count = full_tokens.index(end) + 1
+    end_token = full_tokens[7]
+    first_count = full_tokens.index(end_token) + 1
     with llm_rig(tmp_path / "rig", path, draft_settings(path, 8), draft=8) as scheduler:
-        scheduler.add(1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end])
+        scheduler.add(
+            1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end_token]
+        )
         scheduler.run()
         assert scheduler.tokens(1) == full_tokens[:first_count]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
