@@ -126,7 +126,7 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
         ("zwölf\x1b[31m\u202eé", ["zwölf\\x1b[31m\\u202eé"]),
     ],
 )
-def test_lines_and_letters_are_printed_as_they_are(
+def test_lines_and_letters_are_printed_unchanged(
     capsys: Capture, text: str, shown_lines: list[str]
 ) -> None:
     logs.configure("role", LogSettings())

@@ -298,7 +298,7 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--nothing"], 2, "--input"),
     ],
 )
-def test_each_problem_is_one_line(
+def test_each_error_is_one_line(
     server: HTTPServer,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],

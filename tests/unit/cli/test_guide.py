@@ -24,7 +24,7 @@ def test_a_page_is_printed(topic: str, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("# ")
 
 
-def test_without_a_topic_there_are_the_contents(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_topic_the_contents_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["guide"]) == 0
     captured = capsys.readouterr().out
     for page in (FOLDER / "guide").glob("*.md"):

@@ -34,7 +34,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_missing_server_is_named() -> None:
     request = argparse.Namespace(
         model="m", seconds=1.0, metrics_url="http://127.0.0.1:9/metrics", token="", plot=None
     )

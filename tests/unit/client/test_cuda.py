@@ -316,7 +316,7 @@ def test_workers_unmap_the_region_when_the_connection_ends(
     assert not exporting.allocated
 
 
-def test_one_mapping_for_one_handle_under_all_its_requests(
+def test_a_handle_is_mapped_once_for_all_requests(
     context: SupervisorContext, client: Server, cuda: FakeCuda
 ) -> None:
     first_region = client.allocate(TENSORS, device="cuda:0")

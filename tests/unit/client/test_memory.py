@@ -166,7 +166,7 @@ def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
     assert not memories._segments
 
 
-def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
+def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> None:
     fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
@@ -181,7 +181,7 @@ def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
-def test_an_unknown_datatype_of_a_region_names_what_is_allowed(
+def test_an_unknown_datatype_of_a_region_names_the_allowed_ones(
     memories: Memories, datatype: Any
 ) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):

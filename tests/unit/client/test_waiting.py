@@ -204,7 +204,7 @@ def test_a_unary_response_ends_the_stream(
     assert values(stream) == [3] and ended_ids == ["free"]
 
 
-def test_a_thread_without_a_channel_of_its_own_streams_too(
+def test_a_thread_without_its_own_channel_can_stream(
     connection: Any, scheduler: Peer, tmp_path: Path
 ) -> None:
     stream = open_stream(SharedChannel(connection), tmp_path, [])

@@ -72,7 +72,7 @@ def test_histograms_are_summed_if_they_have_the_same_buckets() -> None:
     assert added((first_histogram, histogram([1, 1, 0], [5]))) == first_histogram
 
 
-def test_families_of_several_models_are_one() -> None:
+def test_families_of_several_models_are_merged() -> None:
     total = added((counter(1), counter(2, "d"), counter(3)))
     assert list(total) == ["c", "d"]
     assert exposed_value({"c": total["c"]}) == "4"

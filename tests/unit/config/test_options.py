@@ -73,7 +73,7 @@ def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
     assert joined_form.without_effect == ([] if flags.FLAGS[name].effect else [name])
 
 
-def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
+def test_a_boolean_flag_may_omit_its_value_and_accepts_tritons_values() -> None:
     assert settings("--dynamic-batching").model_defaults.dynamic_batching
     assert settings("--dynamic-batching", "--gateways=2").model_defaults.dynamic_batching
     assert command_line.parse(["--dynamic-batching", "folder"]).positional == ["folder"]
@@ -280,9 +280,7 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--model-repository=" + "x" * 300, "x': File name too long"),
     ],
 )
-def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(
-    argument: str, message: str
-) -> None:
+def test_an_error_names_the_flag_its_value_and_allowed_values(argument: str, message: str) -> None:
     assert message in refusal(str(ROOT), argument)
 
 
@@ -315,7 +313,7 @@ def test_the_environment_sets_options() -> None:
 
 
 @given(ANY_FLAG, st.text(max_size=200))
-def test_any_value_is_taken_or_refused_by_name(name: str, text: str) -> None:
+def test_any_value_is_accepted_or_refused_by_name(name: str, text: str) -> None:
     flag = flags.FLAGS[name]
     try:
         value = flag.parse(text)
@@ -367,7 +365,7 @@ def test_a_wrong_command_line_ends_with_2(
 @pytest.mark.parametrize(
     "arguments", [["--http-port=1\n2"], ["--a\nb"], ["--model-repository=a\nb"], ["\x1b[2J"]]
 )
-def test_an_error_is_one_line_whatever_the_arguments_hold(
+def test_an_error_is_one_line_for_any_arguments(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", *arguments]) == 2

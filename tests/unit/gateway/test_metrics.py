@@ -32,7 +32,7 @@ def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
 
 
-def test_a_model_with_a_cache_has_every_summary_but_that_of_whole_requests() -> None:
+def test_a_cached_model_has_every_summary_except_whole_requests() -> None:
     page = metrics._exposition_text(
         metrics.summary_families([report(cache={"bytes": 0, "entries": 0})])
     )

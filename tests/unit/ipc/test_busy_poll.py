@@ -65,11 +65,11 @@ class Link:
     def __init__(self, looks_left: int) -> None:
         self.inbox: list[object] = []
         self.waits: list[float | None] = []
-        self._looks = looks_left
+        self._looks_left = looks_left
 
     def wait(self, timeout_s: float | None) -> bool:
         self.waits.append(timeout_s)
-        return timeout_s is None or len(self.waits) >= self._looks
+        return timeout_s is None or len(self.waits) >= self._looks_left
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-def test_open_and_close_are_done_in_the_devices_own_context(module: Recorder) -> None:
+def test_handles_are_opened_and_closed_in_the_devices_context(module: Recorder) -> None:
     driver = Driver()
     assert module.names() == ["cuInit"]
     assert driver.open(RAW_HANDLE, 1) == 0x7000

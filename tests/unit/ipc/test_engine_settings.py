@@ -32,7 +32,7 @@ WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_SETTINGS, ids=str)
-def test_wrong_engine_settings_are_named_with_the_allowed_ones(case: str) -> None:
+def test_wrong_engine_settings_are_named_with_the_allowed_values(case: str) -> None:
     wrong_settings, text = WRONG_SETTINGS[case]
     with pytest.raises(InvalidArgument) as caught:
         EngineSettings.of(wrong_settings)
@@ -46,7 +46,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_sets_what_the_file_does_not(profile: str) -> None:
+def test_a_profile_sets_only_fields_absent_from_the_file(profile: str) -> None:
     settings = EngineSettings.of({"profile": profile})
     for name, value in PROFILES[profile].items():
         assert getattr(settings, name) == value

@@ -41,7 +41,7 @@ class SentMessages:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
-        self.last: dict[str, list[Any]] = {}
+        self.last_messages: dict[str, list[Any]] = {}
         self.opened: set[str] = set()
         self.full = False
 
@@ -61,7 +61,7 @@ class SentMessages:
     defer = post
 
     def drain(self, endpoint: str, receive: Callable[[str, Any], None]) -> None:
-        for message in self.last.pop(endpoint, []):
+        for message in self.last_messages.pop(endpoint, []):
             receive(endpoint, message)
         self.opened.discard(endpoint)
 
@@ -88,8 +88,8 @@ class Client(SchedulerClient["Request"]):
 class Request(InflightRequest):
     """A request that records its messages.
 
-    With `patient`, a client waits for the response. With `repeats`, its response cannot be read, so
-    the request is submitted again.
+    With `awaits_response`, a client waits for the response. With `repeats`, its response cannot be
+    read, so the request is submitted again.
     """
 
     def __init__(self, client: Client, endpoint: str = OLD, **of_submit: Any) -> None:
@@ -97,12 +97,12 @@ class Request(InflightRequest):
         self.client = client
         self.received: list[Response] = []
         self.freed = 0
-        self.patient = True
+        self.awaits_response = True
         self.repeats = False
         client.submit(self, endpoint)
 
     def is_awaited(self) -> bool:
-        return self.patient
+        return self.awaits_response
 
     def respond(self, message: Response) -> None:
         self.received.append(message)
@@ -230,7 +230,7 @@ def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, cause: s
     client.serving = NEW
     if cause == "begun":
         client.receive(response_message())
-    request.patient = cause != "left"
+    request.awaits_response = cause != "left"
     code = "INTERNAL" if cause == "another code" else "UNAVAILABLE"
     client.receive(failure_message(code=code, early=cause == "early"))
     assert last_failure(request).code == code
@@ -309,9 +309,9 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
     )
     other_request = Request(client, "ipc://other", number=7)
     client.receive(response_message(begun_request.submit.id))
-    impatient_request.patient = False
+    impatient_request.awaits_response = False
     client.receive(failure_message(early_request.submit.id, early=True))
-    client.links.last[OLD] = [m.Finished(6, b"", [])]
+    client.links.last_messages[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
     settled_requests = (
         begun_request,
@@ -369,7 +369,7 @@ def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
 ) -> None:
     """A link to the successor is opened for it if none exists."""
     if read_time == "before":
-        client.links.last[OLD] = [lent_response()]
+        client.links.last_messages[OLD] = [lent_response()]
     client.lose(OLD, NEW)
     if read_time == "after":
         client.discard(OLD, lent_response())
@@ -382,7 +382,7 @@ def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> No
             raise RuntimeError("broken")
 
     broken_request, other_request = BrokenRequest(client, number=1), Request(client, number=2)
-    client.links.last[OLD] = [m.Finished(1, b"", [])]
+    client.links.last_messages[OLD] = [m.Finished(1, b"", [])]
     client.lose(OLD, NEW)
     assert broken_request.freed == 1 and other_request.endpoint == NEW
 
@@ -437,7 +437,7 @@ def test_each_request_is_ended_once_and_its_memory_freed_once(
             case "settled":
                 client.handle(endpoint, m.Settled(number))
             case "left":
-                requests[number].patient = False
+                requests[number].awaits_response = False
             case "serving" | "nobody":
                 client.serving = NEW if event == "serving" else ""
             case "lost old":
@@ -468,7 +468,7 @@ def check(client: Client, request: Request) -> None:
     elif number in client.settling:
         assert final_messages and not request.freed
     else:
-        assert request.freed == 1 and (final_messages or not request.patient)
+        assert request.freed == 1 and (final_messages or not request.awaits_response)
 
 
 # --- the message

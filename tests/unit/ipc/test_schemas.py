@@ -120,7 +120,7 @@ def test_data_that_do_not_match_their_schema_are_malformed(data: list[Any]) -> N
         unpack_inferred(schema, data)
 
 
-def test_a_placed_output_requires_a_place() -> None:
+def test_a_placed_output_requires_a_memory_range() -> None:
     placed_output = RequestedOutput("OUT", Range(MEMORY, 0, 64))
     schema, data = pack_inference(Inference(tensors([b"1"]), (placed_output,)))
     assert unpack_inference(schema, data).outputs == (placed_output,)

@@ -185,16 +185,16 @@ class _CountingPoll:
     """A poll that counts its calls."""
 
     def __init__(self, poll: Any) -> None:
-        self._real = poll
+        self._wrapped = poll
         self.polls = 0
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         self.polls += 1
-        events: list[tuple[int, int]] = self._real.poll(timeout_s)
+        events: list[tuple[int, int]] = self._wrapped.poll(timeout_s)
         return events
 
     def close(self) -> None:
-        self._real.close()
+        self._wrapped.close()
 
 
 def test_malformed_messages_are_counted_and_other_protocols_disconnected(

@@ -176,7 +176,7 @@ def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> Non
     assert ensemble.HasField("model_transaction_policy")
 
 
-def test_a_decoupled_tensor_may_meet_single_tensors() -> None:
+def test_decoupled_and_single_tensors_may_be_joined() -> None:
     """A decoupled tensor may meet tensors that exist once per request.
 
     Triton rejects this, because it counts the ensemble's inputs as another stream.

@@ -431,7 +431,7 @@ def test_a_reshape_keeps_the_elements(
         ('backend: "mine"' + IO, ""),
     ],
 )
-def test_platform_and_backend_go_together(text: str, expected: str) -> None:
+def test_platform_and_backend_must_agree(text: str, expected: str) -> None:
     assert problems(text) == (place(text) + expected if expected else "")
 
 

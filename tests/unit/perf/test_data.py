@@ -82,7 +82,7 @@ def test_a_shape_flag_is_a_name_and_numbers(text: str) -> None:
 
 
 @pytest.mark.parametrize("options", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
-def test_an_input_that_is_not_there_is_named(options: DataOptions) -> None:
+def test_a_missing_input_is_named(options: DataOptions) -> None:
     with pytest.raises(InvalidArgument, match="no input 'Z'; it has X"):
         data.read_requests(BATCHED, options)
 

@@ -1,4 +1,4 @@
-"""Schedules and sweeps; loads on a made-up door: closed and open loops, waiting requests, errors,
+"""Schedules and sweeps; loads on a fake transport: closed and open loops, waiting requests, errors,
 silence."""
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class InstantTransport:
 
 
 class InstantLane:
-    def __init__(self, lane_door: InstantTransport, observer: LaneObserver) -> None:
-        self.door, self.observer = lane_door, observer
+    def __init__(self, instant: InstantTransport, observer: LaneObserver) -> None:
+        self.transport, self.observer = instant, observer
 
     def send(self, request: Any) -> None:
-        self.door.sent.append(request)
+        self.transport.sent.append(request)
         if request is not None:
-            self.door.poller.call_soon(self.answer(request))
+            self.transport.poller.call_soon(self.answer(request))
 
     def answer(self, request: str) -> Any:
         return lambda: self.observer.ended(request if request.startswith("error") else "")

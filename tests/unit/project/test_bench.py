@@ -134,7 +134,7 @@ def test_an_empty_report_is_rendered() -> None:
     assert "median" in rendering.render(_results())
 
 
-def test_compare_calls_better_only_what_no_sample_contradicts() -> None:
+def test_compare_reports_better_only_without_overlap() -> None:
     earlier_results = _results(_row([10, 11], [10, 10]))
     assert "better" in rendering.compare(earlier_results, _results(_row([12, 13], [10, 10])))
     assert "worse" in rendering.compare(earlier_results, _results(_row([8, 9], [10, 10])))

@@ -80,7 +80,7 @@ def test_failing_inputs_are_stored_and_reproducible(
     assert search(len, [b"corpus"], 0, seed=7) == 1
 
 
-def test_a_difference_that_nothing_explains_is_a_finding() -> None:
+def test_an_unexplained_difference_is_a_finding() -> None:
     """The table explains only listed differences, and each entry occurs."""
     assert explained("ngh2", "DATA over: PROTOCOL_ERROR x | -") is None
     assert explained("cut", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK") is None

@@ -86,7 +86,7 @@ def test_each_block_has_a_purpose(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
-def test_commands_have_the_flags_that_there_are(page: Path) -> None:
+def test_commands_use_existing_flags(page: Path) -> None:
     code_blocks = [block.text for block in blocks(page) if block.language == "sh"]
     inline_commands = re.findall(r"`(shmserve [^`]+)`", page.read_text())
     for verb, *arguments in commands("\n".join(code_blocks + inline_commands)):
@@ -99,7 +99,7 @@ def test_commands_have_the_flags_that_there_are(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
-def test_flags_in_the_text_are_there(page: Path) -> None:
+def test_flags_in_the_text_exist(page: Path) -> None:
     verbs = ("check", "doctor", "client infer", "events", "perf", "profile", "systemd", "tune")
     valid_flags = set().union(*map(known_flags, verbs))
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -119,7 +119,7 @@ def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixt
     assert output.count("in no way") >= 2
 
 
-def test_a_process_that_dies_is_tried_again_as_a_whole(
+def test_all_tests_of_a_dead_process_are_retried(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, summary, output = run_files(tmp_path, capfd, dies=DIES_ONCE)

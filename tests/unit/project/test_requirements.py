@@ -95,7 +95,7 @@ def tensor(name: str, **members: Any) -> dict[str, Any]:
         [tensor("INPUT0", datatype="FP99"), tensor("INPUT1")],
     ],
 )
-def test_numbers_and_names_are_checked_before_memory_is_taken(inputs: list[Any]) -> None:
+def test_numbers_and_names_are_checked_before_memory_is_allocated(inputs: list[Any]) -> None:
     """R12: doubled names, booleans and floats for numbers, huge numbers, two sources."""
     with pytest.raises((InvalidArgument, JsonFault)):
         read_request({"inputs": inputs})

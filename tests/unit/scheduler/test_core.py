@@ -308,7 +308,7 @@ def test_expired_requests_are_removed_from_a_full_queue() -> None:
     assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
 
 
-def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_overload_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(max_queue_size=4)
     for wait_s, refusal_count in ((0, 2), (1, 3), (58, 0), (1, 0), (59, 1), (1, 0)):
         rig.pass_time(wait_s * 1_000 * MS)
@@ -453,7 +453,7 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     ("busy_ns", "instances", "expected_count"),
     [(MS // 10, 2, 8), (2 * MS, 1, 2), (2 * MS, 2, 2), (50 * MS, 1, 1)],
 )
-def test_an_only_instance_has_its_next_batch_while_it_computes(
+def test_a_single_instance_receives_its_next_batch_while_it_computes(
     busy_ns: int, instances: int, expected_count: int
 ) -> None:
     """A batch is sent ahead if the running one ends soon.

@@ -34,7 +34,7 @@ def counts(pool: Pool) -> dict[str, int]:
     return {state: number for state, number in pool.counts().items() if number}
 
 
-def test_an_instance_counts_when_it_is_announced_and_offers_itself(pool: Pool) -> None:
+def test_an_instance_is_counted_once_announced_and_registered(pool: Pool) -> None:
     pool.announce(0, 100)
     assert not pool.free and counts(pool) == {"expected": 1}
     pool.register_worker(0, b"0.100", 100)
@@ -119,7 +119,7 @@ def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
     assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"expected": 1}
 
 
-def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
+def test_an_idle_instance_that_exits_receives_no_more_batches(pool: Pool) -> None:
     register_instance(pool)
     assert pool.process_exited(100) == LostWork([], []) and not pool.free
 
@@ -144,7 +144,7 @@ def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     assert pool.overdue(NOW + LIMIT) == [] and pool.due_ns == NEVER
 
 
-def test_without_a_limit_nothing_is_overdue(pool: Pool) -> None:
+def test_without_a_limit_no_batch_is_overdue(pool: Pool) -> None:
     register_instance(pool)
     pool.assign(execution(started_ns=0))
     assert pool.due_ns == NEVER
@@ -250,7 +250,7 @@ def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) 
     assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
 
 
-def test_an_instance_that_retires_before_its_start_is_gone_at_once(pool: Pool) -> None:
+def test_an_instance_that_retires_before_its_start_is_removed_at_once(pool: Pool) -> None:
     pool.announce(0, 100)
     pool.retire(0)
     pool.retire(1)
@@ -258,7 +258,7 @@ def test_an_instance_that_retires_before_its_start_is_gone_at_once(pool: Pool) -
     assert counts(pool) == {}
 
 
-def test_an_instance_that_exits_while_it_retires_is_gone(pool: Pool) -> None:
+def test_an_instance_that_exits_while_it_retires_is_removed(pool: Pool) -> None:
     register_instance(pool)
     batch = execution()
     pool.assign(batch)

@@ -77,7 +77,7 @@ def test_the_policys_bound_overrides_the_servers() -> None:
         admit(queue)
 
 
-def test_a_request_of_a_model_that_does_not_batch_is_one_unit() -> None:
+def test_a_request_of_a_model_without_batching_is_one_unit() -> None:
     assert admit(make_queue(), batch_size=0).units == 1
 
 
@@ -114,7 +114,7 @@ def test_a_requests_timeout_applies_if_allowed_and_shorter(
     assert admit(make_queue(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
 
 
-def test_no_request_is_delayed_behind_others_with_preserved_order() -> None:
+def test_with_preserved_order_no_request_is_delayed() -> None:
     """With preserve_ordering, a delayed request would hold up the responses of all others."""
     policy = {"allow_timeout_override": True, "timeout_action": "DELAY"}
     for is_ordered, limit_us in ((False, 40), (True, 0)):
@@ -125,7 +125,7 @@ def test_no_request_is_delayed_behind_others_with_preserved_order() -> None:
         assert request.queue_limit_ns == (NOW + limit_us * 1000 if limit_us else 0)
 
 
-def test_an_override_without_a_default_timeout_is_shorter_than_none() -> None:
+def test_a_queue_without_a_default_timeout_accepts_a_requests_timeout() -> None:
     request = admit(make_queue({"allow_timeout_override": True}), timeout_us=40)
     assert request.queue_limit_ns == NOW + 40_000
     assert admit(make_queue({"allow_timeout_override": True})).queue_limit_ns == 0

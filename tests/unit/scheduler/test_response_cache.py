@@ -148,7 +148,7 @@ def test_hits_keep_the_order_of_requests() -> None:
     ]
 
 
-def test_errors_are_not_kept() -> None:
+def test_errors_are_not_cached() -> None:
     rig = cached_rig()
     peer = rig.start()
     rig.submit(work=pack_request())

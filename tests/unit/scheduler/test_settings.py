@@ -16,7 +16,7 @@ def read_settings(config: dict[str, Any], **server: Any) -> Settings:
     )
 
 
-def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
+def test_without_a_batching_block_only_the_servers_bound_applies() -> None:
     settings = read_settings({}, max_queue_size=100, delay_scheduler=4)
     assert settings == Settings(
         "m", "3", 8, None, QueuePolicies(LevelPolicy(max_queue_size=100)), False, 0

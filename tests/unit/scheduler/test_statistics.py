@@ -164,7 +164,7 @@ def test_reported_times_are_clamped(reported_times: list[int], duration_ns: int)
     assert timing.compute_start_ns + sum(timing[1:4]) <= now_ns
 
 
-def test_a_histogram_counts_a_bound_as_within_it() -> None:
+def test_a_histogram_counts_a_bound_inclusively() -> None:
     histogram = Histogram((0.5, 2.0), 10)
     for value in (0, 5, 6, 20, 21):
         histogram.observe(value)
@@ -226,7 +226,7 @@ def test_a_successor_continues_the_counts() -> None:
     assert report_now == report
 
 
-def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> None:
+def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     old_rig = Rig({})
     peer = old_rig.start()
     old_rig.submit(2)

@@ -46,7 +46,7 @@ def send_response(
     rig.respond(peer, key, computed_ns=elapsed_ns, written_ns=rig.now, **fields)
 
 
-def test_each_response_counts_from_the_one_before_it() -> None:
+def test_each_response_is_measured_from_the_previous_one() -> None:
     rig, peer, _, key = begin_stream()
     send_response(rig, peer, key, 3 * MS, 1)
     send_response(rig, peer, key, 2 * MS, 2)
@@ -61,7 +61,7 @@ def test_each_response_counts_from_the_one_before_it() -> None:
     }
 
 
-def test_the_last_response_may_be_the_end_as_well() -> None:
+def test_the_last_response_may_also_end_the_request() -> None:
     rig, peer, _, key = begin_stream()
     send_response(rig, peer, key, MS, 1, final=True)
     (row,) = stats(rig).values()
@@ -75,7 +75,7 @@ def test_an_error_is_a_response_that_failed() -> None:
     assert stats(rig)["0"] == {"compute_infer": (1, MS), "fail": (1, MS)}
 
 
-def test_a_cancelled_request_counts_once_where_it_was() -> None:
+def test_a_cancelled_request_is_counted_once_by_its_state() -> None:
     rig, peer, number, key = begin_stream()
     send_response(rig, peer, key, MS, 0)
     rig.client(m.Cancel(number))
@@ -170,7 +170,7 @@ def test_the_first_response_of_a_request_is_observed() -> None:
     }
 
 
-def test_an_end_alone_is_no_first_response() -> None:
+def test_an_end_without_a_response_is_no_first_response() -> None:
     rig, peer, _, key = begin_stream()
     rig.respond(peer, key, b"", final=True)
     assert rig.report()["shmserve"]["first_response_ms"]["count"] == 0

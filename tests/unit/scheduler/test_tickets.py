@@ -72,7 +72,7 @@ def test_no_ticket_is_held_while_a_batch_is_delayed() -> None:
     assert take_messages(rig) == [m.AskTicket(1, 0)]
 
 
-def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
+def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
     """The batcher decides again at each arrival and at the ticket.
 
     This must not restart the wait.

@@ -46,7 +46,7 @@ CALL_OF_A = report("a", ([call(8, (20, 6, "b"))], [[10, 5]]))
 CALL_OF_B = report("b", ([call(9, (10, 5, "a"))], [[20, 6]]))
 
 
-def test_one_call_of_two_requests_that_wait_for_each_other_fails_with_the_chain() -> None:
+def test_two_requests_that_wait_for_each_other_fail_one_call_with_the_chain() -> None:
     failed_calls = CallGraph().run_rounds({A: CALL_OF_A, B: CALL_OF_B}, 2)
     assert failed_calls == [(B, CallDeadlocked(9, "a -> b -> a"))]
 

@@ -98,7 +98,7 @@ async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
     assert records == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
 
-async def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
+async def test_the_socket_is_accessible_to_its_owner_only(run_dir: Path) -> None:
     async with open_publisher(run_dir):
         assert (run_dir / "events").stat().st_mode & 0o777 == 0o600
 

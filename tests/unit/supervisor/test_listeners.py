@@ -61,7 +61,7 @@ def test_a_port_must_be_free_on_every_address(monkeypatch: pytest.MonkeyPatch) -
             listen("localhost", 0, "--http-address", True)
 
 
-def test_a_unix_socket_that_another_server_has_taken(tmp_path: Path) -> None:
+def test_a_unix_socket_of_another_server_is_not_removed(tmp_path: Path) -> None:
     """A server that starts while this one ends keeps its socket."""
     path = tmp_path / "socket"
     first_socket = listen_unix(path, NO_GROUP, "--http-unix-socket")

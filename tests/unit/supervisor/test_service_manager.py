@@ -218,7 +218,7 @@ def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self
     return completed.stdout.splitlines()
 
 
-def test_sockets_are_taken_by_their_names() -> None:
+def test_inherited_sockets_are_matched_by_name() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as http,
         socket.create_server(("127.0.0.1", 0)) as grpc,

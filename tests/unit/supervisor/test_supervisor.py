@@ -42,7 +42,7 @@ def test_a_failing_drain_still_stops_the_server(caplog: pytest.LogCaptureFixture
     failing_supervisor.processes.close.assert_called()
 
 
-def test_a_start_that_fails_when_it_is_cut_short(
+def test_a_failing_start_still_stops_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing_supervisor = supervisor()
@@ -62,7 +62,7 @@ def test_a_start_that_fails_when_it_is_cut_short(
 
 
 @pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
-async def test_an_exit_is_one_message_for_the_handler_of_the_role(role: str) -> None:
+async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> None:
     mock_supervisor = supervisor()
     context = mock_supervisor.context
     context.control.dismiss.return_value = role

@@ -253,7 +253,7 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
 
 
 @pytest.mark.parametrize("may_return", [False, True])
-def test_an_input_that_is_returned_stays_where_it_is(
+def test_an_input_that_is_returned_is_not_copied(
     worker: Rig, region: Region, may_return: bool
 ) -> None:
     """Applies only if the request allows it.
@@ -731,7 +731,7 @@ def test_exceptions_of_a_model_fail_the_request(
         assert message in reply.message
 
 
-def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
+def test_a_failed_copy_of_an_input_fails_its_request_only(
     worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs in another user's memory are copied.

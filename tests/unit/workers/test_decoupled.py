@@ -406,7 +406,7 @@ def test_a_thread_that_raises(
     assert "thread 'mine' of the model failed" in caplog.text
 
 
-def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
+def test_rescheduling_is_refused_without_an_end(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):

@@ -103,7 +103,7 @@ def view(memory: DeviceMemory, region: Memory, offset: int, size: int) -> torch.
     return view
 
 
-def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
+def test_a_handle_is_mapped_once_under_all_names(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     mappings = Mappings(memory.open)
     exported_memory = cuda.export(64)
@@ -187,7 +187,7 @@ def test_ranges_must_lie_in_their_allocation(
     assert cuda.opened == 0, "also a refusal closes what it opened"
 
 
-def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
+def test_handles_without_an_allocation_are_refused(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported_memory = cuda.export(64, device=1)
     wrong_memory = Memory.on_device(1, 64, CudaHandle(exported_memory.raw, 0))
@@ -370,7 +370,7 @@ def test_rows_next_to_each_other_are_a_view(
     assert worker.finished.copied_in == 0
 
 
-def test_requests_of_both_kinds_in_one_batch(
+def test_host_and_device_requests_share_a_batch(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     """One input is on the device and one in the message.
@@ -513,7 +513,7 @@ class _AcceleratorError(RuntimeError):
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_device_that_is_not_read_any_more(
+def test_a_failed_device_ends_the_worker(
     worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """A worker whose device has failed exits, so that a working process replaces it."""

@@ -218,7 +218,7 @@ def test_responses_with_arena_memory_are_sent_immediately(model: Sender, clock: 
     assert model.new_messages == []
 
 
-def test_a_batch_that_returns_takes_what_waits_with_it(model: Sender, clock: Clock) -> None:
+def test_a_returning_batch_also_sends_held_responses(model: Sender, clock: Clock) -> None:
     model.begin(0)
     model.send(1)
     model.send(2)

@@ -452,7 +452,7 @@ def test_an_annotated_module_is_called(worker: Rig) -> None:
     assert reply.array("output").tolist() == [[-1, -2]]
 
 
-def test_a_module_without_annotations_gets_the_lines_that_it_needs(worker: Rig) -> None:
+def test_the_error_for_a_missing_annotation_contains_the_lines_to_add(worker: Rig) -> None:
     write(
         worker,
         "class Model(torch.nn.Module):\n    def forward(self, image: Tensor, size): return image\n",

@@ -292,7 +292,7 @@ def test_providers_by_kind_and_accelerator() -> None:
         providers(ModelSpec.of(config), "GPU", 0)
 
 
-def test_the_binding_of_a_device_takes_and_makes_tensors(worker: Rig) -> None:
+def test_the_binding_of_a_device_accepts_and_returns_tensors(worker: Rig) -> None:
     """Without a GPU, the host acts as the device."""
     save_sum(worker)
     runtime = import_onnxruntime()
@@ -305,7 +305,7 @@ def test_the_binding_of_a_device_takes_and_makes_tensors(worker: Rig) -> None:
         assert torch.equal(outputs["s"], device_tensor + device_tensor)
 
 
-def test_a_gpu_needs_the_other_package(worker: Rig) -> None:
+def test_a_gpu_needs_the_gpu_package(worker: Rig) -> None:
     if "CUDAExecutionProvider" in import_onnxruntime().get_available_providers():
         pytest.skip("the installed onnxruntime has CUDA")
     save_sum(worker)

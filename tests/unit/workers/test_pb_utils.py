@@ -374,7 +374,7 @@ def test_numpy_numbers_are_accepted() -> None:
     assert type(request.correlation_id()) is type(request.timeout()) is int
 
 
-def test_bytes_are_taken_for_text() -> None:
+def test_bytes_are_accepted_as_text() -> None:
     """Elements of BYTES tensors are bytes.
 
     Triton's BLS example passes a model name that it read from one.

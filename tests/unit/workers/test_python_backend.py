@@ -265,7 +265,7 @@ def test_auto_complete_that_returns_nothing(model: Model) -> None:
         model.backend.complete_config(config())
 
 
-def test_auto_complete_with_what_is_no_json(model: Model) -> None:
+def test_auto_complete_that_returns_invalid_json(model: Model) -> None:
     """Such a configuration could not be sent to the server either."""
     model.write(
         """
@@ -728,7 +728,9 @@ def test_a_model_that_writes_into_its_inputs(
         assert (np.frombuffer(region.read(0, BIG_SIZE), np.float32) == number).all()
 
 
-def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region) -> None:
+def test_a_model_that_fails_on_read_only_inputs_receives_copies(
+    model: Model, region: Region
+) -> None:
     model.serve(
         """
         def execute(self, requests):

@@ -589,7 +589,7 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
         ),
     ],
 )
-def test_texts_are_lists_of_one_dimension(
+def test_texts_must_be_lists_of_one_dimension(
     worker: Rig, module: Any, data_type: str, dims: list[int], expected_error: str
 ) -> None:
     save_script(module(), worker)
@@ -667,7 +667,7 @@ def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     region.close()
 
 
-def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> None:
+def test_a_write_before_an_exception_is_detected(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
@@ -729,7 +729,7 @@ def test_call_plan_binds_by_position_and_by_keyword() -> None:
         unnamed.bind({"X__1": 2})
 
 
-def test_result_plan_takes_named_tuples_by_field() -> None:
+def test_the_result_plan_maps_named_tuples_by_field() -> None:
     from typing import NamedTuple
 
     class Pair(NamedTuple):

@@ -259,7 +259,7 @@ def test_3_5_invalid_initial_state_files_are_refused(tmp_path: Path, name: str, 
     assert caught.value.message == text
 
 
-def test_3_5_one_buffer_for_input_and_output() -> None:
+def test_3_5_input_and_output_share_one_buffer() -> None:
     """The model receives the buffer itself.
 
     Without the setting it receives a copy if it may write.

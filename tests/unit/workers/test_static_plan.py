@@ -218,10 +218,10 @@ class RecordedBackend(PytorchBackend):
 
     def __init__(self, context: Any, recorder: Any) -> None:
         super().__init__(context)
-        self.fake = recorder
+        self.fake_recorder = recorder
 
     def _recorder(self) -> Recorder | None:
-        recorder: Recorder = self.fake
+        recorder: Recorder = self.fake_recorder
         return recorder
 
 

@@ -59,7 +59,7 @@ class FakeEngine:
         self.pause = asyncio.Event()
         self.calls: list[tuple[dict[str, Any], bool, bool]] = []
         self.priorities: list[int] = []
-        self.aborted = self.taken = 0
+        self.aborted = self.taken_count = 0
         self.ended = False
 
     async def make_call(
@@ -79,7 +79,7 @@ class FakeEngine:
                 elif isinstance(output, Exception):
                     raise output
                 else:
-                    self.taken += 1
+                    self.taken_count += 1
                     yield output
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
@@ -290,7 +290,7 @@ def test_outputs_are_not_read_from_the_engine_without_credit(model: Model) -> No
     model.engine.outputs = [output(sample("a", [1])) for _ in range(FIRST_CREDIT + 20)]
     model.infer({"text_input": "hi"})
     assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
-    assert model.engine.taken <= FIRST_CREDIT + 1
+    assert model.engine.taken_count <= FIRST_CREDIT + 1
     model.send_message(m.CreditExecution(1, 20))
     assert len(model.responses(1)) == FIRST_CREDIT + 20 + 1
 

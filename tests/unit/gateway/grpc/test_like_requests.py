@@ -46,12 +46,12 @@ class ParseCounter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
         self.count = 0
-        self._read = getattr(module, name)
-        monkeypatch.setattr(module, name, self._counted)
+        self._original = getattr(module, name)
+        monkeypatch.setattr(module, name, self._count_call)
 
-    def _counted(self, *arguments: Any) -> Any:
+    def _count_call(self, *arguments: Any) -> Any:
         self.count += 1
-        return self._read(*arguments)
+        return self._original(*arguments)
 
 
 @pytest.fixture

@@ -23,19 +23,21 @@ class AnsweredRequest(UnaryInference):
     def __init__(self, cancelled_ids: list[str], name: str) -> None:
         self.request_id = name
         self.message = m.Finished(1, b"", [])
-        self._abandoned = cancelled_ids
+        self._cancelled_ids = cancelled_ids
 
     def cancel(self) -> None:
-        self._abandoned.append(self.request_id)
+        self._cancelled_ids.append(self.request_id)
 
 
 class FakeInferences(ActiveCount):
-    """Takes the requests of a stream; `large` has the sizes that a trim was asked for."""
+    """Fake inferences of a stream; `trimmed_sizes` records the requested trims."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.large: list[int] = []
-        self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(schedule=self.large.append))
+        self.trimmed_sizes: list[int] = []
+        self.gateway = SimpleNamespace(
+            malloc_trim=SimpleNamespace(schedule=self.trimmed_sizes.append)
+        )
 
     def encode_response(self, inference: UnaryInference) -> bytes:
         return bytes(40_000)  # no other is written with it
@@ -52,7 +54,7 @@ class DeafCall:
 
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
         self.read_messages = lambda: requests
-        self.taken = 0
+        self.taken_count = 0
         self.on_ended: Callable[[], None] | None = None
 
     def time_remaining(self) -> None:
@@ -60,10 +62,10 @@ class DeafCall:
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float) -> None:
         for _ in responses:
-            if self.taken:
+            if self.taken_count:
                 async with asyncio.timeout(stall_s):
                     await asyncio.Event().wait()
-            self.taken += 1
+            self.taken_count += 1
 
 
 def start_stream(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, Any, None]:
@@ -162,10 +164,10 @@ def test_memory_is_trimmed_when_the_call_ends() -> None:
     call = DeafCall(requests())
     with pytest.raises(Unavailable):
         asyncio.run(start_stream(inferences, call, 0.05))
-    inferences.large.clear()
+    inferences.trimmed_sizes.clear()
     assert call.on_ended is not None
     call.on_ended()
-    (byte_size,) = inferences.large
+    (byte_size,) = inferences.trimmed_sizes
     assert byte_size >= 3000
 
 
@@ -186,4 +188,4 @@ def test_an_error_of_the_reader_fails_the_call() -> None:
     call = DeafCall(requests())
     with pytest.raises(KeyError):
         asyncio.run(start_stream(inferences, call, 10))
-    assert call.taken == 1
+    assert call.taken_count == 1

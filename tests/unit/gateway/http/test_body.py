@@ -102,7 +102,7 @@ async def start_tasks(
     return tasks
 
 
-def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], Clock]) -> None:
+def test_only_bodies_with_blocks_are_evicted_for_a_block(make_clock: Callable[[], Clock]) -> None:
     """A body without a block of the requested kind is not evicted: memory for JSON is not
     memory for tensors.
     """

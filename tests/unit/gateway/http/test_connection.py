@@ -121,7 +121,7 @@ class TasklessRequest:
         self.cancelled = False
         self._response = echo(request, body)
         self._answer = answer
-        self._whole = whole_body
+        self._whole_body = whole_body
         if turns >= 0:
             asyncio.get_running_loop().call_soon(self.take_turns, turns)
         elif turns == TURNS_AT_ONCE:
@@ -134,7 +134,7 @@ class TasklessRequest:
             asyncio.get_running_loop().call_soon(self.take_turns, turns - 1)
         else:
             response = self._response
-            self._answer(b"".join(response.pieces) if self._whole else None)
+            self._answer(b"".join(response.pieces) if self._whole_body else None)
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)
@@ -153,12 +153,12 @@ class RepeatingHandler:
     """
 
     def __init__(self, *turns_and_wholeness: tuple[int, bool] | None) -> None:
-        self._ways = itertools.cycle(turns_and_wholeness or (None,))
+        self._turns_and_wholeness = itertools.cycle(turns_and_wholeness or (None,))
         self.begun: list[TasklessRequest] = []
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
         def begin(body: bytes, answer: WriteResponse) -> TasklessRequest | None:
-            if (turns_and_wholeness := next(self._ways)) is None:
+            if (turns_and_wholeness := next(self._turns_and_wholeness)) is None:
                 return None
             self.begun.append(
                 TasklessRequest(

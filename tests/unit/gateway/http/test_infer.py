@@ -90,12 +90,12 @@ class WaitingClient(threading.Thread):
     def __init__(self, port: int, model: str, body: Any, headers: Any = None) -> None:
         super().__init__(daemon=True)
         self._http = Http(port)
-        self._what = (model, body, headers)
+        self._request = (model, body, headers)
         self._reply: Reply | None = None
         self.start()
 
     def run(self) -> None:
-        self._reply = self._http.infer(*self._what)
+        self._reply = self._http.infer(*self._request)
         self._http.close()
 
     def reply(self) -> Reply:

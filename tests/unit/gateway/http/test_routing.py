@@ -226,7 +226,7 @@ def test_other_origins_have_no_permission() -> None:
         ("POST", "/v2/models/m/infer", 200, b""),
     ],
 )
-def test_the_metrics_listener_has_a_table_of_its_own(
+def test_the_metrics_listener_has_its_own_routes(
     method: str, target: str, status: int, body: bytes
 ) -> None:
     class Exporter:
@@ -246,12 +246,12 @@ def test_the_metrics_listener_has_a_table_of_its_own(
 
 class Transport:
     """A transport that records the written bytes; the client disconnects at write number
-    `leaves`.
+    `lost_after`.
     """
 
     def __init__(self, lost_after: int = -1) -> None:
         self.written: list[bytes] = []
-        self.leaves = lost_after
+        self.lost_after = lost_after
         self.writing_paused = False
         self.transport = self
 
@@ -260,7 +260,7 @@ class Transport:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
-        self.writing_paused = len(self.written) == self.leaves
+        self.writing_paused = len(self.written) == self.lost_after
 
     async def drain(self) -> None:
         raise ConnectionResetError("the client has disconnected")

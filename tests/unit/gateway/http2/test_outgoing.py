@@ -45,19 +45,19 @@ class Client:
         self.engine = Engine()
         self.engine.take(OPENED + begin(*_STREAMS))
         self.sending = self.engine.http2.sending
-        self.window, self.initial, self.frame = 65535, 65535, 16384
+        self.window, self.initial_window, self.frame = 65535, 65535, 16384
         self.windows = dict.fromkeys(_STREAMS, 65535)
         self.queued = dict.fromkeys(_STREAMS, b"")
         self.received = dict.fromkeys(_STREAMS, b"")
         self.trailers: set[int] = set()
         self.ended: set[int] = set()
-        self.given_up: set[int] = set()
-        self.seen = len(self.engine.sent)
+        self.reset_streams: set[int] = set()
+        self.seen_count = len(self.engine.sent)
 
-    def look(self) -> None:
+    def check_frames(self) -> None:
         """Check the frames sent since the last call."""
         self.engine.flush()
-        new_frames, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
+        new_frames, self.seen_count = self.engine.sent[self.seen_count :], len(self.engine.sent)
         for item in new_frames:
             if item.kind == DATA:
                 assert item.stream not in self.ended
@@ -73,16 +73,16 @@ class Client:
         for stream in _STREAMS:
             queued_bytes = self.queued[stream][len(self.received[stream]) :]
             assert self.queued[stream].startswith(self.received[stream])
-            if stream in self.given_up or self.sending.paused:
+            if stream in self.reset_streams or self.sending.paused:
                 continue
             if queued_bytes:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
             elif stream in self.trailers:
                 assert stream in self.ended
 
-    def do(self, action: str, stream: int, size: int) -> None:
+    def perform(self, action: str, stream: int, size: int) -> None:
         sent_stream = self.engine.stream(stream)
-        server = stream not in self.trailers | self.given_up
+        server = stream not in self.trailers | self.reset_streams
         if action == "data" and server:
             piece = bytes((size & 0xFF,)) * size
             self.queued[stream] += piece
@@ -95,7 +95,7 @@ class Client:
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
             self.sending.send_response(sent_stream, RESPONSE_BLOCKS, pieces)
-        elif action == "grant" and stream not in self.ended | self.given_up:
+        elif action == "grant" and stream not in self.ended | self.reset_streams:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
         elif action == "grant all":
@@ -103,8 +103,8 @@ class Client:
             self.engine.take(window(0, size + 1))
         elif action == "initial":
             for number in self.windows:
-                self.windows[number] += size - self.initial
-            self.initial = size
+                self.windows[number] += size - self.initial_window
+            self.initial_window = size
             self.engine.take(settings_frame(INITIAL_WINDOW, size))
         elif action == "frame":
             self.frame = 16384 + size
@@ -115,9 +115,9 @@ class Client:
             self.sending.paused = False
             self.sending.resume()
         elif action == "give up" and size < 1000:
-            self.given_up.add(stream)
+            self.reset_streams.add(stream)
             self.engine.take(frame(RESET, 0, stream, bytes(4)))
-        self.look()
+        self.check_frames()
 
 
 action_strategy = st.tuples(
@@ -138,13 +138,13 @@ def test_data_is_sent_within_any_windows(actions: list[tuple[str, int, int]]) ->
     """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
     client = Client()
     for action, stream, size in actions:
-        client.do(action, stream, size)
-    client.do("resume", 1, 0)
+        client.perform(action, stream, size)
+    client.perform("resume", 1, 0)
     for stream in _STREAMS:
-        client.do("trailers", stream, 0)
-    client.do("initial", 1, 2**24)
-    client.do("grant all", 1, 2**25)
-    assert client.ended | client.given_up == set(_STREAMS)
+        client.perform("trailers", stream, 0)
+    client.perform("initial", 1, 2**24)
+    client.perform("grant all", 1, 2**25)
+    assert client.ended | client.reset_streams == set(_STREAMS)
     assert not client.engine.http2.streams
     assert not client.sending.waiting_streams
     assert client.engine.gone is None

@@ -319,7 +319,7 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     )
 
 
-def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() -> None:
+def test_a_replacement_instance_has_no_cached_blocks() -> None:
     """The kernel reuses pids, so a new worker may have the address of a dead one."""
     settings = engine_settings()
     rig = make_rig(settings)

@@ -160,7 +160,7 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
         ({"priority_levels": 2, "default_priority_level": 1}, []),
     ],
 )
-def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
+def test_with_a_policy_no_batch_is_sent_before_an_instance_is_free(
     block: dict[str, Any], sent_sizes: list[int]
 ) -> None:
     """Rule 3.1.8: without a queue policy, a batch that cannot grow may be sent ahead to a busy

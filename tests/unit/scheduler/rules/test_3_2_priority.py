@@ -203,7 +203,7 @@ def test_delayed_requests_may_wait_for_ever() -> None:
 
 @pytest.mark.parametrize("limit_us", [0, 5000])
 @pytest.mark.parametrize("is_deadline", [False, True])
-def test_a_requests_own_timeout_delays_it_too(limit_us: int, is_deadline: bool) -> None:
+def test_a_requests_own_timeout_also_delays_it(limit_us: int, is_deadline: bool) -> None:
     """Rule 3.2.4: with DELAY, a timeout that overrides the policy's is no deadline, even with
     --request-timeout-is-deadline. Other deadlines still apply.
     """
@@ -254,7 +254,7 @@ def test_an_expired_request_names_the_limit_and_its_origin(
     assert rig.answers() == [refusal_message(number, f"Request timeout expired ({text})")]
 
 
-def test_cancelling_a_delayed_request_takes_it_out() -> None:
+def test_cancelling_a_delayed_request_removes_it() -> None:
     """Rule 3.2.4."""
     rig, peer, batch = busy_rig({"default_queue_policy": DELAY_POLICY})
     delayed, remaining = rig.submit(2)

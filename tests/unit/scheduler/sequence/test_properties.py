@@ -37,8 +37,8 @@ class WatchedRig(SequenceRig):
         self.answer_counts: Counter[int] = Counter()
         self.pids = 200
         self.sequences: dict[int, Any] = {}  # the sequence of each request, by the request's key
-        self.home: dict[Any, tuple[bytes, int]] = {}  # sequence -> its instance and slot
-        self.last: dict[Any, int] = {}  # sequence -> its last request
+        self.slot_of: dict[Any, tuple[bytes, int]] = {}  # sequence -> its instance and slot
+        self.last_request: dict[Any, int] = {}  # sequence -> its last request
 
     def executes(self) -> list[tuple[bytes, m.Execute]]:
         """Return the executed batches, like `Rig.executes`, after checking each."""
@@ -59,9 +59,9 @@ class WatchedRig(SequenceRig):
             sequence = self.sequences[row.key]
             assert sequence.id == row.correlation_id
             # All requests of a sequence run in the same slot, in order of arrival.
-            assert self.home.setdefault(sequence, (peer, row.slot)) == (peer, row.slot)
-            assert self.last.get(sequence, 0) < row.key
-            self.last[sequence] = row.key
+            assert self.slot_of.setdefault(sequence, (peer, row.slot)) == (peer, row.slot)
+            assert self.last_request.get(sequence, 0) < row.key
+            self.last_request[sequence] = row.key
         assert len({self.sequences[row.key] for row in used_rows}) == len(used_rows)
 
     def record_messages(self) -> None:

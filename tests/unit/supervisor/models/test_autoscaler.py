@@ -305,7 +305,7 @@ def test_an_instance_is_added_when_executions_hang() -> None:
     assert first_change.total == 3
 
 
-def test_without_a_target_they_may_wait_for_the_delay_or_an_execution() -> None:
+def test_without_a_target_requests_may_wait_for_the_delay_or_an_execution() -> None:
     queue = {"pending": 10, "busy": 2}  # 250 ms
     assert sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.05)), 0.3, 2, **queue)
     assert not sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.06)), 0.3, 2, **queue)

@@ -158,7 +158,7 @@ def run_scenario(
     asyncio.run(run())
 
 
-def test_stacks_are_read_once_they_are_whole(
+def test_stacks_are_read_once_they_are_complete(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pieces = ["", STACKS[:100], STACKS[100:], "", "too late"]

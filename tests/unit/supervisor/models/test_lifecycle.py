@@ -277,7 +277,7 @@ def test_a_step_that_is_unloaded_later_stays_unloaded() -> None:
     assert not rig.alive
 
 
-def test_an_order_for_an_unknown_model_leaks_nothing() -> None:
+def test_an_order_for_an_unknown_model_is_not_stored() -> None:
     rig = LifecycleRig()
     order = rig.lifecycle.unload("m")
     assert order.is_answered and order.error is None

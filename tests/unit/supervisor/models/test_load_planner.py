@@ -85,7 +85,7 @@ def test_errors_of_a_version_and_of_the_file_have_other_types(tmp_path: Path) ->
     )
 
 
-def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
+def test_errors_of_an_override_name_its_text(tmp_path: Path) -> None:
     override = '{"backend": "python",\n "maxBatchSize": -1,\n "input": [{"dims": ["x"]}]}'
     expected = (
         'config:3:22: input[0].dims[0]: expected an integer, found "x"',
@@ -147,7 +147,7 @@ def test_without_a_file_errors_name_none(tmp_path: Path) -> None:
         {"backend": "python", "version_policy": {"specific": {"versions": [9]}}},
     ],
 )
-def test_files_sent_with_what_cannot_be_planned_do_not_stay(
+def test_files_of_a_rejected_override_are_removed(
     tmp_path: Path, config: dict[str, object]
 ) -> None:
     plans = planner(tmp_path)

@@ -209,11 +209,11 @@ WITHDRAWN = ModelWithdrawn("m", "1", 0)
 
 
 class Gateway:
-    """A gateway that stores publications and acknowledges those up to `known`."""
+    """A gateway that stores publications and acknowledges those up to `acknowledged`."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.number = self.known = 0
+        self.number = self.acknowledged = 0
 
     def announce(self, publication: Publication) -> int:
         self.number += 1
@@ -222,7 +222,7 @@ class Gateway:
 
     def is_acknowledged(self, number: int) -> bool:
         """Return whether the gateway has acknowledged the number."""
-        return number <= self.known
+        return number <= self.acknowledged
 
     def publish_readiness(self, publication: ReadinessChanged) -> None:
         self.sent.append(publication)
@@ -274,9 +274,9 @@ def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     """Readiness is not waited for."""
     gateway, publications = Gateway(), Publications()
     publications.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
-    gateway.known = 1
+    gateway.acknowledged = 1
     assert not publications.are_acknowledged(gateway, "m")
-    gateway.known = 2
+    gateway.acknowledged = 2
     publications.update(
         gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, []
     )

@@ -125,7 +125,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 
 
 @pytest.mark.parametrize("serves", [False, True])
-async def test_an_instance_that_does_nothing_but_crash_stays_down(
+async def test_an_instance_in_a_crash_loop_stays_down(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
     """An instance that has executed a request in between is restarted; each restart has a
@@ -260,7 +260,7 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     assert (await worker.exited) == "signal 9"
 
 
-async def test_a_cancelled_load_leaves_nothing_to_wait_for() -> None:
+async def test_a_cancelled_load_leaves_no_processes() -> None:
     processes = Processes()
     processes.hanging = True
     starting_task = asyncio.ensure_future(deployment(processes).start())
@@ -303,7 +303,7 @@ def ensemble_steps(
 
 
 @pytest.mark.parametrize(("own_labels", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
-def test_an_output_has_the_labels_of_the_model_that_makes_it(
+def test_an_output_has_the_labels_of_its_model(
     own_labels: dict[str, list[str]], label: str
 ) -> None:
     steps = ensemble_steps("a", "b", labels=own_labels)

@@ -96,11 +96,11 @@ class Repository:
 
 
 class Server(Processes):
-    """Models of a repository, and a gateway, which acknowledges nothing while it is `deaf`."""
+    """Models of a repository, and a gateway, which acknowledges nothing while it is `silent`."""
 
     def __init__(self, **models: list[str]) -> None:
         super().__init__("--model-control-mode=explicit")
-        self.deaf = False
+        self.silent = False
         self.sent: list[Any] = []
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
@@ -116,11 +116,11 @@ class Server(Processes):
 
     def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
         self.sent.append(make(0))
-        return self.acknowledgements.begin(["gateway"] if self.deaf else [])
+        return self.acknowledgements.begin(["gateway"] if self.silent else [])
 
     def acknowledge_all(self) -> None:
         """Acknowledge all publications so far for the gateway."""
-        self.deaf = False
+        self.silent = False
         self.acknowledgements.exited("gateway")
 
     async def load(self, name: str, steps: list[str] | None = None, note: str = "") -> None:
@@ -168,7 +168,7 @@ def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
     async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
-        server.deaf = True
+        server.silent = True
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
         load = asyncio.ensure_future(server.load("s"))
@@ -188,7 +188,7 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
     async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("s")
-        server.deaf = True
+        server.silent = True
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("e").published)
         unload = asyncio.ensure_future(server.unload("s"))
@@ -389,7 +389,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         server = Server(s=[])
         await server.load("s")
         server.repository.versions = ["2"]
-        server.deaf = True
+        server.silent = True
         load = asyncio.ensure_future(server.load("s"))
         await until_async(lambda: server.registry.model("s").is_offered)
         snapshot = list(server.publications.snapshot())
@@ -413,7 +413,7 @@ def test_a_version_that_flaps_while_announced_takes_over() -> None:
     async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
-        server.deaf = True
+        server.silent = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
         await until_async(lambda: server.registry.model("s").is_offered)
         (version,) = server.registry.model("s").incoming.values()

@@ -77,7 +77,7 @@ def test_models_and_their_versions_are_found(tmp_path: Path) -> None:
         (["2", "7", "v1"], "'m' (it excludes version 2, 7)"),
     ],
 )
-def test_a_model_without_a_version_names_the_folders_that_may_be_one(
+def test_a_model_without_a_version_lists_misnamed_folders(
     tmp_path: Path, folders: list[str], text: str
 ) -> None:
     make_folder(tmp_path, "m", *folders)
@@ -166,7 +166,7 @@ def test_a_link_to_itself_fails_only_its_model(tmp_path: Path) -> None:
     assert all(fingerprint(folder) for folder in models.values())
 
 
-def test_a_name_that_is_no_text_is_reported_as_one(tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_reported_escaped(tmp_path: Path) -> None:
     make_folder(tmp_path, os.fsdecode(b"m\xff"), "1")
     ((name, folder),) = scan([tmp_path]).items()
     assert (name, folder.name) == ("m\N{REPLACEMENT CHARACTER}",) * 2
@@ -229,7 +229,7 @@ def test_names_equal_those_of_folders(tmp_path: Path, name: str) -> None:
 
 
 @given(st.text(max_size=300))
-def test_good_names_stay_one_part_of_a_path(name: str) -> None:
+def test_valid_names_stay_one_part_of_a_path(name: str) -> None:
     try:
         check_model_name(name)
     except InvalidArgument:
@@ -371,7 +371,7 @@ def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
 # --- folders of our own ------------------------------------------------------------------------
 
 
-def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
+def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
     base = tmp_path / "run" / "overrides"
     path = materialise_override(
         base,
@@ -493,7 +493,7 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
         ("missing.py:Model", "'missing.py' is not a file"),
     ],
 )
-def test_a_class_that_is_not_there_is_refused(tmp_path: Path, spec: str, expected: str) -> None:
+def test_a_missing_class_is_refused(tmp_path: Path, spec: str, expected: str) -> None:
     with pytest.raises(InvalidArgument, match=expected):
         inline_model(spec, tmp_path, {})
     assert not is_inline("models")

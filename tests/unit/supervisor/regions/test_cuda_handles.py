@@ -71,14 +71,14 @@ class Office(RegionOffice):
         check = unchecked_handles(devices)
         super().__init__(POLICY, check)
         self.checked: list[Memory] = []
-        self.fault = check_fault
+        self.check_fault = check_fault
         self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
         check.check = self.check  # type: ignore[method-assign]
 
     async def check(self, memory: Memory) -> None:
         self.checked.append(memory)
-        if self.fault is not None:
-            raise self.fault
+        if self.check_fault is not None:
+            raise self.check_fault
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         await super().publish(make, *roles)
@@ -132,7 +132,7 @@ async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
             await office.registry.register_cuda("r", other_handle, offset, size, ME)
 
 
-def test_one_name_space_for_both_kinds() -> None:
+def test_both_kinds_of_regions_share_their_names() -> None:
     key = f"/test-{os.getpid()}-cuda"
     posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
 
@@ -298,7 +298,7 @@ class Workers:
         asyncio.run(self.handles.check(memory))
 
 
-def test_the_workers_on_the_device_are_asked() -> None:
+def test_workers_on_the_device_check_the_handle() -> None:
     workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
     workers.check(0, UUID)
     assert [pid for pid, _ in workers.sent] == [10, 11]
@@ -321,7 +321,7 @@ def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
     workers.check(0)
 
 
-def test_a_worker_that_cannot_use_the_device_does_not_speak_for_others() -> None:
+def test_a_worker_that_cannot_use_the_device_does_not_decide() -> None:
     Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: ""}).check(0)
     with pytest.raises(InvalidArgument, match="reason"):
         Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "INVALID_ARG"}).check(0)
@@ -386,7 +386,7 @@ def body(**changed_fields: Any) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
 
-def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
+def test_registrations_are_sent_to_the_supervisor(gateway: Rig) -> None:
     gateway.received.clear()
     reply = gateway.http.post(f"{PATH}/region/r/register", body())
     assert (reply.status, reply.body) == (200, b"")

@@ -167,7 +167,7 @@ def test_unregistering_an_unknown_name_succeeds(key: str) -> None:
     asyncio.run(RegionOffice().registry.unregister("nobody", ME))
 
 
-async def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
+async def test_regions_are_pinned_up_to_the_limit_of_locked_memory(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (8192, 8192))

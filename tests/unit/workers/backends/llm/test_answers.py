@@ -61,7 +61,7 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
     ("request_fields", "is_echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
-def test_a_text_begins_with_its_prompt_as_triton_has_it(
+def test_a_text_begins_with_its_prompt_as_in_triton(
     scheduler: Scheduler, request_fields: dict[str, Any], is_echoed: bool
 ) -> None:
     settings = {
@@ -367,7 +367,7 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 
 
-def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Scheduler) -> None:
+def test_no_token_is_generated_if_only_the_prompt_is_scored(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {"max_tokens": 0, "logprobs": 1, "echo": True}
     settings["exclude_input_in_output"] = None
     scheduler.add(1, input_ids=[5] * 64, **settings)
@@ -384,7 +384,7 @@ def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Schedu
         assert key == 3 or len(response["logprobs"][0]["content"]) == count
 
 
-def test_the_text_alone_is_repeated_by_default(scheduler: Scheduler) -> None:
+def test_without_an_option_only_the_generated_text_is_returned(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 2, "logprobs": 0}
     scheduler.add(1, exclude_input_in_output=None, **settings)
     assert not scheduler.prepared[1].needs_whole_prompt
@@ -589,7 +589,7 @@ def detokenize(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
 
-def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
+def test_texts_are_complete_for_any_split(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = tokenizer.encode(text).ids
         for end in range(len(tokens) + 1):

@@ -26,7 +26,7 @@ def render(source: str, **variables: Any) -> str:
         ('{%- set roles = ["system", "developer"] -%}' + ROLES, "developer"),
     ],
 )
-def test_developer_becomes_system_where_the_template_lacks_it(source: str, role: str) -> None:
+def test_developer_becomes_system_if_the_template_lacks_it(source: str, role: str) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert render(source, messages=messages) == f"{role}:x;"
 
@@ -61,7 +61,7 @@ def test_a_message_without_content_and_calls_is_empty() -> None:
     assert render(source, messages=messages) == "[][]<c><d>[]"
 
 
-def test_the_result_of_a_tool_is_a_text_even_where_a_template_takes_parts() -> None:
+def test_the_result_of_a_tool_is_a_text_in_any_template() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ '[' + m.content + ']' }}{% else %}"
         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"

@@ -337,7 +337,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("spaces", [False, True])
-def test_the_end_of_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, spaces: bool) -> None:
+def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, spaces: bool) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
         (path / "tokenizer.json").write_text(spaced_tokenizer())
@@ -445,7 +445,7 @@ def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
     assert ChatTemplate({"default": template}, checkpoint.special).render(nested) == expected
 
 
-def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
+def test_a_text_becomes_a_part_if_a_template_takes_only_parts() -> None:
     template = (
         "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
     )

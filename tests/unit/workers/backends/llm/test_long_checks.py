@@ -11,7 +11,7 @@ from tests.generation import sampling, schedules, schemas, speculation, trained
 from tests.generation.schedules import Schedule
 
 
-def test_logits_have_the_bits_that_they_have_alone() -> None:
+def test_logits_do_not_depend_on_other_requests() -> None:
     counts: Counter[str] = Counter()
     for seed in (12, 15, 21, 30):
         schedule = Schedule(seed)

@@ -201,7 +201,7 @@ def test_malformed_calls_are_content(case: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("case", LATE_MISTAKES)
-def test_calls_that_are_malformed_late(case: str) -> None:
+def test_calls_that_become_malformed_late(case: str) -> None:
     family, text = LATE_MISTAKES[case]
     assert parse_message(family, [text], stream=False) == (text, "", [])
     streamed_results = {

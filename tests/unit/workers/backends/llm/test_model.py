@@ -184,9 +184,7 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 176])
-def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
-    folder: Folder, size: int
-) -> None:
+def test_logits_of_a_long_prompt_are_the_same_bits_for_any_split(folder: Folder, size: int) -> None:
     lone_model = LoneModel(folder(), 16, 40)
     tokens, table = prompt(400), list(range(7, 32))
     assert torch.equal(
@@ -212,7 +210,7 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
         assert torch.equal(logits, all_logits[expected])
 
 
-def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
+def test_rows_of_drafts_are_the_same_bits_as_single_rows(folder: Folder) -> None:
     """The rows of longer and shorter sequences in the same pass are bit-identical, too."""
     lone_model = LoneModel(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
@@ -280,7 +278,7 @@ def test_linear_layers_agree(rows: int) -> None:
         assert (output - expected).square().mean() < 0.001 * expected.square().mean()
 
 
-def test_a_row_of_8_bits_is_as_fine_beside_a_large_one() -> None:
+def test_a_row_of_8_bits_is_accurate_beside_a_large_one() -> None:
     generator = torch.Generator().manual_seed(1)
     weight, rows = (torch.randn(count, 128, generator=generator) for count in (80, 5))
     layer = transformer.make_linear(weight, None, "int8")

@@ -54,7 +54,7 @@ _TEMPLATE = "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% en
         ({"messages": []}, "is not a JSON list of messages"),
     ],
 )
-def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
+def test_a_long_conversation_is_rendered_in_a_process(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     chat: dict[str, Any],

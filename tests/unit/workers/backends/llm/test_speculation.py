@@ -48,7 +48,7 @@ NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 @pytest.mark.parametrize("disturbance", ["", "swap", "recompute"])
-def test_greedy_texts_stay_as_they_are(
+def test_greedy_texts_do_not_change_with_speculation(
     folder: Folder, tmp_path: Path, method: str, disturbance: str
 ) -> None:
     path = folder()
@@ -70,9 +70,7 @@ def test_greedy_texts_stay_as_they_are(
         assert any(result.draft_count for result in scheduler.results)
 
 
-def test_proposals_without_chance_leave_seeded_texts_as_they_are(
-    folder: Folder, tmp_path: Path
-) -> None:
+def test_deterministic_proposals_do_not_change_seeded_texts(folder: Folder, tmp_path: Path) -> None:
     texts: list[list[int]] = []
     for index, (engine, draft) in enumerate(((None, 0), (NGRAM, 4))):
         with llm_rig(tmp_path / str(index), folder(), engine, draft=draft) as scheduler:

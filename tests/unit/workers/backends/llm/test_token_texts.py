@@ -49,7 +49,7 @@ def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("skips_special", [True, False])
-def test_a_prompt_and_what_follows_are_the_decoding_of_all(
+def test_prompt_and_answer_decode_to_the_whole_text(
     tokenizer: Tokenizer, skips_special: bool
 ) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
