@@ -78,13 +78,13 @@ def test_a_caller_decides_for_opentelemetry(is_sampled: bool) -> None:
 
 def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces, control_link = traces(slow_ms=100)
-    fast_id, slow_request, failing_request, cancelled_id = (
+    fast_request, slow_request, failing_request, cancelled_request = (
         submit(1),
         submit(2, age_ms=150),
         submit(3, age_ms=150),
         submit(4),
     )
-    for request in (fast_id, slow_request, failing_request, cancelled_id):
+    for request in (fast_request, slow_request, failing_request, cancelled_request):
         assert local_traces.start_trace(PEER, request).trace
     local_traces.end_trace(PEER, Finished(1, b"", []))
     local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))

@@ -486,11 +486,11 @@ def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
 def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.DataObject) -> None:
-    variable = [data.draw(st.booleans()) for _ in sizes]
-    dims = tuple(-1 if free else size for size, free in zip(sizes, variable, strict=True))
+    is_variable = [data.draw(st.booleans()) for _ in sizes]
+    dims = tuple(-1 if free else size for size, free in zip(sizes, is_variable, strict=True))
     target_dims = (1, *(dim for dim in dims if dim == -1), 1)
     reshaped = reshape(tuple(sizes), dims, target_dims)
-    free_sizes = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
+    free_sizes = [size for size, is_free in zip(sizes, is_variable, strict=True) if is_free]
     assert reshaped == (1, *free_sizes, 1)
     assert reshape(reshaped, target_dims, dims) == tuple(
         size if dim == -1 else dim for size, dim in zip(sizes, dims, strict=True)

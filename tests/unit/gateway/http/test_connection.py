@@ -262,7 +262,7 @@ def parse_replies(written: bytes) -> list[Any]:
 def test_every_request_receives_its_own_response(
     sent_requests: list[SentRequest],
     cuts: list[tuple[int, int]],
-    pipelined: list[bool],
+    separate_bodies: list[bool],
     turns: int,
     request_turns: list[tuple[int, bool] | None],
 ) -> None:
@@ -270,9 +270,9 @@ def test_every_request_receives_its_own_response(
     connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, body_framing), is_pipelined in zip(sent_requests, pipelined, strict=False):
+    for (head, body, body_framing), is_separate in zip(sent_requests, separate_bodies, strict=False):
         raw = pack_request(*head, body, body_framing)
-        if is_pipelined:
+        if is_separate:
             turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
         turns_at[len(stream)] = turns
@@ -327,10 +327,10 @@ def test_upgrade_offers_lose_no_request(
         connection.connection_lost(None)
         return transport.written
 
-    head_bytes, close_header, body_bytes = uvloop.run(send_stream()).partition(
+    before_close, close_header, after_close = uvloop.run(send_stream()).partition(
         b"Connection: close\r\n"
     )
-    answers = parse_replies(head_bytes + body_bytes)
+    answers = parse_replies(before_close + after_close)
     expected = [
         [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
     ]

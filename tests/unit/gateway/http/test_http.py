@@ -847,15 +847,15 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
                     return model_rig.http.infer_binary("id", [tensor]).status
                 return model_rig.http.post("/v2/models/id/infer", b" " * size).status
 
-            success = 200 if kind == "binary" else 500
+            expected_status = 200 if kind == "binary" else 500
             statuses: set[int] = set()
 
             def is_taken() -> bool:
                 statuses.add(send_request())
-                return success in statuses
+                return expected_status in statuses
 
             until("it is taken", is_taken)
-            assert statuses <= {503, success}
+            assert statuses <= {503, expected_status}
             assert time.monotonic() - start_s < 20, "before its own patience is over"
             refusals = [reply for reply in map(read_reply, slow_connections) if reply.status != 503]
             assert len(refusals) == 1
@@ -864,4 +864,4 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
                 "the request body arrived too slowly while memory was short",
             )
             for _ in range(3):
-                assert send_request() == success
+                assert send_request() == expected_status

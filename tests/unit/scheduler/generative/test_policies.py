@@ -49,11 +49,11 @@ def test_the_order_of_sequences(
     numbers: tuple[int, int],
 ) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy}), NOW)
-    lower_rank, higher = (
+    earlier, later = (
         sequence(number, **{"tokens": 9, **policy_value})
         for number, policy_value in zip(numbers, (first_values, second_values), strict=True)
     )
-    assert rank(lower_rank) < rank(higher)
+    assert rank(earlier) < rank(later)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
