@@ -52,8 +52,8 @@ def listener(tmp_path: Path) -> Iterator[None]:
         def welcome() -> None:
             connections.append(server_socket.accept()[0])
             connections[0].recv(4096)
-            hello = [Welcome(1, "token"), HealthChanged(True, True, False)]
-            connections[0].send(frames.pack(hello))
+            greeting = [Welcome(1, "token"), HealthChanged(True, True, False)]
+            connections[0].send(frames.pack(greeting))
 
         connections: list[socket.socket] = []
         server = threading.Thread(target=welcome)

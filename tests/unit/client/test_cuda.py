@@ -386,10 +386,10 @@ def test_invalid_allocations_are_rejected(
     assert not exporting.allocated, "what the server refused is freed"
     for _ in range(4):
         client.allocate(TENSORS, device="cuda:0").release()
-    kept_region = [client.allocate(TENSORS, device="cuda:0") for _ in range(4)]
+    kept_regions = [client.allocate(TENSORS, device="cuda:0") for _ in range(4)]
     with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
         client.allocate(TENSORS, device="cuda:0")
-    del kept_region
+    del kept_regions
 
 
 def test_a_server_without_a_device(

@@ -107,17 +107,17 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
 ) -> None:
     largest = 2**63 - 1
     quota = RegionQuota(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=largest))
-    charged = []
+    charges = []
     for uid, size, inode in regions:
         try:
             quota.count(uid, size, (0, inode))
         except InvalidArgument:
             continue
-        charged.append((uid, size, (0, inode)))
-        assert len(charged) <= 6
-        assert sum(size for _, size, _ in charged) <= largest
-        assert sum(other_uid == uid for other_uid, _, _ in charged) <= 3
-    for entry in charged:
+        charges.append((uid, size, (0, inode)))
+        assert len(charges) <= 6
+        assert sum(size for _, size, _ in charges) <= largest
+        assert sum(other_uid == uid for other_uid, _, _ in charges) <= 3
+    for entry in charges:
         quota.release(*entry)
     assert not quota._regions
     assert not quota._bytes

@@ -107,8 +107,15 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: 
     async def cancel(rig: Rig) -> None:
         built_request: Any = SimpleNamespace(trace=None, responses=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
-        notified: list[Any] = []
-        arguments = (message, rig.schedulers, lambda: None, built_request, notified.append, True)
+        notified_requests: list[Any] = []
+        arguments = (
+            message,
+            rig.schedulers,
+            lambda: None,
+            built_request,
+            notified_requests.append,
+            True,
+        )
         request = UnaryInference(*arguments)
         if kind is HttpInference:
             request = HttpInference(*arguments, MagicMock(), MagicMock())
@@ -120,7 +127,7 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: 
         if answer_time == "after":
             rig.schedulers.handle(rig.endpoint, answer())
         is_late = answer_time == "after"
-        assert notified == ([] if is_late else [request]) and request.message is None
+        assert notified_requests == ([] if is_late else [request]) and request.message is None
         expected = [message, *([m.Cancel(1)] if is_late else []), m.Release(4321, [4096], 1)]
         assert await rig.receive(len(expected)) == expected
 

@@ -136,12 +136,12 @@ def test_items_are_ordered_and_stored() -> None:
         ],
     )
     kinds = [event["type"].removeprefix("response.") for event in events_out]
-    part = ["output_item.added", "content_part.added"]
+    first_events = ["output_item.added", "content_part.added"]
     end_events = ["content_part.done", "output_item.done"]
     assert kinds == [
         *("created", "in_progress"),
-        *(*part, "reasoning_text.delta", "reasoning_text.done", *end_events),
-        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *end_events),
+        *(*first_events, "reasoning_text.delta", "reasoning_text.done", *end_events),
+        *(*first_events, "output_text.delta", "output_text.delta", "output_text.done", *end_events),
         *("output_item.added", *["function_call_arguments.delta"] * 2),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]

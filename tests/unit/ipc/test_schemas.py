@@ -151,17 +151,17 @@ def test_schema_sizes_count_inline_bytes_and_ranges() -> None:
 
 
 def test_a_schema_is_derived_once() -> None:
-    derived: list[bytes] = []
+    derived_schemas: list[bytes] = []
 
     def derive(schema: bytes) -> int:
-        derived.append(schema)
-        return len(derived)
+        derived_schemas.append(schema)
+        return len(derived_schemas)
 
     schemas = Schemas(derive)
     assert schemas.find(b"a") is None
     assert (schemas.learn(b"a"), schemas.find(b"a"), schemas.find(b"b")) == (1, 1, None)
     schemas.learn(b"b")
-    assert derived == [b"a", b"b"] and len(schemas) == 2
+    assert derived_schemas == [b"a", b"b"] and len(schemas) == 2
     schemas.clear()
     assert schemas.find(b"a") is None and len(schemas) == 0
 

@@ -68,10 +68,10 @@ def build_ensemble(
         f"{output_texts} ensemble_scheduling {{ {' '.join(steps)} }} {fields}"
     )
     names = [step.model_name for step in ensemble.ensemble_scheduling.step]
-    has_version = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
+    has_versions = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
     models = [
         None if versioned else MODELS.get(name)
-        for name, versioned in zip(names, has_version, strict=True)
+        for name, versioned in zip(names, has_versions, strict=True)
     ]
     return compose(ensemble, models, [name in MODELS for name in names])
 

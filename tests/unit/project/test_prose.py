@@ -254,7 +254,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_messages_are_neither_headless_nor_personified() -> None:
-    suspect = []
+    suspects_found = []
     for path in files(("shmserve", "workers", "ipc"), ".py"):
         for line, text in messages(path):
             for part in re.split(r"(?<=[.!?:;])\s+|\n", text):
@@ -262,8 +262,8 @@ def test_messages_are_neither_headless_nor_personified() -> None:
                     continue
                 match = PERSONIFIED.search(part) or VAGUE_NOUNS.search(part) or HEADLESS.match(part)
                 if match and len(part.split()) > 2:
-                    suspect.append(f"{path.relative_to(ROOT)}:{line} {part}")
-    assert not suspect, "\n".join(suspect)
+                    suspects_found.append(f"{path.relative_to(ROOT)}:{line} {part}")
+    assert not suspects_found, "\n".join(suspects_found)
 
 
 # Values in the log lines that the pages quote, and the names of processes.

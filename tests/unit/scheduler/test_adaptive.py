@@ -349,18 +349,20 @@ def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) ->
 
 
 def test_a_single_client_is_not_delayed() -> None:
-    run, eager = (
+    simulation, eager = (
         Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, about(0.4))
         for batcher in (adaptive_batcher(100), fixed_batcher(0))
     )
-    assert run.per_second > 0.98 * eager.per_second
+    assert simulation.per_second > 0.98 * eager.per_second
 
 
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
 def test_the_target_is_met_where_possible(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
-    run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
-    assert run.percentile_ms(99) < 40
+    simulation = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(
+        per_second, 3000
+    )
+    assert simulation.percentile_ms(99) < 40
     waiting_simulation = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(
         per_second, 3000
     )
@@ -368,7 +370,7 @@ def test_the_target_is_met_where_possible(per_second: float) -> None:
 
 
 def test_an_overload_is_served_in_full_batches() -> None:
-    run = Simulation(adaptive_batcher(20), linear(10, 0.5)).open_loop(2000, 4000)
+    simulation = Simulation(adaptive_batcher(20), linear(10, 0.5)).open_loop(2000, 4000)
     eager = Simulation(fixed_batcher(0), linear(10, 0.5)).open_loop(2000, 4000)
-    assert run.per_second > 0.98 * eager.per_second
-    assert sum(run.sizes) / len(run.sizes) > 30
+    assert simulation.per_second > 0.98 * eager.per_second
+    assert sum(simulation.sizes) / len(simulation.sizes) > 30

@@ -135,8 +135,8 @@ def test_an_early_slowdown_does_not_exclude_the_best_size(seed: int) -> None:
         return timer(size, now_ns) * 3 ** (is_first_run + (now_ns < 1500 * MS))
 
     rules = Batching(32, frozenset({32}), 0, 80 * MS)
-    run = Simulation(AdaptiveBatcher(rules), time_ns).open_loop(250, 4000, seed)
-    assert sorted(run.latencies[3000:])[500] < rules.target_ns / 2
+    simulation = Simulation(AdaptiveBatcher(rules), time_ns).open_loop(250, 4000, seed)
+    assert sorted(simulation.latencies[3000:])[500] < rules.target_ns / 2
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 8])
@@ -147,8 +147,8 @@ def test_an_overload_from_a_wrong_best_size_ends(seed: int) -> None:
     """
     rate = 0.85 * SCATTERED_CURVE.most_per_second
     rules = Batching(32, frozenset({32}), 0, 400 * MS)
-    run = Load(rate, requests=8000).run(AdaptiveBatcher(rules), SCATTERED_CURVE, seed)
-    assert sorted(run.latencies[6000:])[-20] < rules.target_ns
+    simulation = Load(rate, requests=8000).run(AdaptiveBatcher(rules), SCATTERED_CURVE, seed)
+    assert sorted(simulation.latencies[6000:])[-20] < rules.target_ns
 
 
 @pytest.mark.parametrize(

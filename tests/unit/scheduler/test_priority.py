@@ -46,10 +46,10 @@ class ComparedQueue(RuleBasedStateMachine):
     @rule(data=st.data())
     def delay(self, data: st.DataObject) -> None:
         """Let the timeout of a request expire."""
-        in_time = [request for _, request in self.naive if not request.delayed]
-        if in_time:
+        undelayed = [request for _, request in self.naive if not request.delayed]
+        if undelayed:
             self.insertions += 1
-            chosen_request = data.draw(st.sampled_from(in_time))
+            chosen_request = data.draw(st.sampled_from(undelayed))
             self._drop([chosen_request])
             self.queue.delay(chosen_request)
             self.naive.append(((chosen_request.level, True, self.insertions), chosen_request))

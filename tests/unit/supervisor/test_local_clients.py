@@ -184,7 +184,7 @@ async def test_a_model_with_many_inputs_ends_no_connection(
         assert _names(await _receive(link, 3)) == {"plain"}
         number = acknowledgements.begin(local_clients.numbers())
         local_clients.announce(replace(wide, acknowledge=number))
-        (message,) = await _receive(link, 1, hello=False)
+        (message,) = await _receive(link, 1, sends_hello=False)
         assert isinstance(message, m.ModelPublished if all_fit else m.ModelWithdrawn)
         link.send(frames.pack([Acknowledged(message.acknowledge)]))
         while not acknowledgements.is_acknowledged(number):
@@ -225,8 +225,8 @@ def _names(messages: list[Any]) -> set[str]:
     return {message.name for message in messages if isinstance(message, m.ModelPublished)}
 
 
-async def _receive(link: socket.socket, count: int, *, hello: bool = True) -> list[Any]:
-    if hello:
+async def _receive(link: socket.socket, count: int, *, sends_hello: bool = True) -> list[Any]:
+    if sends_hello:
         link.send(frames.pack([Hello(frames.VERSION)]))
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(10):

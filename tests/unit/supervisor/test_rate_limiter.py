@@ -222,60 +222,62 @@ def test_instances_are_added_and_removed_while_their_model_serves() -> None:
 
 
 def test_tickets_of_an_exited_scheduler_are_released() -> None:
-    notified: list[tuple[Any, Any]] = []
-    tickets = Tickets(True, {}, lambda pid, message: notified.append((pid, message)))
+    notifications: list[tuple[Any, Any]] = []
+    tickets = Tickets(True, {}, lambda pid, message: notifications.append((pid, message)))
     for member, pid in ((1, 100), (2, 200)):
         tickets.join(member, {0: Needs({R: 1}, 1)})
         tickets.bind(pid, member)
     tickets.handle(100, AskTicket(7, 0))
     tickets.handle(200, AskTicket(8, 0))
-    assert notified == [(100, TicketGranted(7))]
+    assert notifications == [(100, TicketGranted(7))]
     tickets.exited(100)
-    assert notified == [(100, TicketGranted(7)), (200, TicketGranted(8))]
+    assert notifications == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
     tickets.handle(101, AskTicket(1, 0))
     tickets.handle(100, TicketReturned(8, True))  # a message of an exited process
     tickets.remove(2)
-    assert notified[2:] == [(101, TicketGranted(1))]
+    assert notifications[2:] == [(101, TicketGranted(1))]
 
 
 def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
-    notified: list[Any] = []
-    tickets = Tickets(True, {("R", None): 2}, lambda pid, message: notified.append((pid, message)))
+    notifications: list[Any] = []
+    tickets = Tickets(
+        True, {("R", None): 2}, lambda pid, message: notifications.append((pid, message))
+    )
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
         tickets.join(member, {i: Needs({R: amount}, 1) for i, amount in enumerate(needs)})
         tickets.bind(100 * member, member)
     tickets.handle(100, AskTicket(1, 0, 11))
-    notified.clear()
+    notifications.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
         # The scheduler does not hold these tickets.
         tickets.handle(scheduler, CheckHolders(7, [10]))
-    assert notified == [(300, ResourcesHeld(300))]
+    assert notifications == [(300, ResourcesHeld(300))]
     tickets.handle(200, AskTicket(2, 0, 12))
-    notified.clear()
+    notifications.clear()
     tickets.handle(400, CheckHolders(5, [11, 12]))
     tickets.handle(100, TicketReturned(1, True))
     tickets.handle(400, CheckHolders(6, [11, 12]))
-    assert notified == [(400, ResourcesHeld(5))]
+    assert notifications == [(400, ResourcesHeld(5))]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5))))
 def test_shares_never_exceed_the_bound(steps: list[tuple[bool, int]]) -> None:
     shares = CacheShares(1000)
-    notified: dict[int, int] = {}
+    notified_sizes: dict[int, int] = {}
 
     def record_size(member: int) -> Callable[[ResizeCache], None]:
         def on_granted(message: ResizeCache) -> None:
-            notified[member] = message.byte_size
+            notified_sizes[member] = message.byte_size
 
         return on_granted
 
     for joins, member in steps:
         if joins:
-            notified[member] = shares.join(member, record_size(member))
+            notified_sizes[member] = shares.join(member, record_size(member))
         else:
             shares.remove(member)
-            notified.pop(member, None)
-        assert sum(notified.values()) <= 1000
-        assert len(set(notified.values())) <= 1
+            notified_sizes.pop(member, None)
+        assert sum(notified_sizes.values()) <= 1000
+        assert len(set(notified_sizes.values())) <= 1

@@ -202,10 +202,10 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> No
     two_contents = plain_request.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
     assert len(with_id) == len(two_contents)
     template_cache = TemplateCache(gateway.models)
-    built_request = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
+    requests = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
     for iteration in range(4):
         for index in (first_index, 1 - first_index):
-            raw, payload = (with_id, two_contents)[index], built_request[index]
+            raw, payload = (with_id, two_contents)[index], requests[index]
             parts = split_message(raw)
             assert parts is not None
             template: Any = SimpleNamespace(
@@ -224,8 +224,8 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> No
                 request = InferRequest(parts.identity.request_id, [], [])
                 model: Any = gateway.models.find()
                 template_cache.store(parts, request, model, template)
-    assert built_request[0].contents == [[b"x"]] * 3
-    assert built_request[1].contents == [[b"i", b"x"]] * 3
+    assert requests[0].contents == [[b"x"]] * 3
+    assert requests[1].contents == [[b"i", b"x"]] * 3
 
 
 @pytest.fixture

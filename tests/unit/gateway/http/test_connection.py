@@ -270,7 +270,9 @@ def test_every_request_receives_its_own_response(
     connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, body_framing), is_separate in zip(sent_requests, separate_bodies, strict=False):
+    for (head, body, body_framing), is_separate in zip(
+        sent_requests, separate_bodies, strict=False
+    ):
         raw = pack_request(*head, body, body_framing)
         if is_separate:
             turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
@@ -480,18 +482,18 @@ def test_a_known_head_inside_another_request_is_ignored(
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    greedy, other_connection = connect(), connect()
+    busy_connection, other_connection = connect(), connect()
     await asyncio.sleep(0)
-    greedy[0].data_received(pack_request("GET", "/a", (), b"", "length") * 100)
+    busy_connection[0].data_received(pack_request("GET", "/a", (), b"", "length") * 100)
     other_connection[0].data_received(pack_request("GET", "/b", (), b"", "length"))
     for _ in range(1000):
         if other_connection[1].written:
             break
         await asyncio.sleep(0)
-    early_count = len(parse_replies(greedy[1].written))
+    early_count = len(parse_replies(busy_connection[1].written))
     await turn_loop(1000)
-    final_count = len(parse_replies(greedy[1].written))
-    for connection, _ in (greedy, other_connection):
+    final_count = len(parse_replies(busy_connection[1].written))
+    for connection, _ in (busy_connection, other_connection):
         connection.connection_lost(None)
     await asyncio.sleep(0)
     assert early_count < 5

@@ -156,8 +156,8 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Schedu
 
     rng = np.random.default_rng(7)
     one_output = [{"name": "OUTPUT1"}]
-    binary = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
-    for members in ({}, {"outputs": one_output}, {"outputs": binary, "id": "7"}):
+    binary_output = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
+    for members in ({}, {"outputs": one_output}, {"outputs": binary_output, "id": "7"}):
         for _ in range(5):
             minuends, subtrahends = rng.integers(2, 2**30, (2, 16))
             reply = infer_sums(minuends.tolist(), subtrahends.tolist(), **members)
@@ -559,11 +559,11 @@ def answer_in_arena(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[
 
 @pytest.mark.parametrize("size", [20_000, 16 * MIB])
 @pytest.mark.parametrize("encoding", ["", "gzip"])
-@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("as_binary", [True, False])
 def test_outputs_in_a_workers_arena_are_read_and_released(
-    gateway: Rig, arena: Arena, size: int, encoding: str, binary: bool
+    gateway: Rig, arena: Arena, size: int, encoding: str, as_binary: bool
 ) -> None:
-    if size > MIB and not (binary or encoding):
+    if size > MIB and not (as_binary or encoding):
         size = 4 * MIB
     data = np.arange(size // 4, dtype=np.float32)
     answer, memory_range = answer_in_arena(arena, data.tobytes())
@@ -571,7 +571,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     request = {
         "inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}],
-        "parameters": {"binary_data_output": binary},
+        "parameters": {"binary_data_output": as_binary},
     }
     headers = {"Accept-Encoding": encoding} if encoding else {}
     reply = gateway.http.infer("m", request, headers).ok()

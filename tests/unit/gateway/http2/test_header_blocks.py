@@ -86,14 +86,14 @@ def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, byte
     """Header blocks of an encoder whose table size changes at times are decoded correctly."""
     rng = random.Random(seed)
     encoder, own_decoder = Encoder(), HeaderDecoder(RequestFields, _MAX_LIST_SIZE)
-    start = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")]
+    pseudo_fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")]
     for fields in requests:
         fields = [(name, b"trailers" if name == b"te" else value) for name, value in fields]
         if rng.random() < 0.2:
             encoder.header_table_size = rng.choice([0, 40, 100, 4096])
         for _ in range(3):
-            block = encoder.encode([*start, *fields], huffman=rng.random() < 0.5)
-            assert list(own_decoder.decode_request(block)) == [*start, *fields]
+            block = encoder.encode([*pseudo_fields, *fields], huffman=rng.random() < 0.5)
+            assert list(own_decoder.decode_request(block)) == [*pseudo_fields, *fields]
 
 
 def test_a_repeated_block_is_decoded_once() -> None:

@@ -359,8 +359,8 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
     A release identifies a block by its offset.
     """
     elements = 10_000
-    shape = [model("a", dims=(elements,))]
-    rig = EnsembleRig(CHAIN[:1], shape, ["m"], dims=(elements,), cache_bytes=1 << 20)
+    model_list = [model("a", dims=(elements,))]
+    rig = EnsembleRig(CHAIN[:1], model_list, ["m"], dims=(elements,), cache_bytes=1 << 20)
     for number, (byte, is_hit) in enumerate([(b"x", False), (b"x", True), (b"y", False)], 1):
         rig.submit(number, data=byte * 4 * elements)
         for _, submit in rig.sent():

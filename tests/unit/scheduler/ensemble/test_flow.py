@@ -69,16 +69,16 @@ def expected_results(graph: Graph, false_tensors: set[str]) -> tuple[set[int], s
     """Return the steps that run and the outputs that exist, computed from the definition."""
     needed_steps = graph.needed_steps(graph.outputs)
     expected_steps: set[int] = set()
-    skipped: set[str] = set()
+    skipped_tensors: set[str] = set()
     for step in graph.sorted_steps():
         if step.index not in needed_steps:
             continue
-        lacks_input = any(tensor in skipped for tensor in step.inputs.values())
-        if lacks_input or (step.condition and step.condition in skipped | false_tensors):
-            skipped.update(step.outputs.values())
+        lacks_input = any(tensor in skipped_tensors for tensor in step.inputs.values())
+        if lacks_input or (step.condition and step.condition in skipped_tensors | false_tensors):
+            skipped_tensors.update(step.outputs.values())
         else:
             expected_steps.add(step.index)
-    return expected_steps, set(graph.outputs) - skipped
+    return expected_steps, set(graph.outputs) - skipped_tensors
 
 
 @given(graphs(), st.data())
@@ -90,7 +90,7 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
     flow = Flow(plan(graph))
     flow.begin([("IN", value("IN", freed_values, "IN" not in false_tensors))])
     started_steps: list[int] = []
-    created = ["IN"]
+    created_tensors = ["IN"]
     running_firings: list[Firing] = []
     while True:
         running_firings += flow.firings
@@ -102,7 +102,7 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
         routed_tensors = {
             n: tensor for n, tensor in firing.step.outputs.items() if tensor in flow.plan.routes
         }
-        created += routed_tensors.values()
+        created_tensors += routed_tensors.values()
         respond(
             flow,
             firing,
@@ -118,7 +118,7 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
     (response,) = flow.responses
     assert response.keys() == outputs
     flow.close()
-    assert sorted(freed_values) == sorted(created)
+    assert sorted(freed_values) == sorted(created_tensors)
 
 
 STREAM = Graph(

@@ -218,10 +218,13 @@ def test_prompts_are_cut_at_multiples_of_16() -> None:
     rig = make_rig(prefill_chunk_size=32, max_prefill_tokens=40)
     first_generation, second_generation = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
     rig.turn()
-    computed = [
+    computed_counts = [
         submitted.sequences[0].computed for submitted in (first_generation, second_generation)
     ]
-    assert computed == [32, 0]  # the remaining 8 tokens of the step are no multiple of the chunk
+    assert computed_counts == [
+        32,
+        0,
+    ]  # the remaining 8 tokens of the step are no multiple of the chunk
     rig = make_rig(prefill_chunk_size=29)
     generation = submit(rig, [1] * 70, 1)
     rig.turn()
@@ -237,9 +240,9 @@ def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
     assert long_generation.sequences[0].computed == 16
 
 
-@pytest.mark.parametrize(("token_ms", "computed"), [(0.1, 200), (1.0, 64)])
+@pytest.mark.parametrize(("token_ms", "computed_count"), [(0.1, 200), (1.0, 64)])
 def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
-    token_ms: float, computed: int
+    token_ms: float, computed_count: int
 ) -> None:
     rig = make_rig(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
     submit(rig, [1] * 5, 20)
@@ -247,7 +250,7 @@ def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
     rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
     long_generation = submit(rig, [2] * 200, 2)
     rig.turn()
-    assert long_generation.sequences[0].computed == computed
+    assert long_generation.sequences[0].computed == computed_count
 
 
 def test_a_finished_request_leaks_nothing_in_the_engine() -> None:

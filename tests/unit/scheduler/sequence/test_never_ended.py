@@ -66,13 +66,13 @@ class Table:
 def test_many_sequences_run_once_and_are_removed() -> None:
     """Each sequence has a slot until it has been idle for too long."""
     table = Table()
-    greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
+    greedy_client: Client[ScheduledRequest] = Client(b"7001.a", print)
     other_client: Client[ScheduledRequest] = Client(b"7002.a", print)
     opened_count = 0
     while opened_count < MANY_SEQUENCES:
         for _ in range(SLOTS):
             opened_count += 1
-            table.submit(greedy, opened_count, START)
+            table.submit(greedy_client, opened_count, START)
         if opened_count % (SLOTS * 1000) == 0:
             request = table.submit(other_client, -1, START | END)
             table.turn()
@@ -82,18 +82,18 @@ def test_many_sequences_run_once_and_are_removed() -> None:
             table.turn()
         assert table.count_kept() <= 3 * SLOTS
     with pytest.raises(InvalidArgument, match="must specify the START flag"):
-        table.submit(greedy, 5, 0)
+        table.submit(greedy_client, 5, 0)
 
 
 def test_the_number_of_waiting_sequences_is_bounded() -> None:
     """Further sequences are rejected and leave no state. Another client still has its turn."""
     table = Table()
-    greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
+    greedy_client: Client[ScheduledRequest] = Client(b"7001.a", print)
     other_client: Client[ScheduledRequest] = Client(b"7002.a", print)
     refusal_count = 0
     for sequence in range(MANY_SEQUENCES):
         try:
-            table.submit(greedy, sequence, START)
+            table.submit(greedy_client, sequence, START)
         except QueueFull:
             refusal_count += 1
     assert refusal_count == MANY_SEQUENCES - SLOTS - MAX_SEQUENCES

@@ -132,7 +132,7 @@ def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
 def test_3_3_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig) -> None:
     for sequence in (1, 2):
         rig.request(sequence, START)
-    first_sequence = [rig.request(3, START), rig.request(3, END)]
+    first_requests = [rig.request(3, START), rig.request(3, END)]
     restarted = rig.request(3, START)
     rig.request(1, END)
     rig.request(2, END)
@@ -140,7 +140,7 @@ def test_3_3_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig)
     while rig.runs():
         rig.done()
         order += list(rig.outcomes())
-    assert order.index(first_sequence[0]) < order.index(first_sequence[1]) and restarted in order
+    assert order.index(first_requests[0]) < order.index(first_requests[1]) and restarted in order
 
 
 def test_3_3_a_start_on_a_live_id_restarts_in_its_slot(rig: SequenceRig) -> None:
@@ -421,7 +421,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
 def test_connections_of_a_gateway_take_turns() -> None:
     """Sequences of other connections run between those of a connection that opens many."""
     rig = SequenceRig(rows=1)
-    greedy = [rig.request(number, START | END, source=7) for number in range(1, 7)]
+    greedy_requests = [rig.request(number, START | END, source=7) for number in range(1, 7)]
     other_requests = [rig.request(number, START | END, source=8) for number in (11, 12)]
     executed_requests: list[Any] = []
     while rig.runs():
@@ -429,7 +429,7 @@ def test_connections_of_a_gateway_take_turns() -> None:
         rig.done()
     # Sequence 2 had the slot, and 3 was next before 11 arrived.
     assert executed_requests == [1, 2, 3, 11, 4, 12, 5, 6]
-    assert rig.outcomes() == dict.fromkeys([*greedy, *other_requests])
+    assert rig.outcomes() == dict.fromkeys([*greedy_requests, *other_requests])
 
 
 def submit_message(sequence: int) -> m.Submit:

@@ -196,10 +196,10 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
 
     async def scenario(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
-        loading = asyncio.ensure_future(model.start())
+        load_task = asyncio.ensure_future(model.start())
         await until_async(lambda: len(stack_requests) == 3)
         processes.load_held()
-        await loading
+        await load_task
         assert model.ready
 
     run_scenario(scenario)
@@ -250,10 +250,10 @@ def test_a_hanging_restart_is_retried_and_abandoned(
 def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:
     async def scenario(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
-        loading = asyncio.ensure_future(model.start())
+        load_task = asyncio.ensure_future(model.start())
         await asyncio.sleep(0.05)
         processes.load_held()
-        await loading
+        await load_task
 
     run_scenario(scenario)
     assert stack_requests == []

@@ -194,10 +194,10 @@ async def test_stopping_waits_for_no_load() -> None:
     processes = Processes()
     processes.hanging = True
     manager = models(processes, Repository())
-    loading = asyncio.ensure_future(manager.load("m"))
+    load_task = asyncio.ensure_future(manager.load("m"))
     await until_async(lambda: processes._held)
-    loading.cancel()
-    await asyncio.wait({loading})
+    load_task.cancel()
+    await asyncio.wait({load_task})
     await manager.stop()
     await processes.end()
     assert [await child.exited for child in processes.started] == ["signal 9", "signal 15"]

@@ -231,10 +231,10 @@ def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
     async def scenario() -> None:
         server = Server(s=[], t=[], e=["s"])
         await server.load("e")
-        loading: list[Any] = []
+        load_tasks: list[Any] = []
         if is_slow:
             server.hanging = True
-            loading.append(asyncio.ensure_future(server.load("t")))
+            load_tasks.append(asyncio.ensure_future(server.load("t")))
             await until_async(
                 lambda: any(child.title.startswith("worker t") for child in server.started)
             )
@@ -244,7 +244,7 @@ def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
         ]
         await run_ready_tasks()
         server.load_held()
-        await asyncio.gather(*loading, *loads)
+        await asyncio.gather(*load_tasks, *loads)
         assert server.note("e") == "second"
         await server.end()
 

@@ -322,11 +322,11 @@ def test_a_policy_chooses_among_available_versions(
 def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> None:
     make_folder(tmp_path, "m", "1")
     file = tmp_path / "m" / "1" / "model.py"
-    seen_file = [fingerprint(scan([tmp_path])["m"])]
+    fingerprints = [fingerprint(scan([tmp_path])["m"])]
 
     def has_changed() -> bool:
-        seen_file.append(fingerprint(scan([tmp_path])["m"]))
-        return seen_file[-1] != seen_file[-2]
+        fingerprints.append(fingerprint(scan([tmp_path])["m"]))
+        return fingerprints[-1] != fingerprints[-2]
 
     assert not has_changed()
     file.write_text("x = 22\n")

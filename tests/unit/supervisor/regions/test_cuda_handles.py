@@ -243,9 +243,9 @@ async def test_without_gpus() -> None:
 @pytest.fixture
 def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Three processes that sleep; what they export is up to the test."""
-    child = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
-    yield child
-    for process in child:
+    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    yield sleepers
+    for process in sleepers:
         process.kill()
         process.wait()
 

@@ -79,8 +79,8 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     await office.registry.unregister("r", ME)
     assert office.published[1:] == [RegionRetired(memory_id, 1)]
     published = replace(office.published[0], acknowledge=0)
-    for_a_new_gateway = [published, RegionRetired(memory_id, 0)]
-    assert list(office.registry.publications()) == for_a_new_gateway
+    expected_messages = [published, RegionRetired(memory_id, 0)]
+    assert list(office.registry.publications()) == expected_messages
     draining_regions.record_use(8, memory_id, True)  # a request that arrived during the drain
     draining_regions.record_use(7, memory_id, False)
     await asyncio.sleep(0)

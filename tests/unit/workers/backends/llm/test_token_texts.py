@@ -87,7 +87,7 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     tokens = tokenize(tokenizer, text)
     starts = [text.encode()[: sum(len(texts.bytes_of(token_id)) for token_id in tokens[:index])]
               for index in range(len(tokens))]  # fmt: skip
-    expected = [len(token_id.decode(errors="ignore")) for token_id in starts]
+    expected = [len(start.decode(errors="ignore")) for start in starts]
     assert texts.offsets(tokens, text, True) == expected
     detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
