@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
-from shmserve.ipc.transport.records import Document, from_map, record
+from shmserve.ipc.transport.frames import Document, from_map, record
 
 STRATEGY_PARAMETER = "batching_strategy"
 TARGET_PARAMETER = "target_p99_ms"

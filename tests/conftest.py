@@ -129,9 +129,9 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     _start_what_stays()
     if request.node.get_closest_marker("gpu"):
         _start_cuda()
-    before = leaks.Snapshot.take()
+    snapshot_before = leaks.Snapshot.take()
     yield
-    before.assert_restored()
+    snapshot_before.assert_restored()
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.samples import read_data
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import OutputStream

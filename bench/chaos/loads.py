@@ -72,7 +72,7 @@ def _ok(reply: Reply) -> Reply:
 
 
 @contextmanager
-def _json_door(server: Server) -> Iterator[Infer]:
+def _open_json_client(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], **sequence: Any) -> Any:
         parameters = {f"sequence_{key}": value for key, value in sequence.items()}
         body: dict[str, Any] = {"inputs": [json_input(*item) for item in arrays.items()]}
@@ -86,7 +86,7 @@ def _json_door(server: Server) -> Iterator[Infer]:
 
 
 @contextmanager
-def _binary_door(server: Server) -> Iterator[Infer]:
+def _open_binary_client(server: Server) -> Iterator[Infer]:
     kinds = {"int32": "INT32", "float32": "FP32"}
 
     def infer(model: str, arrays: dict[str, Any]) -> Any:
@@ -99,7 +99,7 @@ def _binary_door(server: Server) -> Iterator[Infer]:
 
 
 @contextmanager
-def _grpc_door(server: Server) -> Iterator[Infer]:
+def _open_grpc_client(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
         request_id = str(next(_ids))
         options = {f"sequence_{key}": value for key, value in flags.items()}
@@ -131,7 +131,7 @@ def _grpc_input(name: str, array: Any) -> Any:
 
 
 @contextmanager
-def _native_door(server: Server) -> Iterator[Infer]:
+def _open_native_client(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
         result = client.infer(model, arrays, timeout=REQUEST_TIMEOUT_S, sequence=id, **flags)
         return {name: np.array(result[name]) for name in result}
@@ -140,13 +140,13 @@ def _native_door(server: Server) -> Iterator[Infer]:
         yield infer
 
 
-Door = Callable[[Server], AbstractContextManager[Infer]]
+OpenClient = Callable[[Server], AbstractContextManager[Infer]]
 
 
 # --- the loads
 
 
-def sums(door: Door, model: str = "simple") -> OpenLoad:
+def sums(open_client: OpenClient, model: str = "simple") -> OpenLoad:
     """Send requests for INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
 
     @contextmanager
@@ -159,7 +159,7 @@ def sums(door: Door, model: str = "simple") -> OpenLoad:
             expect(outputs["OUTPUT0"], first + second)
             expect(outputs["OUTPUT1"], first - second)
 
-        with door(server) as infer:
+        with open_client(server) as infer:
             yield send
 
     return load
@@ -170,12 +170,16 @@ def _numbers(rng: random.Random, dtype: Any, *shape: int) -> Any:
 
 
 def function(
-    door: Door, model: str, expected_of: Callable[[Any], Any], names: str = "X Y", **options: int
+    open_client: OpenClient,
+    model: str,
+    expected_of: Callable[[Any], Any],
+    names: str = "X Y",
+    **options: int,
 ) -> OpenLoad:
     """Send one array, and check that the response is a function of it.
 
     Args:
-        door: Connects a client of a transport.
+        open_client: Connects a client of a transport.
         model: The model.
         expected_of: The function.
         names: The names of the input and of the output.
@@ -192,13 +196,13 @@ def function(
                 array = np.arange(100, dtype=np.float32) + rng.randrange(options["different"])
             expect(infer(model, {input_name: array})[output_name], expected_of(array))
 
-        with door(server) as infer:
+        with open_client(server) as infer:
             yield send
 
     return load
 
 
-def sequences(door: Door, model: str) -> OpenLoad:
+def sequences(open_client: OpenClient, model: str) -> OpenLoad:
     """Send a complete sequence, and check the sum in each response."""
 
     @contextmanager
@@ -210,7 +214,7 @@ def sequences(door: Door, model: str) -> OpenLoad:
                 outputs = infer(model, {"INPUT0": np.full((1, 1), value)}, id=sequence_id, **flags)
                 expect(outputs["OUTPUT0"], [[values[: index + 1].sum(dtype=np.int32)]])
 
-        with door(server) as infer:
+        with open_client(server) as infer:
             yield send
 
     return load
@@ -404,20 +408,25 @@ class Load(NamedTuple):
 
 
 LOADS = (
-    Load("http-json", sums(_json_door)),
-    Load("http-binary", sums(_binary_door), 2),
-    Load("grpc-batched", sums(_grpc_door)),
-    Load("native-batched", sums(_native_door)),
-    Load("http-swap", sums(_binary_door, "swap")),
-    Load("native-swap", sums(_native_door, "swap")),
-    Load("http-ensemble", function(_binary_door, "pipeline", lambda x: (x + 1) * 2, "IN OUT")),
-    Load("native-ensemble", function(_native_door, "pipeline", lambda x: (x + 1) * 2, "IN OUT")),
-    Load("http-cached", function(_json_door, "cached", lambda x: x + 1, different=50)),
-    Load("grpc-limited", function(_grpc_door, "limited", lambda x: x * 3)),
-    Load("native-rival", function(_native_door, "rival", lambda x: x * 3)),
-    Load("http-sequence", sequences(_json_door, "sums_oldest")),
-    Load("grpc-sequence", sequences(_grpc_door, "sums_direct")),
-    Load("native-sequence", sequences(_native_door, "sums_direct")),
+    Load("http-json", sums(_open_json_client)),
+    Load("http-binary", sums(_open_binary_client), 2),
+    Load("grpc-batched", sums(_open_grpc_client)),
+    Load("native-batched", sums(_open_native_client)),
+    Load("http-swap", sums(_open_binary_client, "swap")),
+    Load("native-swap", sums(_open_native_client, "swap")),
+    Load(
+        "http-ensemble", function(_open_binary_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT")
+    ),
+    Load(
+        "native-ensemble",
+        function(_open_native_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT"),
+    ),
+    Load("http-cached", function(_open_json_client, "cached", lambda x: x + 1, different=50)),
+    Load("grpc-limited", function(_open_grpc_client, "limited", lambda x: x * 3)),
+    Load("native-rival", function(_open_native_client, "rival", lambda x: x * 3)),
+    Load("http-sequence", sequences(_open_json_client, "sums_oldest")),
+    Load("grpc-sequence", sequences(_open_grpc_client, "sums_direct")),
+    Load("native-sequence", sequences(_open_native_client, "sums_direct")),
     Load("native-stream", native_stream),
     Load("grpc-stream", grpc_stream),
     Load("http-text", text(stream=False)),

@@ -109,7 +109,7 @@ class Serving:
             return False
         stepped = self._worker.step(step)
         cpu_s, wall_s = time.thread_time() - start_s, time.perf_counter() - wall_began
-        self._engine.finish_step(_scaled(stepped, cpu_s / wall_s))
+        self._engine.finish_step(_scale_to_cpu_time(stepped, cpu_s / wall_s))
         self.clock += cpu_s
         keys = {number: s.prompt.key for number, s in self._worker._sequences.items()}
         for result in stepped.results:
@@ -124,7 +124,7 @@ class Serving:
         return self.clock - began
 
 
-def _scaled(stepped: Stepped, share: float) -> Stepped:
+def _scale_to_cpu_time(stepped: Stepped, share: float) -> Stepped:
     """Return a step's result with its CPU time, which excludes other programs."""
     return replace(
         stepped,

@@ -96,7 +96,7 @@ def outsiders_mapping(library: str, root: int) -> int:
     )
 
 
-def living(members: list[Process]) -> list[Process]:
+def running_processes(members: list[Process]) -> list[Process]:
     """Return the processes of `members` that still run; a reused pid does not count."""
     return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
 
@@ -104,7 +104,7 @@ def living(members: list[Process]) -> list[Process]:
 def wait_exited(members: list[Process], timeout_s: float) -> bool:
     """Wait until all of `members` have exited; return False after the time limit."""
     deadline = time.monotonic() + timeout_s
-    while living(members):
+    while running_processes(members):
         if time.monotonic() > deadline:
             return False
         time.sleep(_WAIT_S)
@@ -113,7 +113,7 @@ def wait_exited(members: list[Process], timeout_s: float) -> bool:
 
 def signal_all(members: list[Process], number: int) -> list[Process]:
     """Send a signal to the processes of `members` that still run, and return these."""
-    remaining = living(members)
+    remaining = running_processes(members)
     for process in remaining:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)

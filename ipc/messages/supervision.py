@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.transport.frames import message
-from shmserve.ipc.transport.records import Document, from_map
+from shmserve.ipc.transport.frames import Document, from_map, message
 from shmserve.logs import LogSettings
 
 T = TypeVar("T")

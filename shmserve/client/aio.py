@@ -55,7 +55,7 @@ class _LoopChannel:
         self.loop.add_reader(fd, self._receive, fd)
 
     def _receive(self, fd: int) -> None:
-        self.requests.take((fd,))
+        self.requests.process_events((fd,))
 
     def _unwatch(self, fd: int) -> None:
         if not self.loop.is_closed():

@@ -26,8 +26,7 @@ from shmserve.ipc.messages.publications import (
     EventHeader,
     SequenceReached,
 )
-from shmserve.ipc.transport.frames import unpack
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage, unpack
 
 TOPICS = (HEALTH, MODELS, PROCESSES, REGIONS, COUNTERS)
 

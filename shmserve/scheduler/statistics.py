@@ -38,9 +38,9 @@ replaced (its base), and current values:
                     empty unless they are configured
     instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
     is_ensemble     only in the report of an ensemble
-    cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty
-                    without a cache
-    families        the model's own metrics, as model_metrics.plain has them
+    cache           {"bytes", "bound", "entries", "evicted", "lent_bytes"} of the response cache;
+                    empty without a cache
+    families        the model's own metrics, as model_metrics.to_lists has them
 
 `Statistics.snapshot` returns the table without the base, the base as "base", and the rows of this
 version alone: batch_sizes, responses, last_ns (the last execution, monotonic).

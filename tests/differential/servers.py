@@ -65,9 +65,11 @@ def run_group(product: servers.Product, group: Group) -> dict[str, Record | str]
                     try:
                         records[script.name] = player.run()
                     except (OSError, AssertionError) as error:
-                        died = server.process.poll()
-                        ended = "" if died is None else f" (it has ended, with {died})"
-                        records[script.name] = f"{product.name}{ended}: {error}"
+                        exit_status = server.process.poll()
+                        exit_note = (
+                            "" if exit_status is None else f" (it has ended, with {exit_status})"
+                        )
+                        records[script.name] = f"{product.name}{exit_note}: {error}"
         return records
 
 

@@ -30,7 +30,9 @@ _FEWEST = 10  # texts with fewer occurrences in both samples are counted togethe
 _OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
-def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
+def sample_here(
+    path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int
+) -> list[Any]:
     engine = {"kv_cache_blocks": 4 * _SAMPLES}
     p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
@@ -47,7 +49,9 @@ def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int)
     return p_values[:texts]
 
 
-def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
+def sample_with_transformers(
+    path: Path, settings: dict[str, Any], texts: int, seed: int
+) -> list[Any]:
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -71,23 +75,23 @@ def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[
 
 def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int = 0) -> float:
     """Return the p-value of two samples under the hypothesis of one distribution."""
-    mine = Counter(ours(path, rig, settings, texts, seed))
-    other = Counter(theirs(path, settings, texts, seed))
-    total_counts = mine + other
+    own_counts = Counter(sample_here(path, rig, settings, texts, seed))
+    reference_counts = Counter(sample_with_transformers(path, settings, texts, seed))
+    total_counts = own_counts + reference_counts
     likely = [text for text, count in total_counts.items() if count >= _FEWEST]
-    table = [[counts[text] for text in likely] for counts in (mine, other)]
+    table = [[counts[text] for text in likely] for counts in (own_counts, reference_counts)]
     table = [[*row, texts - sum(row) + 1] for row in table]
     assert len(likely) >= 5, f"{settings}: texts are too various to be compared"
     return float(chi2_contingency(table).pvalue)
 
 
-def run(size: int, first: int = 0) -> str:
+def run(size: int, first_seed: int = 0) -> str:
     """Compare this number of texts at each of the settings. Raises AssertionError."""
     p_values: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="shmserve-sampling-") as folder:
         path = write_folder(Path(folder) / "model")
         for number, settings in enumerate(SETTINGS):
-            p_value = chance(path, Path(folder) / f"rig{number}", settings, size, first)
+            p_value = chance(path, Path(folder) / f"rig{number}", settings, size, first_seed)
             p_values[str(settings)] = p_value
             assert p_value > LEAST, f"{settings}: p = {p_value:g}"
     summary = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in p_values.items())

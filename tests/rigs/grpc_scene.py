@@ -143,12 +143,12 @@ class Scene:
         """Deliver bytes of the client."""
         read(self.connection, data)
 
-    def head(self, stream: int, path: str = UNARY, *more: tuple[bytes, bytes]) -> bytes:
-        return frame(HEADERS, END_HEADERS, stream, post(path, *more))
+    def head(self, stream: int, path: str = UNARY, *headers: tuple[bytes, bytes]) -> bytes:
+        return frame(HEADERS, END_HEADERS, stream, post(path, *headers))
 
-    def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
+    def call(self, stream: int, data: bytes = b"abc", *headers: tuple[bytes, bytes]) -> None:
         request_frames = frame(DATA, END_STREAM, stream, message(data))
-        self.send(self.head(stream, UNARY, *more) + request_frames)
+        self.send(self.head(stream, UNARY, *headers) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
         """Return how calls ended since the last call, by stream: the status and the fields after

@@ -17,7 +17,7 @@ from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.manager import Publication, Publications
 from shmserve.supervisor.models.orders import LoadPlan, Order
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
@@ -109,14 +109,14 @@ class LifecycleRig:
     def read(self, order: Order) -> None:
         """Plan one version whose configuration depends on the source."""
         name, folder = order.model.name, Path("/")
-        step = [{"model_name": each} for each in self.steps.get(name, [])]
-        written: dict[str, Any] = {
+        step = [{"model_name": step_model} for step_model in self.steps.get(name, [])]
+        config_fields: dict[str, Any] = {
             "name": name,
             "parameters": {"sent": {"string_value": order.source.config}},
         }
         if step:
-            written["ensemble_scheduling"] = {"step": step}
-        config = ModelSpec.of(written)
+            config_fields["ensemble_scheduling"] = {"step": step}
+        config = ModelSpec.of(config_fields)
         spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
         self.pending.append(("read", lambda: self.lifecycle.was_planned(order, plan)))
@@ -173,4 +173,9 @@ class LifecycleRig:
         self.answers.append(order)
 
     def changed(self) -> None:
-        pass
+        """Check that the summaries of the models that have not changed are still valid."""
+        assert self.registry.states() == {
+            (model.name, number): (str(status.state), status.reason)
+            for model in self.registry.models.values()
+            for number, status in statuses(model).items()
+        }

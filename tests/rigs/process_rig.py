@@ -120,17 +120,17 @@ class Processes:
 
     def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
-        nothing: Any = MagicMock(return_value=None)
+        no_call: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731
-        return ModelVersion(self.context, spec, group, nothing, nothing, complete)
+        return ModelVersion(self.context, spec, group, no_call, no_call, complete)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         loop = asyncio.get_running_loop()
         child = Made(next(self._pids), title, loop.create_future())
         self.started.append(child)
         hosts = "scheduler" in entry
-        first = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
-        loop.call_soon(self._dispatch, child.pid, first)
+        start_message = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
+        loop.call_soon(self._dispatch, child.pid, start_message)
         loop.call_soon(self.at_start, child)
         return child
 
@@ -193,7 +193,7 @@ class Processes:
         await asyncio.sleep(0)
 
 
-async def turns(count: int = 20) -> None:
+async def run_loop_turns(count: int = 20) -> None:
     """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -74,7 +74,7 @@ class Manager:
 
 
 @contextlib.contextmanager
-def managed() -> Iterator[Manager]:
+def run_manager() -> Iterator[Manager]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         address = tempfile.mktemp(prefix="notify-")
         sock.bind(address)
@@ -87,13 +87,13 @@ def managed() -> Iterator[Manager]:
 
 
 def start(
-    given: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
+    inherited_fds: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
     """Start a server that receives these descriptors from number 3 on."""
 
     def memory_range() -> None:
         # Above the numbers that the server expects.
-        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in inherited_fds]
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
@@ -105,7 +105,12 @@ def start(
             *("--metrics-port=0",),
         ],
         cwd=ROOT,
-        env={**os.environ, **environment, "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": names},
-        pass_fds=range(3, 3 + len(given)),
+        env={
+            **os.environ,
+            **environment,
+            "LISTEN_FDS": str(len(inherited_fds)),
+            "LISTEN_FDNAMES": names,
+        },
+        pass_fds=range(3, 3 + len(inherited_fds)),
         preexec_fn=memory_range,
     )

@@ -63,11 +63,11 @@ class Systemd:
         if user:
             groups_of = f"--groups={groups}" if groups else "--clear-groups"
             start += ["setpriv", f"--reuid={user}", f"--regid={user}", groups_of]
-        ran = subprocess.run(
+        completed = subprocess.run(
             [*start, *words], cwd="/", env=_ENVIRONMENT, capture_output=True, text=True, check=False
         )
-        status = f"\nstatus {ran.returncode}" if ran.returncode else ""
-        return (ran.stdout + ran.stderr).strip() + status
+        status = f"\nstatus {completed.returncode}" if completed.returncode else ""
+        return (completed.stdout + completed.stderr).strip() + status
 
     def path(self, inner_path: str) -> Path:
         return Path(f"/proc/{self.pid}/root{inner_path}")
@@ -120,8 +120,8 @@ def _check() -> None:
         raise Unavailable("namespaces with a systemd are for root to make")
     if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
         raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
-    if hidden := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY)]:
-        raise Unavailable(f"{hidden[0]} is in a folder that is empty there")
+    if hidden_paths := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY)]:
+        raise Unavailable(f"{hidden_paths[0]} is in a folder that is empty there")
     try:
         subprocess.run(
             [sys.executable, "-c", "import shmserve"],
@@ -144,11 +144,11 @@ _TOOLS = ("unshare", "nsenter", "setpriv", "ip", "curl", "systemctl", "systemd-s
 def _control_group() -> Path:
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     top = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
-    own = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0]
+    own_group = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0]
     try:
         if top is None:
             raise Unavailable("there are no control groups of version 2 here")
-        group = top / own.lstrip("/") / f"shmserve-test-{os.getpid()}"
+        group = top / own_group.lstrip("/") / f"shmserve-test-{os.getpid()}"
         group.mkdir()
     except OSError as error:
         raise Unavailable(f"no control group can be made: {error}") from None

@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--traced", type=int, default=TRACED, help="how many events to show")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    start_s, requests, failed = time.monotonic(), 0, 0
+    start_s, requests, failures = time.monotonic(), 0, 0
     faults: Counter[str] = Counter()
     seed = arguments.first
     for seed in range(arguments.first, arguments.first + arguments.seeds):
@@ -38,7 +38,7 @@ def main() -> int:
         try:
             simulation.run()
         except Exception as error:
-            failed += 1
+            failures += 1
             print(f"seed {seed}: {type(error).__name__}: {error}")
             if not arguments.go_on:
                 print(simulation.world.report())
@@ -54,9 +54,9 @@ def main() -> int:
     kind = "orders" if arguments.lifecycle else "requests"
     print(
         f"{seed + 1 - arguments.first} seeds, {requests} {kind}, {sum(faults.values())} faults "
-        f"in {seconds:.1f} s ({requests / seconds:.0f} {kind}/s), {failed} failed: {dict(faults)}"
+        f"in {seconds:.1f} s ({requests / seconds:.0f} {kind}/s), {failures} failed: {dict(faults)}"
     )
-    return int(failed > 0)
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -48,11 +48,11 @@ def test_no_rule_of_the_lifecycle_is_broken() -> None:
 
 @pytest.mark.parametrize("kind", [Simulation, LifecycleRun])
 def test_a_seed_gives_the_same_run(kind: type[Simulation] | type[LifecycleRun]) -> None:
-    first, second = kind(7), kind(7)
-    first.run()
-    second.run()
-    assert first.world.report() == second.world.report()
-    assert first.world.events == second.world.events > 300
+    first_run, second_run = kind(7), kind(7)
+    first_run.run()
+    second_run.run()
+    assert first_run.world.report() == second_run.world.report()
+    assert first_run.world.events == second_run.world.events > 300
 
 
 def test_no_mutant_is_stale() -> None:

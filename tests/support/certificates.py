@@ -35,9 +35,9 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def _make(folder: Path, name: str, *more: str) -> None:
+def _make(folder: Path, name: str, *arguments: str) -> None:
     files = ("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
-    openssl(folder, *_NEW, "-config", "openssl.cnf", *files, *more)
+    openssl(folder, *_NEW, "-config", "openssl.cnf", *files, *arguments)
 
 
 def openssl(folder: Path, *arguments: str) -> None:

@@ -16,8 +16,8 @@ def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:
     """
     pairs = [pair] * 3 if pair else ["int32", "fp32", "bool"]
     controls = [
-        control(kind, kind, f"{each}_false_true: [ {TRUTH[each]} ]")
-        for kind, each in zip(("START", "END", "READY"), pairs, strict=True)
+        control(kind, kind, f"{values}_false_true: [ {TRUTH[values]} ]")
+        for kind, values in zip(("START", "END", "READY"), pairs, strict=True)
     ]
     controls.append(control("CORRID", "CORRID", f"data_type: {id_type}"))
     return f"control_input [ {', '.join(controls)} ]"

@@ -23,14 +23,14 @@ def _server_frames() -> list[FrameType]:
     return frame_types
 
 
-def _collected(token: lent.Token) -> None:
+def _on_collected(token: lent.Token) -> None:
     if not token.unsettled:
         return
     # The collector also finds objects of earlier tests, so a collected token has no frames.
     frames = [] if _collecting else _server_frames()
     if frames:
-        way = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
-        LOST.append(f"{type(token).__name__} was dropped unsettled in {way}")
+        stack = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
+        LOST.append(f"{type(token).__name__} was dropped unsettled in {stack}")
 
 
 def _on_collection(phase: str, info: dict[str, int]) -> None:
@@ -43,4 +43,4 @@ def _on_collection(phase: str, info: dict[str, int]) -> None:
 def watch() -> None:
     """Record lost tokens from now on."""
     gc.callbacks.append(_on_collection)
-    lent.Token.__del__ = _collected  # type: ignore[attr-defined]
+    lent.Token.__del__ = _on_collected  # type: ignore[attr-defined]

@@ -42,7 +42,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # shared by the control plane's processes
     "common": (),
     "proto": (),
-    "model_config.syntax": ("common", "model_config"),
     "model_config.rules": ("ipc", "ipc.tensors", "common", "model_config"),
     "model_config": ("ipc", "common", "model_config.*"),
     "config": ("common", "model_config"),

@@ -9,7 +9,7 @@ Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.descriptors import unpack_range
 from shmserve.ipc.tensors.inference import TensorSchema, has_overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 Array = np.ndarray[Any, Any]
 
@@ -164,6 +164,16 @@ class Output(NamedTuple):
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
         """Return an output with one dimension; the values are Python's (BYTES: bytes or str)."""
         return cls(name, datatype, np.array(list(values), STORAGE_DTYPES[datatype]))
+
+    @classmethod
+    def select(
+        cls, values: Mapping[str, tuple[str, Iterable[Any]]], requested: Collection[str]
+    ) -> list[Output]:
+        """Return the requested outputs of a response, given the datatype and values of each name.
+
+        Values of other outputs are not iterated over, so generators compute what is requested.
+        """
+        return [cls.of_values(name, *values[name]) for name in values if name in requested]
 
     @property
     def shape(self) -> tuple[int, ...]:

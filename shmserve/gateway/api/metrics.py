@@ -83,15 +83,21 @@ class ReportFamily(NamedTuple):
         name = self.name if keeps_name else f"{self.name}_total"
         family = ExpositionFamily(name, self.help_text, self.kind)
         for labels, report in reports:
-            measurement: Any = report
-            for key in self.path.split("."):
-                measurement = measurement[key]
+            measurement = _find(report, self.path)
             if self.label:
                 for label_value, count in measurement.items():
                     family.add({**labels, self.label: label_value}, count)
             else:
                 family.add(labels, measurement // 1000 if self.is_latency else measurement)
         return family
+
+
+def _find(report: dict[str, Any], path: str) -> Any:
+    """Return the entry of a report at a path of keys, which are separated by dots."""
+    entry: Any = report
+    for key in path.split("."):
+        entry = entry[key]
+    return entry
 
 
 def _report_families(prefix: str, *rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
@@ -162,6 +168,15 @@ _CACHE_FAMILIES = _report_families(
     ("gauge", "shmserve_cache_bytes", "cache.bytes", "Bytes of responses in the cache of a model"),
     ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
 )
+# Gauges of the whole response cache: each is the sum over the models with a cache.
+_TOTAL_CACHE_GAUGES = (
+    # each row: name, help text, and the paths of the summands in a report
+    ("entries", "Number of responses stored in response cache", ("cache.entries",)),
+    ("lookups", "Number of cache lookups in response cache", ("cache_hit", "cache_miss")),
+    ("hits", "Number of cache hits in response cache", ("cache_hit",)),
+    ("misses", "Number of cache misses in response cache", ("cache_miss",)),
+    ("evictions", "Number of cache evictions in response cache", ("cache.evicted",)),
+)
 _OWN_FAMILIES = _report_families(
     "shmserve_",
     ("counter", "workers_lost", "", "Deaths of instance processes that were serving"),
@@ -213,6 +228,18 @@ def triton_families(reports: Reports, *, latencies: bool) -> Iterator[Exposition
     for family in _CACHE_FAMILIES if cached_reports else ():
         if latencies or not family.is_latency:
             yield family.to_exposition(cached_reports)
+    if cached_reports:
+        yield from _total_cache_families([report for _, report in cached_reports])
+
+
+def _total_cache_families(reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
+    """Yield Triton's gauges of the server's response cache."""
+    for name, text, paths in _TOTAL_CACHE_GAUGES:
+        count = sum(_find(report, path) for report in reports for path in paths)
+        yield _create_gauge(f"nv_cache_num_{name}", text, count)
+    used, size = (sum(report["cache"][key] for report in reports) for key in ("bytes", "bound"))
+    utilization = used / size if size else 0.0
+    yield _create_gauge("nv_cache_util", "Cache utilization [0.0 - 1.0]", utilization)
 
 
 def own_families(reports: Reports) -> Iterator[ExpositionFamily]:
@@ -476,7 +503,7 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
     parsed = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
-    families = model_metrics.added(parsed)
+    families = model_metrics.sum_families(parsed)
     unique = {name: family for name, family in families.items() if name not in server_names}
     if len(unique) < len(families):
         logger.warning(

@@ -20,9 +20,16 @@ import logging
 
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError
+from aiohttp.http_exceptions import LineTooLong
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.incoming import SMALL_BODY_BYTES, Incoming, MalformedBody
+from shmserve.gateway.http.incoming import (
+    MAX_HEADERS,
+    MAX_LINE_BYTES,
+    SMALL_BODY_BYTES,
+    Incoming,
+    MalformedBody,
+)
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
@@ -215,7 +222,8 @@ class HttpConnection(Incoming):
 
     def _refuse_malformed(self, error: HttpProcessingError) -> None:
         logger.debug("malformed request: %s", error)
-        response = error_response(InvalidArgument("malformed HTTP request"), close=True)
+        problem = InvalidArgument(f"malformed HTTP request: {_describe_error(error)}")
+        response = error_response(problem, close=True)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)
@@ -235,6 +243,15 @@ class HttpConnection(Incoming):
             return  # the handler receives the exception when it reads the stream
         finally:
             self._awaits_body = False
+
+
+def _describe_error(error: HttpProcessingError) -> str:
+    """Return the parser's reason in one line, without the bytes of the request."""
+    if isinstance(error, LineTooLong):
+        return f"the request line or a header has more than {MAX_LINE_BYTES} bytes"
+    summary = error.message.partition("\n\n")[0]
+    reason = " ".join(summary.split()).rstrip(":")
+    return f"{reason} (allowed: {MAX_HEADERS})" if reason.startswith("Too many headers") else reason
 
 
 async def _linger(content: StreamReader | WholeBody) -> None:

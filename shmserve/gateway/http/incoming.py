@@ -32,11 +32,11 @@ from shmserve.gateway.settings import GatewaySettings
 # The head of a request, and the stream of its body.
 ParsedMessage = tuple[RawRequestMessage, StreamReader]
 
+MAX_HEADERS = 128
+MAX_LINE_BYTES = 8190
 SMALL_BODY_BYTES = 128 * 1024  # large enough for a tensor of 64 KiB with its header
 _MAX_CACHED_HEAD_BYTES = 2048
 _MAX_QUEUED_REQUESTS = 32
-_MAX_HEADERS = 128
-_MAX_LINE_BYTES = 8190
 _READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
 
 
@@ -133,9 +133,9 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self,  # type: ignore[arg-type]
             self._loop,
             _READ_AHEAD_BYTES,
-            max_line_size=_MAX_LINE_BYTES,
-            max_field_size=_MAX_LINE_BYTES,
-            max_headers=_MAX_HEADERS,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_LINE_BYTES,
+            max_headers=MAX_HEADERS,
             payload_exception=MalformedBody,
             auto_decompress=False,
             max_msg_queue_size=_MAX_QUEUED_REQUESTS,

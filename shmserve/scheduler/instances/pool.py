@@ -424,9 +424,9 @@ class Pool:
             slot.executions[0].started_ns = now_ns
             return
         slot.meet("finish")
-        self.ended(slot)
+        self.update_free(slot)
 
-    def ended(self, slot: Slot) -> None:
+    def update_free(self, slot: Slot) -> None:
         """Update `free` after an execution or an open request of an instance has ended."""
         if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free:
             return
@@ -473,14 +473,14 @@ class Pool:
         """Return the instance with this process, or None."""
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
-    def awaited(self) -> list[int]:
+    def awaited_pids(self) -> list[int]:
         """Return the pids of announced processes that have not registered yet."""
         slots = self._slots.values()
         return [slot.awaited_pid for slot in slots if slot.awaited_pid not in (0, slot.pid)]
 
     # --- time and counts --------------------------------------------------------------------------
 
-    def overdue(self, now_ns: int) -> list[Slot]:
+    def overdue_slots(self, now_ns: int) -> list[Slot]:
         """Return the instances whose batch has run for the execution limit.
 
         The caller dooms them; they do not count for `due_ns` any more.

@@ -81,7 +81,7 @@ class Timing(NamedTuple):
     spans: bytes = b""
 
     @classmethod
-    def clamped(
+    def from_worker(
         cls, message: BatchFinished, sent_ns: int, now_ns: int, rows: int = 0, closed: str = ""
     ) -> Timing:
         """Return the phases that a worker reports, clamped to `sent_ns` .. `now_ns`."""

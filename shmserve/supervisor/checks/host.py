@@ -140,8 +140,8 @@ def judge_files(facts: tuple[int, int]) -> Verdict:
     """Require enough descriptors for regions, connections and models."""
     limit, regions = facts
     found = f"a process may open {limit} files"
-    if limit < fd_limits.FEWEST:
-        return wrong(f"{found}, but at least {fd_limits.FEWEST} are required", _FILE_LIMIT_FIX)
+    if limit < fd_limits.MIN_FDS:
+        return wrong(f"{found}, but at least {fd_limits.MIN_FDS} are required", _FILE_LIMIT_FIX)
     if (regions_limit := fd_limits.for_regions(limit)) < regions:
         return warning(
             f"{found}, enough for {regions_limit} regions, but --shm-max-regions is {regions}",

@@ -57,7 +57,7 @@ from shmserve.ipc.messages.publications import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, is_within, require_integer
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.supervisor.local_clients.connections import (
     LocalClient,
     LocalClientConnections,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from shmserve.common.tasks import either
+from shmserve.common.tasks import wait_any
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import ProcessExited
@@ -279,7 +279,7 @@ class Instances:
         assert child is not None
         receiving = asyncio.ensure_future(instance.inbox.get())
         try:
-            await either(receiving, child.exited)
+            await wait_any(receiving, child.exited)
         finally:
             receiving.cancel()
         if not receiving.done() and instance.inbox.empty():
@@ -467,7 +467,7 @@ class Instances:
         instance = self._instance_of(pid)
         if instance is not None:
             instance.crashes = 0
-            instance.backoff.worked()
+            instance.backoff.record_work()
 
     async def _restart(self, instance: Instance, exited_child: Child) -> None:
         exited_at = time.monotonic()

@@ -56,7 +56,8 @@ class Lifecycle:
         self._actions = actions
         self._shares_hosts = shares_hosts
         self._open_orders: list[Order] = []  # orders that were not answered yet
-        self._is_running = self._has_changed = self._has_published = False
+        self._is_running = self._has_changed = False
+        self._changed_models: set[str] = set()  # the models whose status may have changed
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
             OrderPhase.WAITING: self._advance_waiting,
@@ -76,6 +77,7 @@ class Lifecycle:
         for name, step_models in steps.items():
             model = self._registry.model(name)
             model.step_models, model.is_expected = step_models, True
+            self._changed_models.add(model.name)
 
     def offer(self, names: Iterable[str]) -> None:
         """Publish models as loaded on demand."""
@@ -159,6 +161,7 @@ class Lifecycle:
         caused_by_step = bool(unloads_by_model)
         unloads_by_model[model] = None
         model.on_demand = on_demand
+        self._changed_models.add(model.name)
         model.is_outdated = False  # the serving versions are not reloaded
         users = dict.fromkeys(self._registry.users_of(model))
         for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
@@ -237,6 +240,7 @@ class Lifecycle:
             if load is None and (not step.serving or last is not None):
                 step.for_ensembles = True
                 step.on_demand |= order.model.on_demand
+                self._changed_models.add(name)
                 load = self._load(step, FOLDER, is_requested=False)
             if load is not None:
                 order.prerequisites.append(load)
@@ -353,13 +357,15 @@ class Lifecycle:
                 self._advance_all()
         finally:
             self._is_running = False
-        if self._has_published:
-            self._has_published = False
+        if self._changed_models:
+            self._registry.update(self._changed_models)
+            self._changed_models.clear()
             self._actions.changed()
 
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
-            if model.orders or model.retiring:
+            # Most orders of a start wait for files or processes, and have no step to execute.
+            if model.retiring or (model.orders and model.orders[0].phase in self._steps):
                 self._advance(model)
         for order in self._open_orders[:]:
             if (
@@ -484,7 +490,8 @@ class Lifecycle:
                 order.follow_ups.append(self._unload(model, {model: None}, model.on_demand))
         elif error is not None and order.kind is OrderKind.LOAD:
             self._load_outdated(order)
-        self._has_changed = self._has_published = True
+        self._has_changed = True
+        self._changed_models.add(model.name)
 
     def _load_outdated(self, order: Order) -> None:
         """Reload the serving versions if the failed load was expected to adopt a step's shape."""
@@ -534,7 +541,7 @@ class Lifecycle:
                 self._actions.retire(version)
 
     def _publish(self, model: ModelEntry) -> None:
-        self._has_published = True
+        self._changed_models.add(model.name)
         self._actions.publish(model)
         for ensemble in self._registry.ensembles_of(model.name):
             ensemble.changed()

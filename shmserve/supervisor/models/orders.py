@@ -242,6 +242,7 @@ class Order:
             if replaced is not None:
                 version.instances.keep_count_of(replaced.instances)
         model.incoming = {number: model.serving[number] for number in self.updates} | new
+        model.has_steps |= bool(self.step_models)
         self.phase = OrderPhase.STARTING
         self.starting_versions = {*new} | ({UPDATES} if self.updates else set())
         for number, version in new.items():
@@ -361,6 +362,7 @@ class ModelEntry:
         last_load: The fingerprint and the sent configuration of the last load.
         source: The source of the last load of an ensemble.
         step_models: The models of an ensemble's steps.
+        has_steps: Whether a version of the model is or was an ensemble.
         for_ensembles: Whether only ensembles asked for the model.
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
@@ -382,6 +384,7 @@ class ModelEntry:
     last_load: tuple[str, str] | None = None
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
+    has_steps: bool = False
     for_ensembles: bool = False
     is_expected: bool = False
     on_demand: bool = False

@@ -1,16 +1,16 @@
 """The model registry: the models by name, the status of each version, and readiness checks.
 
-The registry starts and ends no process. A status is derived from the state of its model whenever it
-is needed, and is stored nowhere.
+The registry starts and ends no process. A status is derived from the state of its model. The
+lifecycle reports each model that has changed (`update`); other statuses are not derived again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shmserve.errors import NotFound
 from shmserve.ipc.messages.publications import ModelOnDemand, ModelPublication
@@ -30,6 +30,7 @@ class ModelRegistry:
     def __init__(self) -> None:
         self.models: dict[str, ModelEntry] = {}
         self.failed_loads = 0
+        self._summaries: dict[str, ModelSummary] = {}
 
     def model(self, name: str) -> ModelEntry:
         """Return the entry of a model; create it if needed."""
@@ -40,10 +41,21 @@ class ModelRegistry:
         if not (model.orders or statuses(model)) and self.models.get(model.name) is model:
             del self.models[model.name]
 
+    def update(self, names: Iterable[str]) -> None:
+        """Derive the summaries of models that have changed; those of other models stay valid."""
+        for name in names:
+            if name in self.models:
+                self._summaries[name] = ModelSummary.of(self.models[name])
+            else:
+                self._summaries.pop(name, None)
+
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
-        failed = {name: sorted(problems_of(self.models[name])) for name in sorted(self.models)}
-        pairs = [[name, version] for name, versions in failed.items() for version in versions]
+        pairs = [
+            [name, version]
+            for name, summary in sorted(self._summaries.items())
+            for version in summary.failed
+        ]
         return LoadsFailed(pairs, self.failed_loads)
 
     # --- versions
@@ -117,7 +129,8 @@ class ModelRegistry:
 
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """Return the ensembles with a step that runs a model, if they may have a process."""
-        return [version for version in self.live if version.uses(name)]
+        ensembles = [model for model in self.models.values() if model.has_steps]
+        return [version for model in ensembles for version in model.versions if version.uses(name)]
 
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
@@ -213,18 +226,19 @@ class ModelRegistry:
     def states(self) -> dict[tuple[str, str], tuple[str, str]]:
         """Return the state of each version and its reason, by name and version."""
         return {
-            (model.name, version): (str(status.state), status.reason)
-            for model in self.models.values()
-            for version, status in statuses(model).items()
+            (name, version): state
+            for name, summary in self._summaries.items()
+            for version, state in summary.states.items()
         }
 
     def progress(self) -> dict[str, str]:
         """Return the progress of each model that is loaded at the start."""
-        return {name: progress(model) for name, model in self.models.items() if model.is_expected}
+        summaries = self._summaries.items()
+        return {name: summary.progress for name, summary in summaries if summary.progress}
 
     def all_ready(self) -> bool:
         """Check whether every model that should serve is ready."""
-        return all(map(is_ready, self.models.values()))
+        return all(summary.is_ready for summary in self._summaries.values())
 
 
 def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[str]:
@@ -259,6 +273,29 @@ class Status(NamedTuple):
 
     state: ModelState
     reason: str = ""
+
+
+class ModelSummary(NamedTuple):
+    """The facts about a model that the server reports.
+
+    Attributes:
+        states: The state of each version and its reason.
+        is_ready: Whether every version that should serve is ready.
+        failed: The versions that should serve and do not, in order.
+        progress: The progress of the load; empty if the model is not loaded at the start.
+    """
+
+    states: dict[str, tuple[str, str]]
+    is_ready: bool
+    failed: list[str]
+    progress: str
+
+    @classmethod
+    def of(cls, model: ModelEntry) -> Self:
+        """Return the summary of a model in its current state."""
+        states = {number: (str(s.state), s.reason) for number, s in statuses(model).items()}
+        failed = sorted(problems_of(model))
+        return cls(states, is_ready(model), failed, progress(model) if model.is_expected else "")
 
 
 _UNLOADED_STATUS = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
@@ -415,7 +452,7 @@ class ReadinessCheck:
             self._send(pid, CheckReady(check.number))
         return check.outcome
 
-    def checked(self, pid: int, message: ReadyChecked) -> None:
+    def handle_response(self, pid: int, message: ReadyChecked) -> None:
         """Handle the response of a worker."""
         check = self._in_flight.get(pid)
         if check is not None and check.number == message.id:

@@ -356,7 +356,7 @@ class TraceControl:
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
             logger.info("trace settings of %s: %s", model or "all models", changes)
             self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
-        return self._settings_of(model).shown()
+        return self._settings_of(model).as_string_lists()
 
     def _settings_of(self, model: str) -> TraceSettings:
         common = self._start.with_changes(self._changes.get("", {}))

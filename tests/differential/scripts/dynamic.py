@@ -41,10 +41,14 @@ if value.flat[0] == 2:
     return self.failure("two is wrong")
 return self.response(OUTPUT0=value)
 """
-EACH = [Send("b", "mixed", 1, columns=2), Send("c", "mixed", 2, columns=2), Send("d", "mixed", 3)]
-OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", more="optional: true")]
-MORE = {"MORE": ("FP32", [1, 1], [0.5])}
-RAGGED = [tensor("INPUT0", more="allow_ragged_batch: true")]
+MIXED_REQUESTS = [
+    Send("b", "mixed", 1, columns=2),
+    Send("c", "mixed", 2, columns=2),
+    Send("d", "mixed", 3),
+]
+OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", extra_fields="optional: true")]
+EXTRA_INPUT = {"MORE": ("FP32", [1, 1], [0.5])}
+RAGGED = [tensor("INPUT0", extra_fields="allow_ragged_batch: true")]
 COUNTS = """
 } batch_input [ {
   kind: BATCH_ELEMENT_COUNT target_name: "COUNTS" data_type: TYPE_FP32 source_input: "INPUT0"
@@ -69,7 +73,7 @@ SCRIPTS = [
     Script(
         "other_shapes_end_a_batch",
         [model("mixed")],
-        [Send("a", "mixed"), *EACH, Send("e", "mixed", 4), Drain()],
+        [Send("a", "mixed"), *MIXED_REQUESTS, Send("e", "mixed", 4), Drain()],
     ),
     Script(
         "ragged_shapes_share_a_batch",
@@ -93,8 +97,8 @@ SCRIPTS = [
             Send("a", "optional"),
             Send("b", "optional", 1),
             Send("c", "optional", 2),
-            Send("d", "optional", 3, inputs=MORE),
-            Send("e", "optional", 4, inputs=MORE),
+            Send("d", "optional", 3, inputs=EXTRA_INPUT),
+            Send("e", "optional", 4, inputs=EXTRA_INPUT),
             Send("f", "optional", 5),
             Drain(),
         ],
@@ -102,7 +106,7 @@ SCRIPTS = [
     Script(
         "a_missing_input_beside_an_optional_one",
         [model("missing", inputs=OPTIONAL)],
-        [Send("a", "missing"), Send("none", "missing", None, inputs=MORE), Drain()],
+        [Send("a", "missing"), Send("none", "missing", None, inputs=EXTRA_INPUT), Drain()],
         known=[
             Known("batches", NOT_FOUND),
             Known("responses.none.error.*", NOT_FOUND),
@@ -111,13 +115,13 @@ SCRIPTS = [
     ),
     Script(
         "one_of_a_batch_fails",
-        [model("failing", one=FAIL)],
+        [model("failing", method_body=FAIL)],
         queued("failing", 1, 1, 1),
         known=[Known("statistics.*", "a request that fails counts in fail")],
     ),
     Script(
         "execute_raises",
-        [model("raising", one='raise ValueError("all wrong")')],
+        [model("raising", method_body='raise ValueError("all wrong")')],
         queued("raising", 1, 1),
         known=[
             Known("batches", "a batch that raises is executed again, each request alone"),

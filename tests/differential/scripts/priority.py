@@ -25,19 +25,28 @@ REJECT = """default_queue_policy {
 }"""
 DELAY = REJECT.replace("REJECT", "DELAY")
 SHORT, FOREVER = 20_000, 60_000_000
-OVER = Elapse(0.2)
+OUTLAST = Elapse(0.2)
 TIMED = [Known("*", "a request's own timeout holds, whatever the queue's policy")]
 UNTIMED = [Known("*", "any timeout is shorter than none")]
 FULL = [Known("statistics.*", "who finds the queue full counts in fail, too")]
 
 
 def scene(
-    name: str, batching: str, *steps: Step, known: list[Known] | None = None, size: int = 1
+    name: str,
+    batching: str,
+    *steps: Step,
+    known_differences: list[Known] | None = None,
+    size: int = 1,
 ) -> Script:
     """Steps after an executing request, all for the model that has the scene's name."""
     recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
-    named = [replace(step, model=name) if isinstance(step, Send) else step for step in steps]
-    return Script(name, [recording_model], [Send("first", name), *named, Drain()], known or [])
+    model_steps = [replace(step, model=name) if isinstance(step, Send) else step for step in steps]
+    return Script(
+        name,
+        [recording_model],
+        [Send("first", name), *model_steps, Drain()],
+        known_differences or [],
+    )
 
 
 def send(label: str, priority: int = 0, timeout_us: int = 0) -> Send:
@@ -66,14 +75,14 @@ SCRIPTS = [
         send("b_too", 2),
         send("full"),
         send("a", 1),
-        known=FULL,
+        known_differences=FULL,
     ),
     scene(
         "rejected",
         REJECT % (SHORT, "false"),
         send("a"),
         send("b", timeout_us=FOREVER),
-        OVER,
+        OUTLAST,
         send("c"),
     ),
     scene(
@@ -81,31 +90,33 @@ SCRIPTS = [
         REJECT % (FOREVER, "true"),
         send("a"),
         send("b", timeout_us=SHORT),
-        OVER,
+        OUTLAST,
     ),
-    scene("an_override_is_longer", REJECT % (SHORT, "true"), send("b", timeout_us=FOREVER), OVER),
+    scene(
+        "an_override_is_longer", REJECT % (SHORT, "true"), send("b", timeout_us=FOREVER), OUTLAST
+    ),
     scene(
         "an_override_without_a_default",
         REJECT % (0, "true"),
         send("a"),
         send("b", timeout_us=SHORT),
-        OVER,
-        known=UNTIMED,
+        OUTLAST,
+        known_differences=UNTIMED,
     ),
     scene(
         "no_override",
         REJECT % (FOREVER, "false"),
         send("a"),
         send("b", timeout_us=SHORT),
-        OVER,
-        known=TIMED,
+        OUTLAST,
+        known_differences=TIMED,
     ),
     scene(
         "delayed",
         DELAY % (FOREVER, "true"),
         send("late", timeout_us=SHORT),
         send("b"),
-        OVER,
+        OUTLAST,
         send("c"),
     ),
     scene(
@@ -113,7 +124,7 @@ SCRIPTS = [
         "priority_levels: 2 default_priority_level: 2 " + DELAY % (FOREVER, "true"),
         send("low", 2),
         send("late", 1, timeout_us=SHORT),
-        OVER,
+        OUTLAST,
     ),
     scene("cancelled_in_its_level", LEVELS, send("c", 3), send("b"), send("a", 1), Cancel("b")),
     Script(

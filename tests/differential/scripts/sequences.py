@@ -153,7 +153,7 @@ def backlog_timeout() -> Script:
     return scene(name, steps, max_batch_size=2)
 
 
-def refused() -> Script:
+def refused_requests() -> Script:
     name = "refused"
     send = SequenceRequests(name)
     steps: list[Step] = [
@@ -175,7 +175,7 @@ def of_another_type() -> Script:
     return Script(name, [model(name)], steps, [Known("*", "as in later versions of Triton")])
 
 
-def typed(name: str, id_type: str, pair: str, *sequences: int | str) -> Script:
+def typed_controls(name: str, id_type: str, pair: str, *sequences: int | str) -> Script:
     """Control inputs of another datatype."""
     send = SequenceRequests(name)
     steps: list[Step] = []
@@ -189,8 +189,8 @@ def of_text() -> Script:
     name = "typed_string"
     sequence_model = model(name, control=controls("TYPE_STRING", "int32"))
     steps: list[Step] = [Send("a", name, sequence="first", start=True), Drain()]
-    why = "Triton 2.51 reads the CORRID of a Python model as more than one text, and fails"
-    return Script(name, [sequence_model], steps, [Known("*", why)])
+    reason = "Triton 2.51 reads the CORRID of a Python model as more than one text, and fails"
+    return Script(name, [sequence_model], steps, [Known("*", reason)])
 
 
 def shapes_apart() -> Script:
@@ -205,7 +205,7 @@ def shapes_apart() -> Script:
     return scene(name, steps)
 
 
-def cancelled(name: str, strategy: str) -> Script:
+def cancelled_sequences(name: str, strategy: str) -> Script:
     send = SequenceRequests(name)
     steps: list[Step] = [
         send(1, start=True),
@@ -240,15 +240,15 @@ SCRIPTS = [
     backlog(),
     backlog_oldest(),
     backlog_timeout(),
-    refused(),
+    refused_requests(),
     of_another_type(),
-    typed("typed_int32", "TYPE_INT32", "bool", 5, 2**32 + 7),
-    typed("typed_int64", "TYPE_INT64", "fp32", 5, 2**62 + 7),
-    typed("typed_uint32", "TYPE_UINT32", "int32", 2**32 + 9),
+    typed_controls("typed_int32", "TYPE_INT32", "bool", 5, 2**32 + 7),
+    typed_controls("typed_int64", "TYPE_INT64", "fp32", 5, 2**62 + 7),
+    typed_controls("typed_uint32", "TYPE_UINT32", "int32", 2**32 + 9),
     of_text(),
     shapes_apart(),
-    cancelled("cancelled_direct", DIRECT),
-    cancelled("cancelled_oldest", OLDEST),
+    cancelled_sequences("cancelled_direct", DIRECT),
+    cancelled_sequences("cancelled_oldest", OLDEST),
     unbatched("unbatched_direct", DIRECT),
     unbatched("unbatched_oldest", "oldest { max_candidate_sequences: 2 }"),
 ]

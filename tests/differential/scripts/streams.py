@@ -21,7 +21,7 @@ sender.send(self.failure("wrong in the middle"))
 sender.send(self.response(OUTPUT0=np.array([[2]], np.int32)))
 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-LAST = """
+FINAL_RESPONSE = """
 sender = request.get_response_sender()
 sender.send(
     self.response(OUTPUT0=np.array([[1]], np.int32)),
@@ -43,10 +43,14 @@ COUNTED = [Known("statistics.*", "responses are counted by their index, as later
 TEXT = [Known("responses.*.error.1", "the text is without file and line")]
 
 
-def streamed(name: str, one: str, *values: int, known: list[Known] | None = None) -> Script:
+def streaming_script(
+    name: str, method_body: str, *values: int, known_differences: list[Known] | None = None
+) -> Script:
     """A decoupled model receives one request at a time."""
     steps = [step for value in values for step in (_stream(name, value), Drain())]
-    return Script(name, [recorder(name, MANY, one=one)], steps, known or COUNTED)
+    return Script(
+        name, [recorder(name, MANY, method_body=method_body)], steps, known_differences or COUNTED
+    )
 
 
 def _stream(name: str, value: int) -> Send:
@@ -56,17 +60,17 @@ def _stream(name: str, value: int) -> Send:
 def iterative(name: str, strategy: str) -> Script:
     """Requests without an id, each of which is rescheduled as often as its input sets."""
     config = f"{MANY} sequence_batching {{ iterative_sequence: true {strategy} }}"
-    recording_model = recorder(name, config, one=ITERATE, max_batch_size=2)
+    recording_model = recorder(name, config, method_body=ITERATE, max_batch_size=2)
     return Script(
         name, [recording_model], [_stream(name, 3), Drain(), _stream(name, 2), Drain()], COUNTED
     )
 
 
 SCRIPTS = [
-    streamed("counts", COUNT, 3, 1, 0),
-    streamed("wrong_in_the_middle", WRONG, 1),
-    streamed("last_with_its_response", LAST, 1),
-    streamed("raises", 'raise ValueError("early")', 1, known=[*TEXT, *COUNTED]),
+    streaming_script("counts", COUNT, 3, 1, 0),
+    streaming_script("wrong_in_the_middle", WRONG, 1),
+    streaming_script("last_with_its_response", FINAL_RESPONSE, 1),
+    streaming_script("raises", 'raise ValueError("early")', 1, known_differences=[*TEXT, *COUNTED]),
     iterative("iterative_oldest", "oldest { max_candidate_sequences: 4 }"),
     iterative("iterative_direct", "direct { }"),
     Script(

@@ -34,7 +34,7 @@ def utilization() -> Script:
     return scene(name, steps, strategy)
 
 
-def preferred() -> Script:
+def preferred_sizes() -> Script:
     """The oldest strategy has preferred batch sizes and a delay."""
     name = "oldest_preferred"
     send = SequenceRequests(name)
@@ -82,7 +82,7 @@ SCRIPTS = [
     idle_gives_way("idle_gives_way_direct", DIRECT),
     idle_gives_way("idle_gives_way_oldest", ONE_CANDIDATE),
     utilization(),
-    preferred(),
+    preferred_sizes(),
     again_in_the_backlog("again_in_the_backlog_direct", DIRECT),
     again_in_the_backlog("again_in_the_backlog_oldest", ONE_CANDIDATE),
     cancelled_in_the_backlog("cancelled_in_the_backlog_direct", DIRECT),

@@ -15,12 +15,12 @@ _MOUNT = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
 
 def can_mount() -> bool:
     """Return whether this user may mount a private /dev/shm."""
-    tried = subprocess.run(
+    mounting = subprocess.run(
         ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"],
         capture_output=True,
         check=False,
     )
-    return tried.returncode == 0
+    return mounting.returncode == 0
 
 
 # This program runs in the server's mount namespace, which has the small /dev/shm.

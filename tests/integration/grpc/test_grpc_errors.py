@@ -52,7 +52,7 @@ def of_output(name: str = "OUTPUT0", **fields: tuple[str, object]) -> Callable[[
     return change
 
 
-def typed(field: str, values: list) -> Callable[[Any], None]:
+def set_typed_contents(field: str, values: list) -> Callable[[Any], None]:
     def change(request: Any) -> None:
         del request.raw_input_contents[:]
         for tensor in request.inputs:
@@ -61,8 +61,8 @@ def typed(field: str, values: list) -> Callable[[Any], None]:
     return change
 
 
-def typed_twice(request: Any) -> None:
-    typed("int_contents", [1] * 16)(request)
+def set_two_contents(request: Any) -> None:
+    set_typed_contents("int_contents", [1] * 16)(request)
     request.inputs[0].contents.fp32_contents.append(1.0)
 
 
@@ -150,19 +150,19 @@ CASES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "'simple'",
     ),
     "wrong contents": (
-        typed("fp32_contents", [1.0] * 16),
+        set_typed_contents("fp32_contents", [1.0] * 16),
         BAD,
         "unexpected explicit tensor data for input tensor 'INPUT0' for model 'simple' of type "
         "'FP32', expected datatype 'INT32'",
     ),
     "contents of two kinds": (
-        typed_twice,
+        set_two_contents,
         BAD,
         "unexpected explicit tensor data for input tensor 'INPUT0' for model 'simple', binary data "
         "was already supplied.",
     ),
     "short contents": (
-        typed("int_contents", [1] * 15),
+        set_typed_contents("int_contents", [1] * 15),
         BAD,
         "[request id: <id_unknown>] input byte size mismatch for input 'INPUT0' for model 'simple'."
         " Expected 64, got 60",
@@ -372,7 +372,7 @@ def test_another_refused_call(call: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["n" * 6000, "n" * 9000, "n" * 20000, "\u2603" * 5000])
-def test_a_long_text_is_cut_to_what_clients_take(call: Any, name: str) -> None:
+def test_a_long_error_text_is_truncated_to_the_clients_limit(call: Any, name: str) -> None:
     """They refuse some statuses of more than 8 KB, and all of more than 16."""
     request = simple_request()
     request.outputs.add(name=name)
@@ -396,7 +396,7 @@ def test_bytes_that_are_no_request(server: Server) -> None:
     assert "Traceback" not in server.log()
 
 
-def test_the_plan_of_a_request_is_for_its_sizes_only(call: Any) -> None:
+def test_a_request_plan_applies_only_to_its_sizes(call: Any) -> None:
     request = simple_request()
     for _ in range(3):
         call.ModelInfer(request)

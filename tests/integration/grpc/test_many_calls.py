@@ -99,9 +99,9 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
     port = plain_endpoint.server.grpc_port
     array = np.tile(np.arange(1024, dtype=np.float32), size // 4096)
     raw = request_of("identity", array, "FP32").SerializeToString()
-    compression, takes = ENCODINGS.get(encoding or "", (None, 0b001))
+    compression, accepted_algorithms = ENCODINGS.get(encoding or "", (None, 0b001))
     arguments = [
-        ("grpc.compression_enabled_algorithms_bitset", takes),
+        ("grpc.compression_enabled_algorithms_bitset", accepted_algorithms),
         ("grpc.max_receive_message_length", -1),
     ]
     with (
@@ -111,8 +111,8 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         answer = pb.ModelInferResponse.FromString(infer(raw, timeout=60, compression=compression))
         assert answer.raw_output_contents == [array.tobytes()]
-        small = [moved < size // 2 for moved in (proxy.sent, proxy.received)]
-    assert small == [encoding is not None] * 2
+        are_compressed = [byte_count < size // 2 for byte_count in (proxy.sent, proxy.received)]
+    assert are_compressed == [encoding is not None] * 2
 
 
 # --- deadlines and metadata of calls
@@ -141,13 +141,13 @@ def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> N
     ) as sock:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
         sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
-        received = b""
-        while (rest_of_status := received.partition(b"grpc-status")[2])[1:] == b"" or len(
+        received_bytes = b""
+        while (rest_of_status := received_bytes.partition(b"grpc-status")[2])[1:] == b"" or len(
             rest_of_status
         ) < 1 + rest_of_status[0]:
             piece = sock.recv(65536)
-            assert piece, received
-            received += piece
+            assert piece, received_bytes
+            received_bytes += piece
     assert rest_of_status[1 : 1 + rest_of_status[0]] == status
 
 
@@ -161,19 +161,19 @@ def test_a_far_deadline(plain_endpoint: Endpoint) -> None:
 @pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
 def test_the_text_of_an_error(plain_endpoint: Endpoint, name: str) -> None:
     request = pb.ModelMetadataRequest(name=name).SerializeToString()
-    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as error_info:
         channel.unary_unary(f"{SERVICE}ModelMetadata")(request, timeout=20)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == f"Request for unknown model: '{name}' is not found"
+    assert error_info.value.code() is grpc.StatusCode.NOT_FOUND
+    assert error_info.value.details() == f"Request for unknown model: '{name}' is not found"
 
 
 def test_metadata(plain_endpoint: Endpoint) -> None:
     """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
-    sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
+    sent_metadata = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
     request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        answer, call = infer.with_call(request, timeout=20, metadata=sent)
+        answer, call = infer.with_call(request, timeout=20, metadata=sent_metadata)
         assert call.code() is grpc.StatusCode.OK
     (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
     parameters = json.loads(output[4:])["parameters"]
@@ -193,9 +193,9 @@ def test_metadata_that_is_too_large_fails_only_its_call(
         requests.put(RAW)
         answers = stream(iter(requests.get, None), timeout=30)
         next(answers)
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error_info:
             infer(RAW, timeout=20, metadata=[("large", "x" * size)])
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error_info.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         requests.put(RAW)
         next(answers)
         requests.put(None)
@@ -216,12 +216,12 @@ SERVICES = [
 ]
 
 
-def reflect(plain: Endpoint, version: str, *questions: dict[str, Any]) -> list[Any]:
+def reflect(endpoint: Endpoint, version: str, *questions: dict[str, Any]) -> list[Any]:
     request, response = (
         reflection_pb2.ServerReflectionRequest,
         reflection_pb2.ServerReflectionResponse,
     )
-    with plain.channel() as channel:
+    with endpoint.channel() as channel:
         call = channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             request.SerializeToString,
@@ -249,23 +249,33 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
     assert [answer.original_request for answer in answers] == [
         reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
-    listed, *described, by_name, health, unknown, no_file, numbers, extension, empty = answers
-    assert listed.valid_host == "here"
-    assert [service.name for service in listed.list_services_response.service] == SERVICES
-    for answer in (*described, by_name):
-        first, *needed = answer.file_descriptor_response.file_descriptor_proto
-        assert first == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
+    (
+        service_list,
+        *descriptions,
+        by_name,
+        health,
+        unknown,
+        no_file,
+        numbers,
+        extension,
+        empty_answer,
+    ) = answers
+    assert service_list.valid_host == "here"
+    assert [service.name for service in service_list.list_services_response.service] == SERVICES
+    for answer in (*descriptions, by_name):
+        service_descriptor, *needed = answer.file_descriptor_response.file_descriptor_proto
+        assert service_descriptor == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
     assert b"HealthCheckRequest" in health.file_descriptor_response.file_descriptor_proto[0]
     for answer in (unknown, no_file, extension):
         assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
         assert answer.error_response.error_message
     assert numbers.all_extension_numbers_response.base_type_name == "inference.ModelInferRequest"
-    assert empty.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert empty_answer.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
 def test_reflection_of_no_request(plain_endpoint: Endpoint) -> None:
     path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as error_info:
         list(channel.stream_stream(path)(iter([b"\xff"]), timeout=20))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert reflect(plain_endpoint, "v1") == []

@@ -67,9 +67,9 @@ def test_tritonclient(any_endpoint: Endpoint) -> None:
         for algorithm in (None, "gzip", "deflate"):
             result = client.infer("identity", large(), compression_algorithm=algorithm)
             assert (result.as_numpy("OUTPUT0") == LARGE).all()
-        with pytest.raises(InferenceServerException, match="'模型' is not found") as caught:
+        with pytest.raises(InferenceServerException, match="'模型' is not found") as error_info:
             client.infer("模型", simple())
-        assert caught.value.status() == "StatusCode.NOT_FOUND"
+        assert error_info.value.status() == "StatusCode.NOT_FOUND"
         answers: list[object] = []
         for _ in range(20):
             client.async_infer(
@@ -145,14 +145,14 @@ def test_the_largest_messages(endpoint: Endpoint) -> None:
 
 def test_ends_of_calls(any_endpoint: Endpoint) -> None:
     """A deadline, a cancelled call, a stream that its client leaves."""
-    held = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
+    gated_request = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
     with any_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        with pytest.raises(grpc.RpcError) as caught:
-            infer(held, timeout=0.3)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(grpc.RpcError) as error_info:
+            infer(gated_request, timeout=0.3)
+        assert error_info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         visit = any_endpoint.server.gate.next()
-        waiting = infer.future(held, timeout=30)
+        waiting = infer.future(gated_request, timeout=30)
         any_endpoint.server.wait_pending("gated", 1)
         waiting.cancel()
         any_endpoint.server.wait_pending("gated", 0)
@@ -182,14 +182,14 @@ def node_client() -> list[str]:
     return clients.find_node()
 
 
-def test_gos(go_client: Path, any_endpoint: Endpoint) -> None:
+def test_the_go_client(go_client: Path, any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (f"-root={any_endpoint.root}",)
     assert clients.run([str(go_client), f"-target={any_endpoint.target}", *root]) == RIGHT
     any_endpoint.server.gate.next().release()
     assert any_endpoint.server.gate.is_idle()
 
 
-def test_nodes(node_client: list[str], any_endpoint: Endpoint) -> None:
+def test_the_node_client(node_client: list[str], any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (str(any_endpoint.root),)
     assert clients.run_node([*node_client, any_endpoint.target, *root]) == RIGHT
     any_endpoint.server.gate.next().release()

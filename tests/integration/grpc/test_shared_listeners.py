@@ -69,7 +69,7 @@ def gateways(server: Server) -> list[str]:
     return sorted(title for title in server.titles().elements() if title.startswith(TITLES[0]))
 
 
-def test_the_processes(server: Server) -> None:
+def test_the_gateway_processes(server: Server) -> None:
     assert gateways(server) == TITLES
     for gateway in server.find(TITLES[0]):
         ports = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}
@@ -84,12 +84,12 @@ def live(port: int, outcomes: Counter[str]) -> None:
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
                 head = frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ServerLive"))
                 sock.sendall(OPENED + head + frame(DATA, END_STREAM, 1, message(b"")))
-                received = b""
-                while b"grpc-status\x010" not in received:
+                received_bytes = b""
+                while b"grpc-status\x010" not in received_bytes:
                     piece = sock.recv(65536)
                     if not piece:
                         raise ConnectionResetError
-                    received += piece
+                    received_bytes += piece
         except (ConnectionResetError, BrokenPipeError):
             outcomes["cut off"] += 1
         else:
@@ -99,19 +99,19 @@ def live(port: int, outcomes: Counter[str]) -> None:
 
 def test_no_death_refuses_a_connection(server: Server) -> None:
     outcomes: Counter[str] = Counter()
-    finished = threading.Event()
+    has_finished = threading.Event()
 
     def send_calls() -> None:
-        while not finished.is_set():
+        while not has_finished.is_set():
             live(server.grpc_port, outcomes)
 
     def kill(victims: list[psutil.Process]) -> None:
         for victim in victims:
             victim.kill()
         psutil.wait_procs(victims)
-        before = outcomes["answered"]
+        answered_before = outcomes["answered"]
         until("all are back", lambda: gateways(server) == TITLES)
-        until("calls go on", lambda: outcomes["answered"] > before)
+        until("calls go on", lambda: outcomes["answered"] > answered_before)
 
     choice = random.Random(1)
     with ThreadPoolExecutor(CALLERS) as pool:
@@ -121,7 +121,7 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
                 kill([choice.choice(server.find(TITLES[0]))])
             kill(server.find(TITLES[0]))
         finally:
-            finished.set()
+            has_finished.set()
         for caller in callers:
             caller.result()
     assert outcomes["cut off"] <= CALLERS * (DEATHS + 3)
@@ -139,15 +139,15 @@ def test_calls_of_a_client_go_on(server: Server) -> None:
                 victim.kill()
                 psutil.wait_procs([victim])
             until("all are back", lambda: gateways(server) == TITLES)
-            failed: list[grpc.StatusCode] = []
+            failed_codes: list[grpc.StatusCode] = []
             while True:
                 try:
                     response = call.ModelInfer(
                         simple_request(), metadata=metadata, timeout=20, wait_for_ready=True
                     )
                 except grpc.RpcError as error:
-                    failed.append(error.code())
-                    assert failed == [grpc.StatusCode.UNAVAILABLE]
+                    failed_codes.append(error.code())
+                    assert failed_codes == [grpc.StatusCode.UNAVAILABLE]
                 else:
                     assert is_right(response)
                     break
@@ -171,7 +171,7 @@ def register(name: str, shared: SharedObject) -> Any:
     return pb.SystemSharedMemoryRegisterRequest(name=name, key=shared.key, byte_size=2 * SIZE)
 
 
-def through(name: str) -> Any:
+def region_request(name: str) -> Any:
     """Run identity from the first half of a region to the second."""
     request = pb.ModelInferRequest(model_name="identity")
     memory_range(request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE)
@@ -196,31 +196,33 @@ def test_the_servers_user_needs_no_token(server: Server, folder: Path) -> None:
 
 
 @needs_users
-def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
+def test_a_client_is_identified_by_its_uid(server: Server, folder: Path) -> None:
     """R18: its regions are its own, and their objects must be."""
     path, options = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
     status = pb.SystemSharedMemoryStatusRequest()
     with pytest.raises(PermissionError):
         as_user(BOB, lambda: connect_unix(path))
     with (
-        SharedObject(2 * SIZE) as hers,
-        SharedObject(2 * SIZE) as ours,
+        SharedObject(2 * SIZE) as her_object,
+        SharedObject(2 * SIZE) as own_object,
         unix(path, ALICE, FRIENDS) as alice,
         unix(path, BOB, FRIENDS) as bob,
         unix(path, os.geteuid()) as root,
     ):
-        os.chown(hers.path, ALICE, -1)
-        hers.write(VALUES)
-        assert refusal(alice.ModelInfer, through("hers"))[0] == "UNAUTHENTICATED"
-        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", ours), **options)
-        assert refused[0] == "PERMISSION_DENIED"
-        alice.SystemSharedMemoryRegister(register("hers", hers), timeout=20, **options)
-        alice.ModelInfer(through("hers"), timeout=20, **options)
-        assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-        for user, visible in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
+        os.chown(her_object.path, ALICE, -1)
+        her_object.write(VALUES)
+        assert refusal(alice.ModelInfer, region_request("hers"))[0] == "UNAUTHENTICATED"
+        refused_call = refusal(
+            alice.SystemSharedMemoryRegister, register("ours", own_object), **options
+        )
+        assert refused_call[0] == "PERMISSION_DENIED"
+        alice.SystemSharedMemoryRegister(register("hers", her_object), timeout=20, **options)
+        alice.ModelInfer(region_request("hers"), timeout=20, **options)
+        assert (her_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+        for user, visible_names in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
             regions = user.SystemSharedMemoryStatus(status, timeout=20, **options)
-            assert sorted(regions.regions) == visible
-        assert refusal(bob.ModelInfer, through("hers"), **options)[0] == "NOT_FOUND"
+            assert sorted(regions.regions) == visible_names
+        assert refusal(bob.ModelInfer, region_request("hers"), **options)[0] == "NOT_FOUND"
         alice.SystemSharedMemoryUnregister(
             pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **options
         )

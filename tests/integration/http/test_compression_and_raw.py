@@ -23,8 +23,10 @@ def test_compressed_request(http: Http, coding: str) -> None:
     body = PACK[coding](json.dumps(REQUEST).encode())
     reply = http.infer("identity", body, {"Content-Encoding": coding})
     assert (reply.tensors()["OUTPUT0"] == VALUES).all()
-    plain, headers = binary_request([("INPUT0", "FP32", [64], VALUES.tobytes())])
-    reply = http.infer("identity", PACK[coding](plain), {**headers, "Content-Encoding": coding})
+    plain_body, headers = binary_request([("INPUT0", "FP32", [64], VALUES.tobytes())])
+    reply = http.infer(
+        "identity", PACK[coding](plain_body), {**headers, "Content-Encoding": coding}
+    )
     assert (reply.tensors()["OUTPUT0"] == VALUES).all()
 
 
@@ -45,7 +47,7 @@ def test_compressed_response(http: Http, coding: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "chosen"),
+    ("accepted", "expected_coding"),
     [
         ("gzip;q=0.5, deflate;q=0.8", "deflate"),
         ("gzip, deflate", "gzip"),
@@ -56,9 +58,9 @@ def test_compressed_response(http: Http, coding: str) -> None:
         ("", None),
     ],
 )
-def test_choice_of_response_coding(http: Http, accepted: str, chosen: str | None) -> None:
+def test_choice_of_response_coding(http: Http, accepted: str, expected_coding: str | None) -> None:
     reply = http.infer("identity", REQUEST, {"Accept-Encoding": accepted}).ok()
-    assert reply.headers["Content-Encoding"] == chosen
+    assert reply.headers["Content-Encoding"] == expected_coding
 
 
 def test_unknown_coding(http: Http) -> None:

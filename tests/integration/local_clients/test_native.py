@@ -113,10 +113,10 @@ def test_the_guides_models_are_the_examples() -> None:
     examples = {"models": ("native_model", "native_stream"), "sequences": ("native_sequence",)}
     for page, names in examples.items():
         page_blocks = blocks(GUIDE / f"{page}.md")
-        shown = [
+        guide_texts = [
             block.text for block in page_blocks if (block.language, block.use) == ("python", "")
         ]
-        for text, name in zip(shown, names, strict=True):
+        for text, name in zip(guide_texts, names, strict=True):
             assert text in (ROOT / "examples" / f"{name}.py").read_text()
 
 

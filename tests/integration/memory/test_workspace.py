@@ -90,7 +90,7 @@ def test_without_a_pool_the_error_names_the_flag(
         ("cuda:00=4096", "'cuda:00' is not a device with a pool"),
     ],
 )
-def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None:
+def test_an_invalid_setting(repository: Path, value: str, text: str) -> None:
     result = run_command(
         "serve", f"--model-repository={repository}", f"--workspace-byte-size={value}"
     )
@@ -98,7 +98,7 @@ def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None
     assert f"--workspace-byte-size: {text}" in result.stderr
 
 
-def test_a_device_that_is_not_there_ends_the_start(repository: Path) -> None:
+def test_a_missing_device_ends_the_start(repository: Path) -> None:
     result = run_command(
         *("serve", f"--model-repository={repository}", "--workspace-byte-size=cuda:99=4096"),
         *("--http-port=0", "--grpc-port=0", "--metrics-port=0"),

@@ -132,10 +132,10 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
     held_calls = queue("short")
     held_calls.add(1)
     held_calls.add(2)
-    refused = held_calls.pool.number("short", 3).result()
-    assert refused.status == 503
-    assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
-    assert int(refused.headers["Retry-After"]) >= 1
+    refused_reply = held_calls.pool.number("short", 3).result()
+    assert refused_reply.status == 503
+    assert refused_reply.error == "[request id: <id_unknown>] Exceeds maximum queue size"
+    assert int(refused_reply.headers["Retry-After"]) >= 1
     assert held_calls.batches(1) == [[1, 2]]
     assert held_calls.first.result().status == 200
 
@@ -143,11 +143,11 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
 def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Queue]) -> None:
     held_calls = queue("timed")
     start_s = time.monotonic()
-    late = held_calls.pool.number("timed", 1)
-    sooner = held_calls.pool.number("timed", 2, deadline_us=50_000)
-    assert (sooner.result().status, sooner.result().error) == (503, EXPIRED)
-    assert not late.done(), "the one before it has the queue's timeout"
-    assert (late.result().status, late.result().error) == (503, EXPIRED)
+    late_request = held_calls.pool.number("timed", 1)
+    expired_request = held_calls.pool.number("timed", 2, deadline_us=50_000)
+    assert (expired_request.result().status, expired_request.result().error) == (503, EXPIRED)
+    assert not late_request.done(), "the one before it has the queue's timeout"
+    assert (late_request.result().status, late_request.result().error) == (503, EXPIRED)
     assert 1.5 <= time.monotonic() - start_s < 5
     held_calls.holder.release()
     assert held_calls.first.result().status == 200
@@ -170,26 +170,26 @@ def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..
 
 
 def test_responses_keep_the_order_of_requests(server: Server, pool: RequestPool) -> None:
-    first = pool.number("ordered", 1)
-    slow = server.gate.next()
-    second = pool.number("ordered", 2)
+    first_request = pool.number("ordered", 1)
+    slow_visit = server.gate.next()
+    second_request = pool.number("ordered", 2)
     fast = server.gate.next()
-    assert (slow.batch, fast.batch) == ([1], [2])
+    assert (slow_visit.batch, fast.batch) == ([1], [2])
     fast.release()
     with pytest.raises(TimeoutError):
-        second.result(timeout=0.3)
-    slow.release()
-    assert values(first.result()) == [1]
-    assert values(second.result()) == [2]
+        second_request.result(timeout=0.3)
+    slow_visit.release()
+    assert values(first_request.result()) == [1]
+    assert values(second_request.result()) == [2]
 
 
 def test_two_instances_run_at_the_same_time(server: Server, pool: RequestPool) -> None:
     answers = [pool.number("two", 1)]
-    one = server.gate.next()
+    second_visit = server.gate.next()
     answers.append(pool.number("two", 2))
     other_visit = server.gate.next()
-    assert one.pid != other_visit.pid
-    for visit in (one, other_visit):
+    assert second_visit.pid != other_visit.pid
+    for visit in (second_visit, other_visit):
         visit.release()
     assert [values(answer.result()) for answer in answers] == [[1], [2]]
 

@@ -81,9 +81,9 @@ ensemble_scheduling { step [ { model_name: "inner" model_version: -1
 """
 
 
-def add(repository: Path, name: str, code: str, more: str = "", *targets: str) -> None:
+def add(repository: Path, name: str, code: str, settings: str = "", *targets: str) -> None:
     source = f"TARGETS = {targets!r}\n{CALL if targets else ''}{code}"
-    repositories.write(repository, name, f'backend: "python"\n{IO}{more}', source)
+    repositories.write(repository, name, f'backend: "python"\n{IO}{settings}', source)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def infer(http: Http, model: str, value: int = 0) -> Reply:
         ("holder", "holder -> between -> limited"),
     ],
 )
-def test_a_cycle_fails_at_once_with_its_chain(
+def test_a_call_cycle_fails_immediately_and_is_named(
     server_of_cycles: Server, model: str, chain: str
 ) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
@@ -138,7 +138,7 @@ def test_a_cycle_fails_at_once_with_its_chain(
             assert "deadlock" in reply.error and f"({chain})" in reply.error
 
 
-def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) -> None:
+def test_a_recursion_fails_only_without_a_free_instance(server_of_cycles: Server) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
         assert [infer(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
         assert infer(http, "streams").status == 200
@@ -154,12 +154,12 @@ def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) 
 
 
 @pytest.mark.parametrize("model", ["exec_leaf", "async_leaf", "stream_leaf", "outer_leaf"])
-def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
+def test_a_disconnecting_client_cancels_the_calls_of_its_model(
     server_of_cycles: Server, model: str
 ) -> None:
-    with ThreadPoolExecutor(1) as other, server_of_cycles.http() as occupant:
+    with ThreadPoolExecutor(1) as executor, server_of_cycles.http() as occupant:
         with holding(server_of_cycles.gate) as wait_held:
-            occupied = other.submit(infer, occupant, "leaf")
+            occupying_request = executor.submit(infer, occupant, "leaf")
             wait_held()
             with server_of_cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
                 infer(http, model)
@@ -167,12 +167,12 @@ def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
             nested = model == "outer_leaf"
             with server_of_cycles.http(timeout_s=5) as http:
                 assert infer(http, "exec_leaf" if nested else model, 20).status == 200
-            until("the calls are gone", lambda: not pending(server_of_cycles, "leaf"))
-            assert not occupied.done()
-        assert occupied.result().status == 200
+            until("the calls are gone", lambda: not pending_count(server_of_cycles, "leaf"))
+            assert not occupying_request.done()
+        assert occupying_request.result().status == 200
 
 
-def pending(server: Server, model: str) -> float:
+def pending_count(server: Server, model: str) -> float:
     return server.metric("nv_inference_pending_request_count", model=model)
 
 
@@ -201,11 +201,11 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
     repository: Path, serve: Callable[..., Server], limits: str, target: str, chains: set[str]
 ) -> None:
     """Each request occupies the only instance, or the resource, that the other one needs."""
-    waits = WAITING + ENDS.replace(
+    waiting_code = WAITING + ENDS.replace(
         "            return resp", "            wait()\n            return resp"
     )
-    add(repository, "left", waits, limits, "right")
-    add(repository, "right", waits, "", target)
+    add(repository, "left", waiting_code, limits, "right")
+    add(repository, "right", waiting_code, "", target)
     add(repository, "third", LEAF.replace("        wait()\n", ""), LIMITED)
     server = serve(repository, "--rate-limit=execution_count")
     body = {"inputs": [json_input("X", np.ones(1, np.int32))]}
@@ -219,10 +219,12 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
             replies = [people.submit(reply, name) for name in ("left", "right")]
             for name in ("left", "right"):
                 until(name, partial(is_busy, server, name))
-        failed, succeeded = sorted((each.result() for each in replies), key=lambda r: -r.status)
-    assert (failed.status, succeeded.status) == (500, 200)
-    assert "requests that wait for its callers" in failed.error
-    assert any(chain in failed.error for chain in chains)
+        failed_reply, succeeded_reply = sorted(
+            (answer.result() for answer in replies), key=lambda r: -r.status
+        )
+    assert (failed_reply.status, succeeded_reply.status) == (500, 200)
+    assert "requests that wait for its callers" in failed_reply.error
+    assert any(chain in failed_reply.error for chain in chains)
     assert reply("right").status == 200
 
 
@@ -230,7 +232,7 @@ def test_a_call_after_the_hang_up_fails(
     repository: Path, serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     report_file = tmp_path / "told"
-    again = f"""{WAITING}
+    calling_code = f"""{WAITING}
 class TritonPythonModel:
     def execute(self, requests):
         wait()
@@ -238,7 +240,7 @@ class TritonPythonModel:
         open({str(report_file)!r}, "w").write(str(prepared(requests[0]).exec().error().message()))
         return made
 """
-    add(repository, "again", again, "", "free")
+    add(repository, "again", calling_code, "", "free")
     add(repository, "free", LEAF.replace("        wait()\n", ""))
     server = serve(repository)
     with holding(server.gate), server.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):

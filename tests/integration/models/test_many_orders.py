@@ -37,11 +37,15 @@ def test_load_against_unload(empty_server: Explicit) -> None:
         return outcomes
 
     with ThreadPoolExecutor(THREADS) as threads:
-        outcomes = [outcome for some in threads.map(orders, range(THREADS)) for outcome in some]
+        outcomes = [
+            outcome
+            for thread_outcomes in threads.map(orders, range(THREADS))
+            for outcome in thread_outcomes
+        ]
     assert len(outcomes) == 2 * THREADS * ROUNDS
-    failed = [(verb, text) for verb, status, text in outcomes if status != 200]
-    assert {verb for verb, _ in failed} <= {"load"}
-    assert not [text for _, text in failed if not TEXTS.fullmatch(text)]
+    failed_orders = [(verb, text) for verb, status, text in outcomes if status != 200]
+    assert {verb for verb, _ in failed_orders} <= {"load"}
+    assert not [text for _, text in failed_orders if not TEXTS.fullmatch(text)]
     with server.http() as http:
         http.load("constant").ok()
         until("one is left", lambda: len(server.find("worker constant")) == 1)

@@ -113,10 +113,12 @@ def test_generate_stream(http: Http) -> None:
 def test_generate(http: Http) -> None:
     output = http.post("/v2/models/repeat/generate", repeat_inputs([4])).ok().json()
     assert output == {"IDX": 0, "OUT": 4, "model_name": "repeat", "model_version": "1"}
-    many = http.post("/v2/models/repeat/generate", repeat_inputs([4] * 3)).json()
-    assert many["error"].startswith("generate expects model to produce exactly 1 response")
-    ordinary = http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
-    assert json.loads(ordinary["OUTPUT0"])["parameters"] == {"k": "v"}
+    error_reply = http.post("/v2/models/repeat/generate", repeat_inputs([4] * 3)).json()
+    assert error_reply["error"].startswith("generate expects model to produce exactly 1 response")
+    single_response = (
+        http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
+    )
+    assert json.loads(single_response["OUTPUT0"])["parameters"] == {"k": "v"}
 
 
 def test_infer_as_lines(http: Http) -> None:
@@ -204,10 +206,10 @@ def test_classification(server: Server, client_module: Any) -> None:
             output = result.as_numpy("OUTPUT0")
             assert output.shape == (2, 2)
             assert output.ravel().tolist() == BEST
-        plain = client.infer(
+        plain_result = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )
-        assert (plain.as_numpy("OUTPUT0") == ROWS).all()
+        assert (plain_result.as_numpy("OUTPUT0") == ROWS).all()
 
 
 def _extensions(metadata: Any) -> Any:

@@ -65,8 +65,8 @@ def server_and_repository(
 
 @pytest.fixture
 def client(server_and_repository: tuple[Server, Path]) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server_and_repository[0].run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(server_and_repository[0].run_dir) as native_client:
+        yield native_client
 
 
 def words(responses: Any) -> list[bytes]:
@@ -102,7 +102,7 @@ def test_closing_a_stream_closes_the_models_generator(
 
 
 @pytest.mark.parametrize("model", ["plain", "asynchronous"])
-def test_an_error_ends_it(client: shmserve.client.Server, model: str) -> None:
+def test_an_error_ends_the_stream(client: shmserve.client.Server, model: str) -> None:
     responses = client.stream(model, x=np.array([-1], np.float32))
     assert next(responses)["output"][0] == -1
     with pytest.raises(ShmserveError, match="ValueError: enough"):

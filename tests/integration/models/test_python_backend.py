@@ -22,11 +22,16 @@ Explicit = tuple[Server, Path]
 def call(target: str) -> dict:
     """Return a request for the models that call others."""
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
-    first, second = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
-    return {"inputs": [tensor, json_input("INPUT0", first), json_input("INPUT1", second)]}
+    first_input, second_input = (
+        np.arange(16, dtype=np.int32).reshape(1, 16),
+        np.full((1, 16), 5, np.int32),
+    )
+    return {
+        "inputs": [tensor, json_input("INPUT0", first_input), json_input("INPUT1", second_input)]
+    }
 
 
-def test_a_model_calls_another(http: Http) -> None:
+def test_a_model_calls_another_model(http: Http) -> None:
     output = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
     assert (output == np.arange(16)).all()
 
@@ -37,7 +42,7 @@ def test_calls_at_the_same_time(http: Http) -> None:
 
 
 @pytest.mark.parametrize("model", ["caller", "async_caller"])
-def test_calling_what_is_not_there(http: Http, model: str) -> None:
+def test_calling_a_missing_model(http: Http, model: str) -> None:
     reply = http.infer(model, call("nothing"))
     assert reply.status in (404, 500)
     assert "nothing" in reply.error
@@ -86,7 +91,7 @@ class TritonPythonModel:
 def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
     server, repository = empty_server
-    two = "instance_group { kind: KIND_CPU count: 2 }"
+    two_instances = "instance_group { kind: KIND_CPU count: 2 }"
     arguments = {
         "raise ValueError('not today')": "Internal: ValueError: not today",
         "raise pb_utils.TritonModelException('no')": "Internal: TritonModelException: no",
@@ -94,7 +99,9 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         "os._exit(3)": "Unavailable: the process of instance 'model_3_",
     }
     for number, statement in enumerate(arguments):
-        config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
+        config = repositories.identity_config(
+            f"model_{number}", "FP32", [1], settings=two_instances
+        )
         repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
     with server.http() as http:
         for number, expected_error in enumerate(arguments.values()):
@@ -235,14 +242,14 @@ def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
     with server.http() as http:
         http.load("speaker").ok()
 
-        def send_request(way: str) -> Reply:
+        def send_request(action: str) -> Reply:
             tensor = json_input("INPUT0", np.zeros(1, np.int32))
-            return http.infer("speaker", {"id": way, "inputs": [tensor]})
+            return http.infer("speaker", {"id": action, "inputs": [tensor]})
 
-        for way in ("raise", "error"):
-            assert send_request(way).error.endswith("n\\udce4me")
-        for way in ("call", "measure", "nothing"):
-            assert send_request(way).tensors()["OUTPUT0"].tolist() == [1]
+        for action in ("raise", "error"):
+            assert send_request(action).error.endswith("n\\udce4me")
+        for action in ("call", "measure", "nothing"):
+            assert send_request(action).tensors()["OUTPUT0"].tolist() == [1]
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
 
 
@@ -288,8 +295,8 @@ def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
             assert reply.status == 500
             assert "deadlock" in reply.error and "(countdown -> countdown)" in reply.error
         assert send_request(0).status == 200
-        two = config + "instance_group { kind: KIND_CPU count: 2 }\n"
-        repositories.write(repository, "countdown", two, COUNTDOWN)
+        two_instances = config + "instance_group { kind: KIND_CPU count: 2 }\n"
+        repositories.write(repository, "countdown", two_instances, COUNTDOWN)
         http.load("countdown").ok()
         assert [send_request(number).status for number in (0, 1, -1)] == [200, 200, 200]
 
@@ -306,7 +313,7 @@ class TritonPythonModel:
 """
 
 
-def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> None:
+def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
     """Triton's clients receive a response without the output, and the native client an error.
 
     The destination of the output no longer contains the earlier result.
@@ -314,20 +321,20 @@ def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> 
     server, repository = empty_server
     config = repositories.identity_config("partial", "INT32", [-1])
     repositories.write(repository, "partial", config, PARTIAL)
-    sevens, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
+    sevens, zeros_input = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
     with server.http() as http, SharedObject(24) as region:
         http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
         memory_range = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
-        for value, listed in ((sevens, 1), (absent, 0)):
+        for value, output_count in ((sevens, 1), (zeros_input, 0)):
             fields = {
                 "inputs": [json_input("INPUT0", value)],
                 "outputs": [{"name": "OUTPUT0", "parameters": memory_range}],
             }
             answer = http.infer("partial", fields).ok().json()
-            assert len(answer["outputs"]) == listed
+            assert len(answer["outputs"]) == output_count
             assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
         http.post("/v2/systemsharedmemory/region/partial/unregister").ok()
     with shmserve.client.connect(server.run_dir) as client:
@@ -335,8 +342,8 @@ def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> 
         with client.allocate(sizes) as region:
             region["INPUT0"][:] = sevens
             assert (client.infer("partial", region)["OUTPUT0"] == sevens).all()
-            region["INPUT0"][:] = absent
-            for inputs in (region, {"INPUT0": absent}):
+            region["INPUT0"][:] = zeros_input
+            for inputs in (region, {"INPUT0": zeros_input}):
                 with pytest.raises(Internal, match=lacks):
                     client.infer("partial", inputs)
             assert not region["OUTPUT0"].any()

@@ -115,16 +115,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         if pair == "fp32":
             text = (path / "config.pbtxt").read_text().replace("size: 2", "size: 0")
             (path / "config.pbtxt").write_text(text)
-    alone = control("START", "START", "int32_false_true: [ 5, 7 ]")
-    config = f"sequence_batching {{ {IDLE} control_input [ {alone} ] }}"
+    start_control = control("START", "START", "int32_false_true: [ 5, 7 ]")
+    config = f"sequence_batching {{ {IDLE} control_input [ {start_control} ] }}"
     repositories.add_as(repository, "plain", "sequencer", config + instances(2))
-    for name, strategy, more in (
+    for name, strategy, settings in (
         ("again", "direct { }", ""),
         ("again_oldest", "oldest { max_candidate_sequences: 8 }", ""),
         ("again_streams", "", "model_transaction_policy { decoupled: true }"),
     ):
-        code = ITERATIVE.replace("DECOUPLED", str(bool(more)))
-        config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=more)
+        code = ITERATIVE.replace("DECOUPLED", str(bool(settings)))
+        config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=settings)
         repositories.write(repository, name, config, code)
     repositories.write(repository, "calling", CALLER_CONFIG, CALLER)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
@@ -152,13 +152,13 @@ def add_value(
 @pytest.mark.parametrize("id_type", ID_TYPES)
 def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
     """The model stores state by `correlation_id()`. Numbers and texts are different ids."""
-    mine: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
-    for sequence in mine:
+    sequence_ids: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
+    for sequence in sequence_ids:
         assert add_value(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
-    for sequence in mine:
+    for sequence in sequence_ids:
         assert add_value(http, f"id_{id_type}", sequence, 4, 2) == (200, 7)
-    wrong: int | str = "text" if id_type != "STRING" else 9
-    status, text = add_value(http, f"id_{id_type}", wrong, 1, 1)
+    wrong_id: int | str = "text" if id_type != "STRING" else 9
+    status, text = add_value(http, f"id_{id_type}", wrong_id, 1, 1)
     kinds = ("BYTES", id_type) if id_type != "STRING" else ("UINT64", "BYTES")
     assert (status, text) == (
         400,

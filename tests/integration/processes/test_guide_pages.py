@@ -104,11 +104,11 @@ def test_the_blocks_of_a_page_run_as_described(page: Path, tmp_path: Path) -> No
     for block in examples:
         if block.is_file:
             reader.write(block)
-    uses = {"serve": reader.serve, "run": reader.run, "prints": reader.compare}
+    actions = {"serve": reader.serve, "run": reader.run, "prints": reader.compare}
     try:
         for block in examples:
-            if block.use in uses:
-                uses[block.use](block)
+            if block.use in actions:
+                actions[block.use](block)
     finally:
         reader.stop()
     if page.stem == "tune":

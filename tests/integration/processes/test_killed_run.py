@@ -45,7 +45,7 @@ def test_the_server_of_a_killed_run_ends(
     tmp_path: Path, program: str, number: signal.Signals
 ) -> None:
     repositories.add(tmp_path, "simple")
-    before = set(os.listdir("/dev/shm"))
+    names_before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
         [sys.executable, "-c", program, tmp_path],
         cwd=ROOT,
@@ -62,4 +62,4 @@ def test_the_server_of_a_killed_run_ends(
     _, alive = psutil.wait_procs(members, timeout=15)
     assert not alive
     until("the folder is removed", lambda: not Path(folder).exists())
-    assert not created_since(before)
+    assert not created_since(names_before)

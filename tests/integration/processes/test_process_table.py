@@ -3,7 +3,7 @@
 from tests.support.servers import run_python
 
 # Runs in its own process, because a process table adopts orphans and kills unknown processes.
-_LATE = """
+_LATE_SIGNAL = """
 import asyncio, logging, os, signal, time
 from shmserve.supervisor.processes.children import STOPPED_LIMIT_S, ProcessTable
 
@@ -120,7 +120,7 @@ asyncio.run(main())
 
 def test_a_stopped_process_is_continued_after_its_time_limit() -> None:
     """The supervisor was stopped as well, so it detects an expired time limit first."""
-    assert output(_LATE) == "signal 15\n"
+    assert output(_LATE_SIGNAL) == "signal 15\n"
 
 
 def test_an_end_that_cannot_be_dealt_with() -> None:

@@ -57,7 +57,7 @@ def add(
     name: str,
     warmup: str,
     inputs: str = _FP32,
-    more: str = "",
+    settings: str = "",
     max_batch_size: int = 4,
     **files: bytes,
 ) -> None:
@@ -74,7 +74,7 @@ def add(
     (folder / "config.pbtxt").write_text(
         f'name: "{name}" backend: "python" max_batch_size: {max_batch_size}\n'
         f"input [ {inputs} ] output [ {output} ] instance_group [ {{ kind: KIND_CPU }} ]\n"
-        f"{more}\n{warmup}\n"
+        f"{settings}\n{warmup}\n"
     )
 
 
@@ -123,25 +123,25 @@ def server(models: Path, start: Start) -> Server:
         models,
         "controlled",
         (_SAMPLE % (1, 1, "zero_data: true")).rstrip("} ") + " } } " + _CONTROL,
-        more=_CONTROLLED,
+        settings=_CONTROLLED,
     )
-    add(models, "many", _SAMPLE % (2, 1, "zero_data: true"), more=_DECOUPLED)
+    add(models, "many", _SAMPLE % (2, 1, "zero_data: true"), settings=_DECOUPLED)
     return start(models)
 
 
-def warmup_requests(server: Server, model: str, **more: Any) -> list[Any]:
+def warmup_requests(server: Server, model: str, **fields: Any) -> list[Any]:
     """Return the requests that a model received before the first client's request."""
-    inputs = more.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
+    inputs = fields.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
     request = {
         "inputs": [
             {"name": name, "datatype": kind, "shape": shape, "data": data}
             for name, (kind, shape, data) in inputs.items()
         ],
-        **more,
+        **fields,
     }
-    way = "generate" if model == "many" else "infer"
+    route = "generate" if model == "many" else "infer"
     with server.http() as http:
-        if way == "generate":
+        if route == "generate":
             reply = http.post(f"/v2/models/{model}/generate", {"X": [7.0]}).ok().json()
             return list(json.loads(reply["SEEN"]))
         reply = http.infer(model, request).ok().json()
@@ -155,7 +155,7 @@ def test_zeros_once_where_no_count_is_given(server: Server) -> None:
     assert warmup_requests(server, "zeros") == [[ROW]]
 
 
-def test_a_batch_size_is_so_many_requests_of_one_in_one_execution(server: Server) -> None:
+def test_a_warmup_batch_is_executed_as_single_row_requests(server: Server) -> None:
     """Rule 3.9.4."""
     assert warmup_requests(server, "batched") == [[ROW] * 3] * 2
 
@@ -164,7 +164,7 @@ def test_a_batch_size_of_zero_is_skipped(server: Server) -> None:
     assert warmup_requests(server, "skipped") == []
 
 
-def test_without_batching_shapes_are_as_they_are_written(server: Server) -> None:
+def test_without_batching_shapes_are_used_unchanged(server: Server) -> None:
     ((request,),) = warmup_requests(server, "plain", inputs={"X": ("FP32", [1], [7.0])})
     shape, values = request["X"]
     assert shape == [3]
@@ -199,19 +199,19 @@ def test_sequence_controls_of_a_warmup_sample(server: Server) -> None:
     assert request["READY"][0] == [1, 1] and request["READY"][1] != ["1"]
 
 
-def test_decoupled_models_are_warmed_up_too(server: Server) -> None:
+def test_decoupled_models_are_warmed_up(server: Server) -> None:
     assert warmup_requests(server, "many") == [[ROW] * 2]
 
 
-def test_nothing_of_it_is_counted(server: Server) -> None:
+def test_warmup_requests_are_not_counted(server: Server) -> None:
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        before = stats["execution_count"]
+        count_before = stats["execution_count"]
     warmup_requests(server, "skipped")
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
         (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
-    assert stats["execution_count"] - before == 1
+    assert stats["execution_count"] - count_before == 1
     assert statistics["execution_count"] <= 1
 
 
@@ -277,7 +277,7 @@ def test_a_sample_that_fails_fails_the_load(
             assert f"{where} {log_text}" in server.log()
 
 
-def test_an_instance_that_starts_again_is_warm_again(empty_server: tuple[Server, Path]) -> None:
+def test_a_restarted_instance_is_warmed_up(empty_server: tuple[Server, Path]) -> None:
     """Per instance: each process has seen the sample before it serves."""
     server, repository = empty_server
     add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))

@@ -120,9 +120,9 @@ class Engine:
     def flush(self) -> list[Frame]:
         """Write and return the pending frames."""
         ready, self.http2.sending.ready = self.http2.sending.ready, []
-        fresh = frames_of(b"".join(ready))
-        self.sent += fresh
-        return fresh
+        new_frames = frames_of(b"".join(ready))
+        self.sent += new_frames
+        return new_frames
 
     def stream(self, number: int) -> Stream:
         return self.requests[number].stream
@@ -132,16 +132,16 @@ class Engine:
         """Return the error code of a closed connection, or None if it is open."""
         if not self.http2.closing:
             return None
-        last = self.sent[-1]
-        assert last.kind == GO_AWAY
-        return FaultCode(int.from_bytes(last.payload[4:8], "big"))
+        last_frame = self.sent[-1]
+        assert last_frame.kind == GO_AWAY
+        return FaultCode(int.from_bytes(last_frame.payload[4:8], "big"))
 
     @property
     def resets(self) -> dict[int, FaultCode]:
         return {
-            sent.stream: FaultCode(int.from_bytes(sent.payload, "big"))
-            for sent in self.sent
-            if sent.kind == RESET
+            frame.stream: FaultCode(int.from_bytes(frame.payload, "big"))
+            for frame in self.sent
+            if frame.kind == RESET
         }
 
     def check_goes_on(self) -> None:
@@ -177,11 +177,11 @@ class Case:
 
     def check(self, limits: Limits | None = None) -> None:
         """Let the engine process the bytes, at once and byte by byte."""
-        uncut, cut = Engine(limits), Engine(limits)
+        uncut, cut_engine = Engine(limits), Engine(limits)
         uncut.take(self.before + self.sent)
         for byte in self.before + self.sent:
-            cut.take(bytes((byte,)))
-        for engine in (uncut, cut):
+            cut_engine.take(bytes((byte,)))
+        for engine in (uncut, cut_engine):
             self._check(engine)
 
     def _check(self, engine: Engine) -> None:

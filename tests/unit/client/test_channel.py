@@ -98,10 +98,10 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
             channel.wake()  # another thread, as soon as it has looked
 
         monkeypatch.setattr(channel, "_check_server", wake_waiter)
-        channel.take([channel.waker])
+        channel.process_events([channel.waker])
         assert readable(channel.waker)
         monkeypatch.undo()
-        channel.take([channel.waker])
+        channel.process_events([channel.waker])
         assert not readable(channel.waker)
     finally:
         channel.close()
@@ -111,14 +111,14 @@ def test_a_task_that_arrives_while_answers_are_read_is_run(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = connection._channel
-    original_take, task_ran = channel.take, threading.Event()
+    original_take, task_ran = channel.process_events, threading.Event()
 
     def take_with_task(events: Any) -> None:
         monkeypatch.undo()
         connection.call(lambda _: task_ran.set())
         original_take(events)
 
-    monkeypatch.setattr(channel, "take", take_with_task)
+    monkeypatch.setattr(channel, "process_events", take_with_task)
     os.eventfd_write(channel.waker, 1)
     assert task_ran.wait(5)
 

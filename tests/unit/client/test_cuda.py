@@ -82,7 +82,7 @@ class SupervisorContext:
         checker = self._cuda.device_memory()
 
         def look(_: int, question: CheckMemory) -> None:
-            self._loop.call_soon(handles.checked, 1, checker.check(question))
+            self._loop.call_soon(handles.handle_response, 1, checker.check(question))
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
         opener = RegionOpener(POLICY, handles if self._devices else None)
@@ -206,7 +206,7 @@ def test_a_region_on_the_device_is_used_in_place(
             assert (region["y"].numpy() == (ROW + iteration) * 2).all()
             assert (result["y"].numpy() == (ROW + iteration) * 2).all()
             # Inputs are copied on the device until the model is known not to write to them.
-            assert context.worker.finished.copied_in == (0 if iteration else 16)
+            assert context.worker.finished.copied_input_bytes == (0 if iteration else 16)
             assert cuda.calls[-1] == ("synchronize", 1)
         assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes by host memory"
         assert cuda.opened == 1

@@ -40,6 +40,11 @@ def test_without_a_run_directory_the_error_names_the_command(default_dir: Path) 
         discovery.find(None)
 
 
+def test_a_url_is_no_run_directory() -> None:
+    with pytest.raises(InvalidArgument, match="'http://localhost:8000' is a URL; give the run dir"):
+        discovery.find("http://localhost:8000")
+
+
 def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Path) -> None:
     kill_server(RunDirectory.default())
     for run_dir in (None, default_dir):

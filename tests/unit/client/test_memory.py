@@ -107,11 +107,11 @@ def test_unused_slots_are_evicted_for_new_ones(memories: Memories) -> None:
         x = np.full((1, 5_000_000 + step), step, np.float32)
         request = prepare(memories, model, {"x": x}, None, PLAIN)
         assert request.slot is not None and (request.slot.inputs[0] == step).all()
-        request.end()
+        request.release_memory()
     in_use = prepare(memories, model, {"x": x}, None, PLAIN)
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
         memories.allocate(60 << 20, whole_segment=True)
-    in_use.end()
+    in_use.release_memory()
     assert memories.allocate(60 << 20, whole_segment=True)
 
 
@@ -159,7 +159,7 @@ def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
             patch.setattr(np, "copyto", raise_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 prepare(memories, model, {"x": x}, outputs, PLAIN)
-    prepare(memories, model, {"x": x}, outputs, PLAIN).end()
+    prepare(memories, model, {"x": x}, outputs, PLAIN).release_memory()
     region.release()
     model.close()
     memories.settle()
@@ -191,14 +191,14 @@ def test_an_unknown_datatype_of_a_region_names_the_allowed_ones(
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment, released = Segment(4096), []
     lease = MemoryLease(lambda: released.append(True))
-    view = View.over(segment.bytes, 64, (4,), np.dtype(np.int32), lease)
+    view = View.from_memory(segment.bytes, 64, (4,), np.dtype(np.int32), lease)
     view[:] = [1, 2, 3, 4]
     slice_ = view[1:]
     assert type(slice_) is np.ndarray and type(view + 1) is np.ndarray
     assert np.stack([view, view]).shape == (2, 4)
     assert np.block([[view, view], [view, view]]).shape == (2, 8)
     assert np.stack(Pair(view, view)).shape == (2, 4)
-    booleans = View.over(segment.bytes, 0, (4,), np.dtype(np.bool_), lease)
+    booleans = View.from_memory(segment.bytes, 0, (4,), np.dtype(np.bool_), lease)
     booleans[:] = [True, False, False, True]
     assert np.add(view, 1, where=booleans, out=np.zeros(4, np.int32)).tolist() == [2, 0, 0, 5]
     view += 1
@@ -254,7 +254,7 @@ def test_options_of_one_call_are_not_in_the_template(memories: Memories, is_larg
             request = prepare(memories, model, {"x": x}, None, value)
             assert request.options is value
             requests.append((request.schema, request.data))
-            request.end()
+            request.release_memory()
     assert requests == requests[:1] * 6 and len(model.templates) == 1
 
 
@@ -270,7 +270,7 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
         assert tensor == TensorRef("x", "FP32", (1, 16), x.tobytes())
         (output,) = inference.outputs
         assert output.memory_range is not None and output.memory_range.byte_size == 4 * 8192
-        request.end()
+        request.release_memory()
     assert len(model.templates) == 1 and len(schemas) == 1
 
 
@@ -282,12 +282,12 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
     assert (
         first_request.schema == second_request.schema and first_request.data != second_request.data
     )
-    first_request.end()
+    first_request.release_memory()
     third_request = prepare(memories, model, {"x": x}, None, PLAIN)
     assert (third_request.schema, third_request.data) == (first_request.schema, first_request.data)
     model.close()
-    second_request.end()
-    third_request.end()
+    second_request.release_memory()
+    third_request.release_memory()
     address = first_request.segments[0].address
     memories.settle()
     assert memories.find(address, 1) is None
@@ -322,8 +322,8 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     model.close()
     late_request = prepare(memories, model, x, None, PLAIN)
     assert not model.templates
-    first_request.end()
-    late_request.end()
+    first_request.release_memory()
+    late_request.release_memory()
     memories.settle()
     assert memories._used() == 0
 
@@ -335,7 +335,7 @@ def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> N
     for _ in range(3):
         models.publish(published("m"))
         for name in ("m", "other"):
-            prepare(memories, models.resolve(name, ""), region, None, PLAIN).end()
+            prepare(memories, models.resolve(name, ""), region, None, PLAIN).release_memory()
     assert list(region.requests) == [models.resolve(name, "") for name in ("other", "m")]
     region.release()
 

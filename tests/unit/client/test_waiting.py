@@ -57,7 +57,9 @@ def open_stream(
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, request_channel.connection.models)
-    packed_request = PackedRequest(model, *WORK, options, end=lambda: ended_ids.append("free"))
+    packed_request = PackedRequest(
+        model, *WORK, options, release_memory=lambda: ended_ids.append("free")
+    )
     return ResponseStream(request_channel, request_channel.open(packed_request), None)
 
 
@@ -188,7 +190,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
             next(stream)
         assert ended_ids == ["free"] and list(stream) == []
     else:
-        channel.channel.take([])
+        channel.channel.process_events([])
         assert successor.next(m.Submit) == submit
         successor.send(make_response(submit.id, 5, final=True))
         assert values(stream) == [5]

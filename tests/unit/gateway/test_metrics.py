@@ -45,6 +45,19 @@ def test_a_cached_model_has_every_summary_except_whole_requests() -> None:
     assert page.count("nv_inference_request_summary_us_count") == 1
 
 
+def test_the_gauges_of_the_whole_cache_are_sums_over_the_models() -> None:
+    full = {"bytes": 30, "bound": 60, "entries": 3, "evicted": 2}
+    empty = {"bytes": 0, "bound": 60, "entries": 0, "evicted": 0}
+    reports = [report(cache=full, cache_hit=4, cache_miss=5), report(cache=empty, cache_miss=1)]
+    page = metrics._exposition_text(metrics.triton_families([*reports, report()], latencies=False))
+    counts = {"entries": 3, "lookups": 10, "hits": 4, "misses": 6, "evictions": 2}
+    for name, count in counts.items():
+        assert f"# TYPE nv_cache_num_{name} gauge\nnv_cache_num_{name} {count}\n" in page
+    assert "\nnv_cache_util 0.25\n" in page
+    page = metrics._exposition_text(metrics.triton_families([report()], latencies=False))
+    assert "nv_cache" not in page
+
+
 def test_the_first_response_of_decoupled_models() -> None:
     page = metrics._exposition_text(
         metrics.first_response_families([report(), report(first_response_ms=HISTOGRAM)])

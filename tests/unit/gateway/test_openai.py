@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,7 +22,7 @@ from shmserve.errors import (
     Unknown,
     Unsupported,
 )
-from shmserve.gateway.http.json.large_bodies import parse_large
+from shmserve.gateway.http.json.large_bodies import Packed, parse_large
 from shmserve.gateway.http.messages import WholeBody
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -204,10 +205,10 @@ def text_gateway() -> Any:
     return SimpleNamespace(models=models, settings=settings, body_budget=budget)
 
 
-def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
+def read_body(raw: bytes, prompts: Sequence[str] = (), **headers: str) -> dict[str, Any]:
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     request: Any = SimpleNamespace(content=WholeBody(raw), headers=CIMultiDict(headers))
-    return asyncio.run(bodies.read_body(text_gateway(), request))
+    return asyncio.run(bodies.read_body(text_gateway(), request, prompts))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,15 @@ def test_a_body_may_be_compressed(encoding: str, pack: Any) -> None:
 def test_a_body_is_a_json_object(raw: bytes) -> None:
     with pytest.raises(InvalidArgument, match="JSON"):
         read_body(raw, Content_Length=str(len(raw)))
+
+
+@pytest.mark.parametrize(("count", "is_packed"), [(4095, False), (4096, True)])
+def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) -> None:
+    message = {"role": "user", "content": '{"a": "{}"}' if not is_packed else ""}
+    raw = json.dumps({"messages": [message] * count}).encode()
+    messages = read_body(raw, ["messages"], Content_Length=str(len(raw)))["messages"]
+    assert (type(messages) is Packed) == is_packed
+    assert (messages.value() if is_packed else messages) == [message] * count
 
 
 def test_a_chat_with_reasoning_and_calls() -> None:

@@ -1,11 +1,13 @@
 """The Responses API: requests as chats, and the events of a response."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.gateway.http.json import large_bodies
 from shmserve.gateway.http.openai import responses
 from shmserve.gateway.http.openai.generation import Delta
 from shmserve.gateway.http.openai.responses import ResponseObject
@@ -19,6 +21,11 @@ def convert_chat(**body: Any) -> dict[str, Any]:
     """Return the chat body for a Responses request, without absent fields."""
     chat_body = responses._chat_body({"model": "m", "input": "hi", **body})
     return {name: value for name, value in chat_body.items() if value not in (None, [])}
+
+
+def parse_large(body: dict[str, Any]) -> Any:
+    raw, convert = json.dumps(body).encode(), responses.convert_input
+    return asyncio.run(large_bodies.parse_large([raw], {}, (), convert=convert))
 
 
 def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
@@ -42,6 +49,23 @@ def test_a_text_is_a_message_of_the_user() -> None:
         "messages": [{"role": "system", "content": "x"}, user_message],
         "max_completion_tokens": 5,
     }
+
+
+@pytest.mark.parametrize("instructions", [None, "x"])
+@pytest.mark.parametrize(
+    "items", ["hi", [{"role": "user", "content": [{"type": "input_text", "text": "h"}]}, CALL_ITEM]]
+)
+def test_a_process_converts_the_input_of_a_large_body(items: Any, instructions: Any) -> None:
+    body = {"model": "m", "input": items, "instructions": instructions}
+    found = convert_chat(**parse_large(body))
+    assert found.pop("messages").value() == convert_chat(**body).pop("messages")
+
+
+def test_the_gateway_converts_an_input_with_references() -> None:
+    body = {"input": [{"role": "user"}, {"type": "item_reference", "id": "x"}]}
+    assert parse_large(body) == body
+    with pytest.raises(InvalidArgument, match=r"input\[0\]: 5 is not an object"):
+        parse_large({"input": [5]})
 
 
 def test_items_are_messages_with_calls_and_results() -> None:

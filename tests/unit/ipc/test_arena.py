@@ -15,7 +15,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import Arena, FreeList
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))

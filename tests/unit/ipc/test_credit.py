@@ -24,14 +24,14 @@ def test_unread_responses_are_bounded_and_never_stuck(
     unread_sizes: list[int] = []
     for size, read_count in steps:
         if sender.is_open:
-            sender.sent(size)
+            sender.record_sent(size)
             unread_sizes.append(size)
         assert sender.unread <= (1 if has_place else FIRST_CREDIT)
         for _ in range(min(read_count, len(unread_sizes))):
-            credit = reader.read(unread_sizes.pop(0))
-            assert sender.read(credit) == credit
+            credit = reader.record_read(unread_sizes.pop(0))
+            assert sender.record_credit(credit) == credit
     while unread_sizes:
-        sender.read(reader.read(unread_sizes.pop(0)))
+        sender.record_credit(reader.record_read(unread_sizes.pop(0)))
     assert sender.is_open, "who has read all gets the next"
 
 
@@ -43,10 +43,10 @@ def test_a_window_closes(has_place: bool, size: int, message_count: int) -> None
     window = SendWindow(has_place)
     for _ in range(message_count):
         assert window.is_open
-        window.sent(size)
+        window.record_sent(size)
     assert not window.is_open
-    assert (window.read(message_count + 7), window.unread) == (message_count, 0)
-    assert window.is_open and window.read(1) == 0
+    assert (window.record_credit(message_count + 7), window.unread) == (message_count, 0)
+    assert window.is_open and window.record_credit(1) == 0
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_small_responses_are_credited_together(
     has_place: bool, size: int, credit_batch: int
 ) -> None:
     window = ReadWindow(has_place)
-    credit_counts = [window.read(size) for _ in range(2 * credit_batch)]
+    credit_counts = [window.record_read(size) for _ in range(2 * credit_batch)]
     assert credit_counts == [*[0] * (credit_batch - 1), credit_batch] * 2

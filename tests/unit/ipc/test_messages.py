@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_inferred,
 )
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 _CHANGES = 200_000
 

@@ -37,7 +37,7 @@ def padding(entry: dict[str, Any], dims: tuple[int, ...] = (3, -1, -1)) -> Paddi
 
 
 def shape(pad: Padding, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-    return pad.pads["IMAGE"].padded(tuple(map(max, zip(*shapes, strict=True))))
+    return pad.pads["IMAGE"].padded_shape(tuple(map(max, zip(*shapes, strict=True))))
 
 
 def test_a_batch_is_padded_to_its_maximum_or_the_smallest_bucket() -> None:

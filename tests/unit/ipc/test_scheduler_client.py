@@ -259,7 +259,7 @@ def test_the_memory_of_a_request_that_cannot_take_its_response_is_free(client: C
 
 def test_only_pending_requests_are_cancelled_or_credited(client: Client) -> None:
     request = Request(client)
-    client.cancel(request, listening=True)
+    client.cancel(request, keeps_reading=True)
     client.credit(request, 3)
     client.receive(m.Finished(1, b"", []))
     client.cancel(request)
@@ -479,12 +479,12 @@ def check(client: Client, request: Request) -> None:
     [
         ({}, None),
         ({"timeout_us": 5}, None),
-        ({"limit_us": 7, "limit": "--x"}, 7),
+        ({"limit_us": 7, "limit_origin": "--x"}, 7),
         ({"timeout_us": 10**30}, None),
         ({"limit_us": 10**30}, MAX_TIMEOUT_US),
         ({"ends_ns": 1_003_000}, 3),
-        ({"ends_ns": 1_003_000, "limit_us": 2, "limit": "--x"}, 2),
-        ({"ends_ns": 1_003_000, "limit_us": 4, "limit": "--x"}, 3),
+        ({"ends_ns": 1_003_000, "limit_us": 2, "limit_origin": "--x"}, 2),
+        ({"ends_ns": 1_003_000, "limit_us": 4, "limit_origin": "--x"}, 3),
     ],
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
@@ -492,9 +492,9 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
     submit = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
     timeout_us = min(limits.get("timeout_us", 0), MAX_TIMEOUT_US)
-    limit = limits.get("limit", "") if deadline_us != 3 else ""
+    deadline_origin = limits.get("limit_origin", "") if deadline_us != 3 else ""
     fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
-    assert submit == m.Submit(*fields, limit=limit)
+    assert submit == m.Submit(*fields, deadline_origin=deadline_origin)
 
 
 def test_a_caller_may_handle_a_finished_request_itself() -> None:

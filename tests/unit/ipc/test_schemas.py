@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_ranges,
 )
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
 SIZES = st.lists(st.integers(0, 300), min_size=1, max_size=4)

@@ -26,7 +26,7 @@ from shmserve.model_config import (
     to_dict,
     validate,
 )
-from shmserve.model_config.syntax.message_builder import is_map, is_repeated
+from shmserve.model_config.message_builder import is_map, is_repeated
 from shmserve.proto import load, model_config_pb2
 from shmserve.supervisor.models.model_version import describe
 

@@ -153,7 +153,7 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
         assert os.getpid() not in {process.pid for process in members}
         assert 1 < processes.pss_mb(child.pid) < 1000
         assert processes.cpu_s(child.pid) >= 0
-        assert len(processes.living(members)) == 2
+        assert len(processes.running_processes(members)) == 2
         assert not processes.wait_exited(members, 0.02)
     finally:
         child.communicate(b"\n")

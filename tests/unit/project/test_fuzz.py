@@ -15,7 +15,7 @@ from shmserve.ipc.transport import frames
 from tests.fuzz import targets
 from tests.fuzz.__main__ import CORPUS
 from tests.fuzz.by_chance import search
-from tests.fuzz.http2.differences import explained
+from tests.fuzz.http2.differences import find_known_difference
 
 FILES = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 
@@ -82,13 +82,18 @@ def test_failing_inputs_are_stored_and_reproducible(
 
 def test_an_unexplained_difference_is_a_finding() -> None:
     """The table explains only listed differences, and each entry occurs."""
-    assert explained("ngh2", "DATA over: PROTOCOL_ERROR x | -") is None
-    assert explained("cut", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK") is None
-    explanation = explained("ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK")
+    assert find_known_difference("ngh2", "DATA over: PROTOCOL_ERROR x | -") is None
+    assert (
+        find_known_difference("cut", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK")
+        is None
+    )
+    explanation = find_known_difference(
+        "ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK"
+    )
     assert explanation is not None and explanation.why
     closed_stream_error = "DATA over: STREAM_CLOSED a frame on a closed stream | -"
-    assert explained("h2", closed_stream_error) is not None
-    assert explained("h2", f"{closed_stream_error} behind a reset") is None
+    assert find_known_difference("h2", closed_stream_error) is not None
+    assert find_known_difference("h2", f"{closed_stream_error} behind a reset") is None
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)

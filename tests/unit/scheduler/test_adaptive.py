@@ -17,7 +17,14 @@ from shmserve.scheduler.batchers.dynamic import (
 )
 from shmserve.scheduler.batchers.estimates import Arrivals, SizeTimes
 from shmserve.scheduler.settings import Batching
-from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered
+from tests.rigs.batching_simulation import (
+    MS,
+    Item,
+    Simulation,
+    exponential_pauses,
+    linear,
+    uniform_pauses,
+)
 
 
 def adaptive_batcher(
@@ -326,7 +333,7 @@ def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
     """The throughput exceeds that of both fixed strategies, within the target."""
     simulations = [
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
-            clients, 200 * clients, about(0.4)
+            clients, 200 * clients, uniform_pauses(0.4)
         )
         for batcher in (adaptive_batcher(60), fixed_batcher(0), fixed_batcher(5))
     ]
@@ -341,7 +348,7 @@ def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
 def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) -> None:
     simulations = [
         Simulation(batcher, linear(4.3, 0.4, noise=0.3)).closed_loop(
-            clients, 300 * clients, scattered(pause_ms)
+            clients, 300 * clients, exponential_pauses(pause_ms)
         )
         for batcher in (adaptive_batcher(30), fixed_batcher(0))
     ]
@@ -350,7 +357,7 @@ def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) ->
 
 def test_a_single_client_is_not_delayed() -> None:
     simulation, eager = (
-        Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, about(0.4))
+        Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, uniform_pauses(0.4))
         for batcher in (adaptive_batcher(100), fixed_batcher(0))
     )
     assert simulation.per_second > 0.98 * eager.per_second

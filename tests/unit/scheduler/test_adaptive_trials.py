@@ -21,7 +21,7 @@ def settled_account() -> Account:
 
 def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
     account = settled_account()
-    account.spend(1000)
+    account.subtract_misses(1000)
     assert Sizes(account).start_trial(9, 50 * MS, TRIAL_STATE, 100)
     assert not Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
 
@@ -73,13 +73,13 @@ def test_a_trial_costs_exactly_its_own_misses() -> None:
 
 def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
     account = settled_account()
-    account.spend(20)
+    account.subtract_misses(20)
     credit_before = account.credit
     for _ in range(100):
-        account.earn(50)
+        account.add_credit(50)
     assert account.credit == pytest.approx(credit_before + 5000 / 100 / 5)
     for _ in range(10_000):
-        account.earn(50)
+        account.add_credit(50)
     assert account.credit < 25
 
 

@@ -27,7 +27,7 @@ from tests.rigs.scheduler_rig import (
     MS,
     Rig,
     in_place_work,
-    ok,
+    ok_reply,
     ready_rig,
     response_in_arena,
     schema_of,
@@ -97,7 +97,7 @@ def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     first_id, second_id = rig.submit(2)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
-    rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok(keys[0]))
+    rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok_reply(keys[0]))
     assert rig.answers() == [
         m.Finished(first_id, b"done", [b"done"]),
         failure(second_id, "INVALID_ARG", "bad row"),
@@ -158,9 +158,9 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     (second_id,) = rig.submit(timeout_ns=5 * MS)
     (third_id,) = rig.submit()
     _, (peer2, batch2) = rig.executes()
-    rig.finish(peer2, batch2, ok(batch2.requests[0].key, response_in_arena(101, 64, 192)))
+    rig.finish(peer2, batch2, ok_reply(batch2.requests[0].key, response_in_arena(101, 64, 192)))
     ((peer2, batch3),) = rig.executes()
-    rig.finish(peer2, batch3, ok(batch3.requests[0].key, response_in_arena(101, 256)))
+    rig.finish(peer2, batch3, ok_reply(batch3.requests[0].key, response_in_arena(101, 256)))
     rig.pass_time(6 * MS)
     assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED)]
     rig.client(m.Cancel(third_id))
@@ -412,7 +412,7 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
     assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
-    rig.finish(peer, batch, ok(batch.requests[0].key, response_in_arena(100, 64)))
+    rig.finish(peer, batch, ok_reply(batch.requests[0].key, response_in_arena(100, 64)))
     assert rig.answers() == [m.Settled(number)]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
 
@@ -556,7 +556,7 @@ def test_cancelling_an_executing_request_does_not_affect_other_requests() -> Non
     rig.client(m.Cancel(first_id))
     assert rig.answers() == []
     assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
-    rig.finish(peer, batch, ok(keys[0], response_in_arena(100, 0)), ok(keys[1]))
+    rig.finish(peer, batch, ok_reply(keys[0], response_in_arena(100, 0)), ok_reply(keys[1]))
     assert rig.answers() == [
         failure(first_id, "CANCELLED", "request cancelled"),
         m.Finished(second_id, b"done", [b"done"]),
@@ -593,7 +593,7 @@ def test_a_client_disconnects_while_its_requests_execute() -> None:
         keys
     )
     rig.pass_time(6 * MS)
-    rig.finish(peer, batch, ok(keys[0]), ok(keys[1], response_in_arena(100, 64)))
+    rig.finish(peer, batch, ok_reply(keys[0]), ok_reply(keys[1], response_in_arena(100, 64)))
     assert rig.answers() == [] and second_id
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
     assert rig.report()["shmserve"]["failures"]["CANCELED"] == 2
@@ -682,7 +682,7 @@ def test_replies_that_do_not_match_fail_only_their_batch(corrupt) -> None:
     rig, peer = ready_rig({})
     first_id, second_id = rig.submit(2)
     _, batch = rig.execute()
-    replies = corrupt([ok(request.key) for request in batch.requests])
+    replies = corrupt([ok_reply(request.key) for request in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
     assert rig.answers() == [
         failure(first_id, "INTERNAL", "internal error"),

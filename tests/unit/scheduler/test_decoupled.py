@@ -11,7 +11,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
 from shmserve.scheduler.requests.request import NEVER
-from tests.rigs.scheduler_rig import MS, Rig, packed, ready_rig, response_in_arena
+from tests.rigs.scheduler_rig import MS, Rig, pack_response, ready_rig, response_in_arena
 from tests.support.texts import EXPIRED
 
 DIED_ERROR = "the model's worker died before this request's last response"
@@ -25,7 +25,7 @@ def start_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
 
 
 def response_part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
-    return m.Responded(number, "", "", *packed(response), final)
+    return m.Responded(number, "", "", *pack_response(response), final)
 
 
 # --- responses ------------------------------------------------------------------------------------

@@ -138,10 +138,10 @@ def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     register_instance(pool)
     slot = pool.assign(execution(started_ns=NOW))
     assert pool.due_ns == NOW + LIMIT
-    assert pool.overdue(NOW + LIMIT - 1) == [] and pool.due_ns == NOW + LIMIT
-    assert pool.overdue(NOW + LIMIT) == [slot]
+    assert pool.overdue_slots(NOW + LIMIT - 1) == [] and pool.due_ns == NOW + LIMIT
+    assert pool.overdue_slots(NOW + LIMIT) == [slot]
     slot.meet("doom")
-    assert pool.overdue(NOW + LIMIT) == [] and pool.due_ns == NEVER
+    assert pool.overdue_slots(NOW + LIMIT) == [] and pool.due_ns == NEVER
 
 
 def test_without_a_limit_no_batch_is_overdue(pool: Pool) -> None:
@@ -281,8 +281,8 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
     assert len(slot.requests) == 2 and slot.idle
     assert not pool.free and pool.least_busy(9) is None
     slot.requests.popitem()
-    pool.ended(slot)
-    pool.ended(slot)
+    pool.update_free(slot)
+    pool.update_free(slot)
     assert list(pool.free) == [slot]
 
 

@@ -98,8 +98,8 @@ def test_a_request_expires_strictly_after_its_timeout() -> None:
     request = admit(queue)
     deadline_passed = NOW + 100_000
     assert queue.timers.due_ns == deadline_passed + 1
-    assert queue.expired(deadline_passed) == []
-    assert queue.expired(deadline_passed + 1) == [request]
+    assert queue.take_expired(deadline_passed) == []
+    assert queue.take_expired(deadline_passed + 1) == [request]
     assert queue.timers.due_ns == NEVER
 
 
@@ -143,8 +143,8 @@ def test_the_queue_limit_ends_with_the_queue_and_the_deadline_does_not() -> None
     queue = make_queue({"default_timeout_microseconds": 100})
     request = admit(queue, deadline_ns=NOW + 500_000)
     queue.take(1)
-    assert queue.expired(NOW + 200_000) == []
-    assert queue.expired(NOW + 500_001) == [request]
+    assert queue.take_expired(NOW + 200_000) == []
+    assert queue.take_expired(NOW + 500_001) == [request]
 
 
 def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() -> None:
@@ -154,9 +154,9 @@ def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() ->
     queue.take(1)
     queue.retry(first_request)
     assert len(queue) == 2 and first_request not in list(queue.in_order)
-    assert first_request not in queue.expired(NOW + 200_000)
+    assert first_request not in queue.take_expired(NOW + 200_000)
     assert queue.take_retry() is first_request and not queue.retries
-    assert queue.expired(NOW + 500_001) == [first_request]
+    assert queue.take_expired(NOW + 500_001) == [first_request]
 
 
 def test_timers_of_completed_requests_are_removed() -> None:
@@ -166,4 +166,4 @@ def test_timers_of_completed_requests_are_removed() -> None:
         (request,) = queue.take(1)
         request.meet(Event.FINISH)
     assert len(queue.timers) <= 1025
-    assert queue.expired(NOW) == [] and queue.timers.due_ns == NEVER
+    assert queue.take_expired(NOW) == [] and queue.timers.due_ns == NEVER

@@ -28,7 +28,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_inferred,
 )
 from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_key, schema_key
-from tests.rigs.scheduler_rig import Rig, ok, ready_rig
+from tests.rigs.scheduler_rig import Rig, ok_reply, ready_rig
 from tests.support.messages import inferred_of
 
 SUPERVISOR = 4321
@@ -85,7 +85,7 @@ def place_data(arena: Arena, data: bytes) -> Range:
 def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
     """Execute a request that is not cached; return its number."""
     number, batch = rig.begin(work=request)
-    rig.finish(peer, batch, ok(batch.requests[0].key, result))
+    rig.finish(peer, batch, ok_reply(batch.requests[0].key, result))
     (answer,) = rig.answers()
     assert (answer.id, inferred_of(answer)) == (number, unpack_inferred(*result))
     return number
@@ -141,7 +141,7 @@ def test_hits_keep_the_order_of_requests() -> None:
     (second_id,) = rig.submit(work=pack_request())
     assert rig.answers() == []
     _, batch = rig.execute()
-    rig.finish(peer, batch, ok(batch.requests[0].key, pack_response(b"w")))
+    rig.finish(peer, batch, ok_reply(batch.requests[0].key, pack_response(b"w")))
     assert rig.answers() == [
         m.Finished(first_id, *pack_response(b"w")),
         m.Finished(second_id, *pack_response(b"y")),

@@ -16,7 +16,7 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.scheduler.instances.executions import ServiceTime
 from shmserve.scheduler.requests.request import Timing
 from shmserve.scheduler.tables import Histogram
-from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok, ready_rig
+from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok_reply, ready_rig
 
 
 def test_nothing_is_counted_before_the_first_request() -> None:
@@ -56,7 +56,9 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
     rig.pass_time(MS)
-    rig.finish(peer, batch, ok(keys[0]), m.Reply(keys[1], "INTERNAL", "no"), ok(keys[2]))
+    rig.finish(
+        peer, batch, ok_reply(keys[0]), m.Reply(keys[1], "INTERNAL", "no"), ok_reply(keys[2])
+    )
     report = rig.report()
     assert report["execution_count"] == 2
     assert report["inference_count"] == 3 + 3 + 1
@@ -103,7 +105,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
     for number, batch in enumerate(batches):
         start = sent_ns + number * 10_000
         times_ns = (start, start + 1_000, start + 8_000, start + 10_000)
-        replies = [ok(request.key) for request in batch.requests]
+        replies = [ok_reply(request.key) for request in batch.requests]
         rig.worker(peer, m.BatchFinished(batch.batch, *times_ns, replies, 0, 0))
     stats = rig.report()["inference_stats"]
     assert stats["compute_input"]["ns"] == 50 + 3 * 1_000
@@ -158,7 +160,7 @@ def test_reported_times_are_clamped(reported_times: list[int], duration_ns: int)
     start_ns, now_ns = 1000, 1000 + duration_ns
     start, input_end, output_start, output_end = reported_times
     message = m.BatchFinished(1, start, input_end, output_start, output_end, [])
-    timing = Timing.clamped(message, start_ns, now_ns)
+    timing = Timing.from_worker(message, start_ns, now_ns)
     assert start_ns <= timing.compute_start_ns <= now_ns
     assert min(timing[1:4]) >= 0
     assert timing.compute_start_ns + sum(timing[1:4]) <= now_ns

@@ -11,7 +11,7 @@ from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, Ind
 from shmserve.ipc.messages.publications import Acknowledged, SchedulerLost
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.processes.control_socket import Acknowledgements, ControlSocket
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 
 
 async def test_the_last_messages_of_a_process_are_read_before_its_end(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path
         control.broadcast(SchedulerLost("ipc://a", ""), "caller")
         control.broadcast(m.Stop(), "worker", "caller")
         control.flush()
-        received.append(arrived(worker))
+        received.append(receive_arrived(worker))
         control.calls(os.getpid())
     worker.close()
     control.close()

@@ -28,7 +28,7 @@ def test_a_worker_that_succeeds_in_between_has_a_short_backoff() -> None:
     pauses = []
     for _ in range(12):
         pauses.append(row.pause_s(1.0))
-        row.worked()
+        row.record_work()
     assert pauses[:2] == [0, 0]
     assert all(pauses[2:])
     assert max(pauses) <= 0.2

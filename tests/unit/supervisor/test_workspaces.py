@@ -22,9 +22,9 @@ from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_range
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.kept import WorkspaceHolders
 from shmserve.supervisor.resources.workspaces import GrantedLease, WorkspacePool, Workspaces, hold
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 from tests.rigs.fake_cuda import FakeCuda
-from tests.rigs.process_rig import Made, Processes, turns
+from tests.rigs.process_rig import Made, Processes, run_loop_turns
 
 MB = 1 << 20
 DEVICE = "cuda:1"
@@ -117,10 +117,10 @@ def test_a_holder_that_dies_is_started_again() -> None:
         await holders.start()
         assert [child.title for child in processes.started] == ["workspace cuda:1"]
         processes.started[0].kill()
-        await turns(1)
+        await run_loop_turns(1)
         processes.context.workspaces.handle(10, lease_request(1, MB))
         assert sent_messages.messages == []
-        await turns()
+        await run_loop_turns()
         first_process, second_process = processes.started
         ((_, message),) = sent_messages.messages
         memory_range = unpack_range(list(message.payload["place"]))
@@ -128,7 +128,7 @@ def test_a_holder_that_dies_is_started_again() -> None:
         assert memory_range.memory.cuda == CudaHandle(bytes(64), 1, bytes(16))
         holders.retire()
         second_process.kill()
-        await turns()
+        await run_loop_turns()
         assert len(processes.started) == 2
 
     run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
@@ -160,7 +160,7 @@ def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
     try:
         thread = threading.Thread(target=hold, args=(start, exporting))
         thread.start()
-        ((peer, message),) = arrived(router)
+        ((peer, message),) = receive_arrived(router)
         assert peer == f"workspace.{os.getpid()}".encode()
         pointer = cuda.open(message.handle, 1)
         assert message.device_uuid == cuda.uuid(1)

@@ -687,8 +687,8 @@ def test_waiting_for_enough_credit_does_not_spin(
     model.begin(0)
     link = model.rig.instance.link
     (open_request,) = link._open_requests.values()
-    open_request.window.sent(1)
-    open_request.window.sent(MAX_UNREAD_BYTES)
+    open_request.window.record_sent(1)
+    open_request.window.record_sent(MAX_UNREAD_BYTES)
     timeouts_s: list[float] = []
 
     def record_timeout(*fds: int, timeout_s: float) -> None:

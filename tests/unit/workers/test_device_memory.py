@@ -27,7 +27,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inference,
 )
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
@@ -326,7 +326,7 @@ def test_a_batch_of_one_is_computed_on_the_device(
         # The reply is sent after the device has finished its work.
         assert cuda.calls[-1] == ("synchronize", 0)
         # Inputs are copied on the device until the model is known not to write to them.
-        assert worker.finished.copied_in == (0 if iteration else 16)
+        assert worker.finished.copied_input_bytes == (0 if iteration else 16)
     assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes through the host"
     assert cuda.opened == 1
 
@@ -345,7 +345,7 @@ def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: 
     assert (first_export.read(32, ROW) == ROW * 2).all()
     assert (second_export.read(48, ROW) == (ROW + 10) * 2).all()
     assert (device.put_bytes, device.fetched_bytes) == (0, 0)
-    assert worker.finished.copied_in == 32
+    assert worker.finished.copied_input_bytes == 32
 
 
 def test_rows_next_to_each_other_are_a_view(
@@ -367,7 +367,7 @@ def test_rows_next_to_each_other_are_a_view(
         )
         assert [reply.code for reply in replies] == ["", ""], replies
         assert (exported_memory.read(32, rows) == rows * 2).all()
-    assert worker.finished.copied_in == 0
+    assert worker.finished.copied_input_bytes == 0
 
 
 def test_host_and_device_requests_share_a_batch(
@@ -550,7 +550,7 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
     )
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW).all()
-    assert (worker.finished.copied_in, worker.finished.copied_out) == (16, 16)
+    assert (worker.finished.copied_input_bytes, worker.finished.copied_output_bytes) == (16, 16)
 
 
 def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
@@ -606,7 +606,7 @@ def test_a_python_model_uses_device_memory(
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW * 2).all()
-    assert worker.finished.copied_in == (0 if stays_on_device else 16)
+    assert worker.finished.copied_input_bytes == (0 if stays_on_device else 16)
 
 
 def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:

@@ -92,7 +92,9 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
         assert reply.answer.parameters == ({"n": 1} if parameters else {})
         for name, array in visible.items():
             assert np.array_equal(reply.array(name), array)
-        assert worker.finished.copied_out == sum(array.nbytes for array in visible.values())
+        assert worker.finished.copied_output_bytes == sum(
+            array.nbytes for array in visible.values()
+        )
 
 
 @pytest.mark.parametrize("or_input", [False, True])
@@ -134,7 +136,7 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
         assert output.data == region.memory_range(0 if stays_in_input else 32, size * len(expected))
         assert output.shape == expected.shape
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
-        assert worker.finished.copied_out == (0 if stays_in_input else expected.nbytes)
+        assert worker.finished.copied_output_bytes == (0 if stays_in_input else expected.nbytes)
     region.close()
 
 
@@ -168,7 +170,7 @@ def test_texts_of_all_sizes_are_written(worker: Rig, has_range: bool) -> None:
             raw = region.read(*extent) if has_range else bytes(worker.context.arena.view(raw))
         assert raw == len(text).to_bytes(4, "little") + text
         assert reply.array("N", worker).tolist() == [count]
-        assert worker.finished.copied_out == 4 + len(text) + number.nbytes
+        assert worker.finished.copied_output_bytes == 4 + len(text) + number.nbytes
     region.close()
 
 

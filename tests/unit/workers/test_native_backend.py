@@ -339,7 +339,7 @@ class Model:
         ("class Model: pass", "class 'Model' has no method 'predict'"),
         (
             "class Model:\n    def predict(self, x: Tensor) -> FP32[Tensor, 1]: ...",
-            "argument 'x' of 'Model.predict' is not a tensor: annotate it like FP32[torch.Tensor",
+            "argument 'x' of 'Model.predict' is not a tensor: annotate it like FP32[np.ndarray",
         ),
         (
             "class Model:\n    def predict(self, x) -> FP32[Tensor, 1]: ...",

@@ -90,7 +90,7 @@ def test_a_large_output_is_computed_in_the_arena(worker: Rig, dims: tuple[Any, .
     large_array = np.arange(LARGE_DIM, dtype=F32)[None]
     (reply,) = worker.batch(inference(tensor("a", large_array), tensor("b", large_array)))
     np.testing.assert_array_equal(reply.array("s", worker), large_array + large_array)
-    assert worker.finished.copied_out == 0
+    assert worker.finished.copied_output_bytes == 0
 
 
 def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
@@ -103,7 +103,7 @@ def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
     (reply,) = worker.batch(inference(*inputs, outputs=[requested_output]))
     assert reply.code == ""
     assert region.read(0, large_array.nbytes) == (large_array + large_array).tobytes()
-    assert worker.finished.copied_out == 0
+    assert worker.finished.copied_output_bytes == 0
     region.close()
 
 

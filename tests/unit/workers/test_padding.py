@@ -201,4 +201,4 @@ def test_a_batch_that_is_padded_is_gathered_without_another_copy(worker: Rig) ->
         worker.batch(*(inference(tensor("IMAGE", image)) for image in images))
     inline_bytes = padded_bytes = sum(image.nbytes for image in images)
     finished_message = worker.finished
-    assert finished_message.copied_in == inline_bytes + padded_bytes
+    assert finished_message.copied_input_bytes == inline_bytes + padded_bytes

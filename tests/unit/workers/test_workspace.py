@@ -21,7 +21,7 @@ from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceLost
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 from tests.rigs.fake_cuda import Exported, FakeCuda
 
 MB = 1 << 20
@@ -56,7 +56,7 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
     router = Router(f"ipc://{tmp_path}/control")
     control = SupervisorLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
-    assert arrived(router)
+    assert receive_arrived(router)
     device_memory = cuda.device_memory()
     mappings = Mappings(device_memory.open)
     workspace = Workspace(control, mappings, "cuda:0", device_memory.synchronize)
@@ -76,7 +76,7 @@ def supervise(router: Router, device: OnDevice, memory: Memory, stopped: threadi
     pools = Workspaces({"cuda:0": 2 * MB}, lambda pid, message: router.post(NAME, message))
     pools.allocated("cuda:0", memory)
     while not stopped.is_set():
-        for _, message in arrived(router, 0.02):
+        for _, message in receive_arrived(router, 0.02):
             device.received.append((message, len(device.cuda.calls)))
             pools.handle(1, message)
         router.flush()

@@ -10,7 +10,7 @@ response. Other requests have one response with all samples.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +27,13 @@ from shmserve.workers.links.scheduler import InstanceLink
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
-def token_entry(token: int, text: str, logprob: float, token_bytes: list[int]) -> dict[str, Any]:
+def token_entry(
+    token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
+) -> dict[str, Any]:
     """Return a token and its log probability in the form that the OpenAI API's handlers read."""
+    shown = f"token_id:{token}" if shows_id else text
     value = max(logprob, MIN_LOGPROB)
-    return {"token_id": token, "token": text, "logprob": value, "bytes": token_bytes}
+    return {"token_id": token, "token": shown, "logprob": value, "bytes": token_bytes}
 
 
 class ScoredToken(NamedTuple):
@@ -276,35 +279,22 @@ class TextResponse:
         return True
 
     def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
-        pending = [sample.take() for sample in samples]
-        new_tokens = [token for _, sample_tokens, _ in pending for token in sample_tokens]
-        outputs: dict[str, tuple[str, Any]] = {
-            "text_output": ("BYTES", [text.encode() for text, _, _ in pending]),
-            "index": ("INT32", [sample.index for sample in samples]),
-            "token_ids": ("INT32", new_tokens),
-            "finish_reason": ("BYTES", [sample.finish_reason.encode() for sample in samples]),
+        texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
+        values: dict[str, tuple[str, Iterable[Any]]] = {
+            "text_output": ("BYTES", map(str.encode, texts)),
+            "index": ("INT32", (sample.index for sample in samples)),
+            "token_ids": ("INT32", itertools.chain(*tokens)),
+            "finish_reason": ("BYTES", (sample.finish_reason.encode() for sample in samples)),
+            "logprobs": ("BYTES", map(self._encode_logprobs, samples, logprobs)),
+            "message": ("BYTES", map(SampleText.take_message, samples, texts)),
+            "stop_reason": ("BYTES", (orjson.dumps(sample.stop_reason) for sample in samples)),
+            "prompt_token_ids": ("INT32", () if samples[0].was_sent else self.prompt.tokens),
+            "usage": ("BYTES", [self._encode_usage(samples) if final else b""]),
         }
-        if "logprobs" in self._requested:
-            pairs = zip(samples, pending, strict=True)
-            texts = [self._encode_logprobs(sample, logprobs) for sample, (_, _, logprobs) in pairs]
-            outputs["logprobs"] = ("BYTES", texts)
-        if "message" in self._requested:
-            parts = zip(samples, pending, strict=True)
-            messages = [sample.take_message(text) for sample, (text, *_) in parts]
-            outputs["message"] = ("BYTES", messages)
-        if "stop_reason" in self._requested:
-            reasons = [orjson.dumps(sample.stop_reason) for sample in samples]
-            outputs["stop_reason"] = ("BYTES", reasons)
-        if "prompt_token_ids" in self._requested:
-            tokens = [] if samples[0].was_sent else self.prompt.tokens
-            outputs["prompt_token_ids"] = ("INT32", tokens)
+        outputs = Output.select(values, self._requested)
         for sample in samples:
             sample.was_sent = True
-        if "usage" in self._requested:
-            outputs["usage"] = ("BYTES", [self._encode_usage(samples) if final else b""])
-        return [
-            Output.of_values(name, *outputs[name]) for name in outputs if name in self._requested
-        ]
+        return outputs
 
     def _encode_usage(self, samples: list[SampleText]) -> bytes:
         counted = self.samples if self.prompt.parameters.stream else samples
@@ -370,7 +360,6 @@ class TextResponse:
         return {**entry, "top_logprobs": likeliest, "text_offset": offset}
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+        shows_id = self.prompt.parameters.return_tokens_as_token_ids
         text, token_bytes = self._texts.text_and_bytes(token)
-        if self.prompt.parameters.return_tokens_as_token_ids:
-            text = f"token_id:{token}"
-        return token_entry(token, text, logprob, token_bytes)
+        return token_entry(token, text, logprob, token_bytes, shows_id)

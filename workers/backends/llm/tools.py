@@ -102,11 +102,24 @@ def _parse_tool(index: int, tool: Any) -> Tool:
     keywords = {key: value for key, value in (schema or {}).items() if value is not None}
     parameters = {**_OBJECT_SCHEMA, **keywords}
     error = _schema_error(parameters)
+    if not error:
+        parameters = _resolve_root(parameters)
     if not error and "object" not in parameters["type"]:
         error = f"type: {clip(repr(parameters['type']))} is not 'object'"
     if error:
         raise InvalidArgument(f"{field}.parameters: it is not a JSON schema: {error}")
     return Tool(name, parameters, strict is True)
+
+
+def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters with the members of the schema to which they refer as a whole."""
+    seen: set[str] = set()
+    while (reference := parameters.get("$ref")) and reference not in seen:
+        seen.add(reference)
+        target = resolve_reference(reference, parameters)
+        members = {key: value for key, value in parameters.items() if key != "$ref"}
+        parameters = {**members, **target} if isinstance(target, dict) else members
+    return parameters
 
 
 _TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))

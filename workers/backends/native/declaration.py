@@ -49,7 +49,7 @@ _ITERATORS = (
 PositionPrefix = Callable[
     [str], str
 ]  # returns a message's prefix for an attribute or "predict.ARGUMENT"
-_ANNOTATION_ADVICE = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
+_ANNOTATION_ADVICE = "annotate it like FP32[np.ndarray, 1, 8, 8], with FP32 from shmserve.model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ MAX_DEPTH = 100
 MAX_MEMBERS = 256 * 1024
 
 LARGE = 1024 * 1024
+MAX_OBJECTS = 4096  # number of objects that are parsed and converted in 5 ms
 _MAX_LENIENT_BYTES = 8 * LARGE
 _MIN_CUT_BYTES = 64 * 1024
 _SLICE_BYTES = 128 * 1024
@@ -165,11 +166,13 @@ def _parse_integer(text: str) -> int | float:
     return value if -(2**63) <= value <= MAX_UINT64 else float(value)
 
 
-def _has_too_many(json_text: bytes, mark: bytes) -> bool:
-    return (
-        json_text.count(mark) > MAX_MEMBERS
-        and len(_select_outside_strings(json_text, mark)) > MAX_MEMBERS
-    )
+def has_many_objects(json_text: bytes) -> bool:
+    """Return whether the objects of a JSON text take the event loop longer than 5 ms."""
+    return _has_too_many(json_text, b"{", MAX_OBJECTS)
+
+
+def _has_too_many(json_text: bytes, mark: bytes, limit: int = MAX_MEMBERS) -> bool:
+    return json_text.count(mark) > limit and len(_select_outside_strings(json_text, mark)) > limit
 
 
 def _is_too_deep(json_text: bytes) -> bool:

@@ -155,6 +155,8 @@ class _Sample:
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0  # number of tokens, counted for `Choices.continuous`
+    # Number of characters of `logprobs`. The text lags behind if it may contain a stop string.
+    token_characters: int = 0
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the tool calls received so far."""
@@ -232,7 +234,7 @@ class Choices:
             **self.form.content(
                 delta.text, extra_members, is_first=not sample.is_begun, is_chunk=True
             ),
-            "logprobs": self.form.logprobs(content, len(sample.text)),
+            "logprobs": self.form.logprobs(content, sample.token_characters),
             "finish_reason": sample.reason(delta.finish_reason),
         }
         if delta.finish_reason or not self.form.is_chat:
@@ -249,6 +251,7 @@ class Choices:
         sample.text += delta.text
         if content is not None:
             sample.logprobs = (sample.logprobs or []) + content
+            sample.token_characters += sum(len(token["token"]) for token in content)
         if delta.usage is not None:
             self._count_usage(delta.usage)
         return choice

@@ -18,6 +18,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import response_name
@@ -78,7 +79,7 @@ _LOGPROBS_OPTION = "message.output_text.logprobs"
 
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
-    body = await bodies.read_body(gateway, request)
+    body = await bodies.read_body(gateway, request, convert=convert_input)
     fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
     text_request = await bodies.parse_chat(gateway, _chat_body(fields))
     shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
@@ -86,6 +87,17 @@ async def create_response(gateway: Gateway, request: HttpRequest) -> HttpRespons
 
 
 # --- requests
+
+
+def convert_input(body: Any) -> tuple[Any, list[str]]:
+    """Replace the input of a large body by the messages of a chat, which `parse_large` packs.
+
+    An input with references is not replaced, since only the gateway has the stored items.
+    """
+    items = body.get("input") if type(body) is dict else None
+    if not items or (type(items) is list and any(map(_is_reference, items))):
+        return body, []
+    return {**body, "input": _chat_messages(body)}, ["input"]
 
 
 def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -142,9 +154,11 @@ def _chat_format(text_format: Any) -> Any:
     return text_format
 
 
-def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]] | Packed:
     """Return the messages of a chat for the instructions and the input of a request."""
     request_input = body.get("input")
+    if type(request_input) is Packed:
+        return request_input
     items: Any = (
         [{"role": "user", "content": request_input}]
         if type(request_input) is str
@@ -159,10 +173,14 @@ def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     for index, item in enumerate(items):
         if type(item) is not dict:
             raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is not an object")
-        if item.get("type") == "item_reference":
+        if _is_reference(item):
             item = _find_stored_item(index, item.get("id"))
         _add_item(messages, item, f"input[{index}]")
     return messages
+
+
+def _is_reference(item: Any) -> bool:
+    return type(item) is dict and item.get("type") == "item_reference"
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:

@@ -152,9 +152,29 @@ def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> Non
     """R12: doubled and odd lengths smuggle nothing."""
     connection.sendall(raw)
     reply = read_reply(connection)
-    assert (reply.status, reply.error) == (400, "malformed HTTP request")
+    assert reply.status == 400 and reply.error.startswith("malformed HTTP request: ")
     assert reply.headers["Connection"] == "close"
     assert is_closed(connection)
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (b"GET /v2 HTTP/1.1\r\n", "Missing 'Host' header in request."),
+        (b"GET /v2 HTTP/1.9\r\nHost: localhost\r\n", "Bad status line: Invalid HTTP version"),
+        (
+            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 9000 + b"\r\n",
+            "the request line or a header has more than 8190 bytes",
+        ),
+        (
+            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200,
+            "Too many headers received (allowed: 128)",
+        ),
+    ],
+)
+def test_malformed_http_is_explained(connection: socket.socket, head: bytes, reason: str) -> None:
+    connection.sendall(head + b"\r\n")
+    assert read_reply(connection).error == f"malformed HTTP request: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from tests.rigs.gateway_rig import (
     SIMPLE,
     Rig,
     Scheduler,
+    accepts_connections,
     add_sub,
-    connects,
     echo,
     identity_config,
     model_config,
@@ -62,7 +62,7 @@ ARENA = 32 * MIB
 def gateway(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path, arena_byte_size=ARENA) as model_rig:
         model_rig.open()
-        until("it listens", lambda: connects(model_rig.port))
+        until("it listens", lambda: accepts_connections(model_rig.port))
         yield model_rig
 
 
@@ -246,7 +246,7 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple_scheduler: S
         gateway.http.infer("simple", simple_body()).ok()
     limited_submit, unlimited = simple_scheduler.submits[-2:]
     assert limited_submit.deadline_ns == limited_submit.arrived_ns + 30_000_000_000
-    assert limited_submit.limit == "the header 'X-Request-Timeout-Ms'"
+    assert limited_submit.deadline_origin == "the header 'X-Request-Timeout-Ms'"
     assert unlimited.deadline_ns == 0
     reply = gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30s"})
     assert reply.status == 400

@@ -30,7 +30,7 @@ def refusal(
     return caught.value.message
 
 
-# The fields of requests of vLLM 0.32 to any of the three doors.
+# The fields of requests of vLLM 0.32 to any of the three routes.
 VLLM = (
     "model prompt echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed "
     "stop stream stream_options suffix temperature top_p user use_beam_search top_k min_p "

@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import (
     Rig,
     Scheduler,
-    connects,
+    accepts_connections,
     echo,
     end,
     error,
@@ -51,7 +51,7 @@ NOT_ONE = (
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), body_timeout_s=3.0) as model_rig:
         model_rig.open()
-        until("it listens", lambda: connects(model_rig.port))
+        until("it listens", lambda: accepts_connections(model_rig.port))
         yield model_rig
 
 

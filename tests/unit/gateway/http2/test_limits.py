@@ -391,23 +391,23 @@ def test_a_budget_is_spent_and_exhausted() -> None:
     clock = Clock()
     budget = Budget(3, 2.0, clock, "things")
     for _ in range(3):
-        budget.spend()
+        budget.take_token()
     with pytest.raises(ConnectionFault, match="too many things"):
-        budget.spend()
+        budget.take_token()
 
 
 def test_time_refills_a_budget() -> None:
     clock = Clock()
     budget = Budget(3, 2.0, clock, "things")
     for _ in range(3):
-        budget.spend()
+        budget.take_token()
     clock.now += 0.5
-    budget.spend()
+    budget.take_token()
     clock.now += 1000
     for _ in range(4):  # the rest of the first second, and then the full capacity
-        budget.spend()
+        budget.take_token()
     with pytest.raises(ConnectionFault):
-        budget.spend()
+        budget.take_token()
 
 
 @given(st.lists(st.tuples(st.sampled_from(["spend", "earn", "wait"]), st.integers(0, 50))))
@@ -418,7 +418,7 @@ def test_a_refill_does_not_exceed_the_capacity(actions: list[tuple[str, int]]) -
     spent_budget, available = 0, 10.0
     for action, count in actions:
         if action == "earn":
-            budget.earn(count)
+            budget.add_tokens(count)
             available += count
         elif action == "wait":
             clock.now += count
@@ -427,7 +427,7 @@ def test_a_refill_does_not_exceed_the_capacity(actions: list[tuple[str, int]]) -
             at_once = 0
             with contextlib.suppress(ConnectionFault):
                 while at_once < count:
-                    budget.spend()
+                    budget.take_token()
                     at_once += 1
             spent_budget += at_once
             assert spent_budget <= available

@@ -18,7 +18,7 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from tests.rigs.scheduler_rig import GATEWAY, MS, PLANNING_NS, Rig
-from tests.support.generative_worker import GenerativeWorker, alone
+from tests.support.generative_worker import GenerativeWorker, generate_alone
 
 PROMPT = array("i", [3, 1, 4, 1, 5, 9, 2, 6])
 
@@ -240,7 +240,7 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     if not ended_before:
         (prepare,) = prepare_messages
         for resumed_sample in prepare.resumed:
-            expected, _ = alone(PROMPT, resumed_sample.sample, llm.most)
+            expected, _ = generate_alone(PROMPT, resumed_sample.sample, llm.most)
             tokens = list(array("i", resumed_sample.tokens))
             assert tokens == expected[: len(tokens)]
             # Each token is reported in the step that generates it.

@@ -135,7 +135,7 @@ def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: st
     rig = make_rig(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
     waiting_generations = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
     start_order: list[int] = []
-    while rig.turn():
+    while rig.run_turn():
         started_generations = [
             generation for generation in waiting_generations if generation.sequences
         ]
@@ -156,7 +156,7 @@ def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: st
 def test_the_last_sequence_in_order_is_preempted() -> None:
     rig = make_rig(kv_cache_blocks=8, scheduling_policy="priority")
     later_generation = submit(rig, [1] * 12, 12, priority=3)
-    rig.turn()
+    rig.run_turn()
     first_generation = submit(rig, [2] * 12, 12)
     rig.drain()
     assert (first_generation.preemptions, later_generation.preemptions) == (0, 1)
@@ -167,7 +167,7 @@ def test_a_step_that_preempted_admits_no_request() -> None:
     _, second_generation, third_generation = (
         submit(rig, [token] * length, 12) for token, length in ((1, 12), (2, 16), (3, 4))
     )
-    while rig.turn():
+    while rig.run_turn():
         if (
             second_generation.sequences
             and second_generation.sequences[0].status is not SequenceStatus.RUNNING
@@ -205,10 +205,10 @@ def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
 def test_prompts_do_not_delay_decoding_sequences() -> None:
     rig = make_rig(prefill_chunk_size=16, max_prefill_tokens=16, max_tokens_per_batch=16)
     first_generation = submit(rig, [1] * 5, 12)
-    rig.turn()
+    rig.run_turn()
     long_generation = submit(rig, [2] * 100, 2)
     for generated_count in range(2, 8):
-        rig.turn()
+        rig.run_turn()
         assert first_generation.sequences[0].generated == generated_count
     # Beside a decoded token, 15 tokens of the budget remain. A chunk below 16 may be cut anywhere.
     assert long_generation.sequences[0].computed == 6 * 15
@@ -217,7 +217,7 @@ def test_prompts_do_not_delay_decoding_sequences() -> None:
 def test_prompts_are_cut_at_multiples_of_16() -> None:
     rig = make_rig(prefill_chunk_size=32, max_prefill_tokens=40)
     first_generation, second_generation = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
-    rig.turn()
+    rig.run_turn()
     computed_counts = [
         submitted.sequences[0].computed for submitted in (first_generation, second_generation)
     ]
@@ -227,16 +227,16 @@ def test_prompts_are_cut_at_multiples_of_16() -> None:
     ]  # the remaining 8 tokens of the step are no multiple of the chunk
     rig = make_rig(prefill_chunk_size=29)
     generation = submit(rig, [1] * 70, 1)
-    rig.turn()
+    rig.run_turn()
     assert generation.sequences[0].computed == 16
 
 
 def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
     rig = make_rig(target_itl_ms=2.0)
     submit(rig, [1] * 5, 20)
-    rig.turn()
+    rig.run_turn()
     long_generation = submit(rig, [2] * 100, 2)
-    rig.turn()
+    rig.run_turn()
     assert long_generation.sequences[0].computed == 16
 
 
@@ -246,10 +246,10 @@ def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
 ) -> None:
     rig = make_rig(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
     submit(rig, [1] * 5, 20)
-    rig.turn()
+    rig.run_turn()
     rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
     long_generation = submit(rig, [2] * 200, 2)
-    rig.turn()
+    rig.run_turn()
     assert long_generation.sequences[0].computed == computed_count
 
 
@@ -260,7 +260,7 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
         submit(rig, [1] * 5, 9)
         submit(rig, [1] * 5, 9, samples=2)
         submit(rig, [1] * 5, 9, beams=search)
-    rig.turn()
+    rig.run_turn()
     for generation in list(rig.generations.values())[:3]:
         rig.engine.cancel(generation)
     rig.drain()
@@ -274,7 +274,7 @@ def test_a_stream_of_short_requests_starves_no_long_one() -> None:
     for iteration in range(200):
         for _ in range(2):
             submit(rig, [2 + iteration % 40], 3)
-        rig.turn()
+        rig.run_turn()
         if (
             long_generation.sequences
             and long_generation.sequences[0].status is SequenceStatus.RUNNING

@@ -231,7 +231,7 @@ def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "policy", "text"),
     [
-        ({"timeout_ns": 30_000, "limit": "--x"}, {}, "30 microseconds, from --x"),
+        ({"timeout_ns": 30_000, "deadline_origin": "--x"}, {}, "30 microseconds, from --x"),
         ({"timeout_ns": 30_000}, {}, "30 microseconds, from the caller"),
         (
             {"timeout_us": 30},

@@ -64,7 +64,7 @@ BULLETS = """
 3.3.9 shutdown refuses START alone; what runs may finish
     TABLE test_3_3_a_drain_refuses_only_new_sequences
     ENDING test_3_3_a_server_that_ends_waits_for_open_sequences
-    ENDING test_3_3_it_waits_no_longer_than_for_the_idle_time
+    ENDING test_3_3_a_drain_waits_at_most_for_the_idle_time
 3.3.10 controls: pairs of three types, ids of five; READY is false in null rows alone
     WORKER test_3_3_pairs
     WORKER test_3_3_ids_are_cut_to_their_low_bytes
@@ -150,7 +150,7 @@ BULLETS = """
     WHOLE test_a_disconnecting_client_cancels_the_running_step
 3.7.7 max_inflight_requests: a step has only so many of all requests
     ENSEMBLE test_requests_of_a_step_are_limited
-    WHOLE test_only_so_many_requests_of_a_step_at_a_time
+    WHOLE test_the_requests_in_flight_of_a_step_are_limited
 3.7.8 what is checked at load
     GRAPH test_steps_that_do_not_fit_are_refused
     CONFIG test_ensembles_are_checked

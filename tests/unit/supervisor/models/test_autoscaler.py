@@ -29,7 +29,7 @@ from shmserve.supervisor.models.autoscaler import (
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order, OrderKind
 from shmserve.supervisor.models.registry import ModelRegistry
-from tests.rigs.process_rig import CONFIG, Made, Processes, plan, turns
+from tests.rigs.process_rig import CONFIG, Made, Processes, plan, run_loop_turns
 
 STATISTICS: dict[str, Any] = {
     "success": 1,
@@ -78,7 +78,7 @@ class Rig:
             self.version.scheduler._on_scheduler_message(
                 self.version.scheduler.counters, m.StatisticsSnapshot(STATISTICS, [])
             )
-        await turns()
+        await run_loop_turns()
         return self.version.instances.count
 
     def changes(self) -> list[Any]:

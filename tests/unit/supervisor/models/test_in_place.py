@@ -24,7 +24,7 @@ from shmserve.supervisor.models.instances import (
 )
 from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.repository import find, version_fingerprint
-from tests.rigs.process_rig import CONFIG, Processes, plan, turns
+from tests.rigs.process_rig import CONFIG, Processes, plan, run_loop_turns
 
 
 def group(name: str, count: int, *gpus: int, **fields: Any) -> dict[str, Any]:
@@ -165,10 +165,10 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     observed_states.append(model.instances.states())
     worker = model.instances.children()[1]
     model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
-    await turns()
+    await run_loop_turns()
     assert worker.alive
     model._on_scheduler_message(m.InstanceRetired(worker.pid))
-    await turns()
+    await run_loop_turns()
     assert not worker.alive and model.ready
     observed_states.append(model.instances.states())
     same_update = model.update_to(spec(config(group("m_0", 1))))
@@ -184,7 +184,7 @@ async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     await model.instances.add(reduction)
     model.commit(reduction)
     model.instances.children()[1].kill()
-    await turns()
+    await run_loop_turns()
     observed_state = len(processes.started), model.instances.states()
     await processes.end()
     assert observed_state == (3, [InstanceState.READY])
@@ -198,12 +198,12 @@ async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     processes.hanging = True
     enlargement = update(model, 3)
     adding_task = asyncio.ensure_future(model.instances.add(enlargement))
-    await turns()
+    await run_loop_turns()
     assert model.ready and len(model.instances.states()) == 3
     model.instances.retire(enlargement.added)
     with pytest.raises(Unavailable, match="the model is unloaded"):
         await adding_task
-    await turns()
+    await run_loop_turns()
     assert model.ready and model.config is config_before
     states = model.instances.states()
     await processes.end()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.supervisor.models.orders import LoadSource, OrderPhase
+from shmserve.supervisor.models.orders import LoadSource, ModelEntry, OrderPhase
 from shmserve.supervisor.models.registry import statuses
 from tests.rigs.lifecycle_rig import LifecycleRig
 
@@ -72,6 +72,24 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
         "load failed for model 'm': version 1 is at UNAVAILABLE state: Unavailable: it broke;\n"
     )
     assert rig.alive == [new_version]
+
+
+def test_a_load_derives_the_statuses_of_its_own_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    derived: list[str] = []
+
+    def record(model: ModelEntry) -> dict[str, Any]:
+        derived.append(model.name)
+        return statuses(model)
+
+    rig = LifecycleRig()
+    for name in "abcdef":
+        rig.lifecycle.load(name)
+    rig.happen(*ALL_EVENTS)
+    monkeypatch.setattr("shmserve.supervisor.models.registry.statuses", record)
+    rig.lifecycle.load("m")
+    rig.happen(*ALL_EVENTS)
+    assert set(derived) == {"m"}
+    assert rig.registry.states().keys() == {(name, "1") for name in "abcdefm"}
 
 
 def on_demand(*names: str) -> LifecycleRig:

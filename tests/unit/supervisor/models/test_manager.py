@@ -28,7 +28,7 @@ from shmserve.supervisor.models.manager import (
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.reload import RepositoryPoller
-from tests.rigs.process_rig import Processes, plan, turns
+from tests.rigs.process_rig import Processes, plan, run_loop_turns
 from tests.support.waiting import until_async
 
 
@@ -103,9 +103,9 @@ async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
     await until_async(lambda: processes._held)
     if load_stage == "waiting":
         loads.append(asyncio.ensure_future(manager.load("m")))
-        await turns()
+        await run_loop_turns()
         unload()
-    await turns()
+    await run_loop_turns()
     assert not (loads[0].done() or unloads[0].done())
     processes.load_held()
     async with asyncio.timeout(10):

@@ -17,7 +17,7 @@ from shmserve.supervisor.models import instance_processes
 from shmserve.supervisor.models.instances import InstanceState, Lifetime, VersionSpec
 from shmserve.supervisor.models.model_version import EnsembleInstances, ModelVersion
 from shmserve.supervisor.processes.children import Child
-from tests.rigs.process_rig import Made, Processes, plan, turns
+from tests.rigs.process_rig import Made, Processes, plan, run_loop_turns
 
 
 def deployment(processes: Processes) -> ModelVersion:
@@ -37,7 +37,7 @@ async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
 
     processes.at_start = kill_once
     processes.started[0].kill()
-    await turns(1)
+    await run_loop_turns(1)
     assert not model.ready
     async with asyncio.timeout(10):
         await model.until_ready()
@@ -77,14 +77,14 @@ async def test_only_the_process_its_scheduler_names_is_killed(
     await model.start()
     first_process = processes.started[0]
     first_process.kill()
-    await turns(1)
+    await run_loop_turns(1)
     async with asyncio.timeout(10):
         await model.until_ready()
     second_process = processes.started[-1]
     monkeypatch.setattr(Made, "kill", lambda child, *number: killed_children.append(child))
     for child in (first_process, second_process):
         model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
-    await turns()
+    await run_loop_turns()
     await processes.end()
     meant_process = second_process
     assert killed_children == [meant_process]
@@ -105,7 +105,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     await model.start()
     first_process = processes.started[0]
     first_process.kill()
-    await turns(1)
+    await run_loop_turns(1)
     async with asyncio.timeout(10):
         await model.until_ready()
     second_process = processes.started[-1]
@@ -115,7 +115,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     records.clear()
     processes.at_start = lambda child: child.kill(signal.SIGABRT)
     second_process.kill()
-    await turns()
+    await run_loop_turns()
     text = "model 'm' failed: its instances are not restarted"
     assert records == [m.InstanceGone(0, text)] and model.instances.failure
     records.clear()
@@ -145,8 +145,8 @@ async def test_an_instance_in_a_crash_loop_stays_down(
         if serves and death == max_crashes // 2:
             model._on_scheduler_message(m.InstanceServed(worker.pid))
         worker.kill(signal.SIGABRT)
-        await turns(1)
-    await turns()
+        await run_loop_turns(1)
+    await run_loop_turns()
     await processes.end()
     assert (len(processes.started) - 1, model.problem) == (
         (max_crashes + 1, "") if serves else (max_crashes, text)
@@ -172,7 +172,7 @@ async def test_killed_workers_are_always_restarted(
 
     monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(note_pause))
     processes.started[0].kill(signal.SIGABRT)
-    await turns(1)
+    await run_loop_turns(1)
     async with asyncio.timeout(10):
         if at_load:
             processes.at_start = lambda child: child.kill()
@@ -180,7 +180,7 @@ async def test_killed_workers_are_always_restarted(
             if not at_load:
                 await model.until_ready()
                 processes.started[-1].kill()
-            await turns(1)
+            await run_loop_turns(1)
     await processes.end()
     assert model.problem == ""
     assert pauses[: max_crashes - 1] == [0.0] * (max_crashes - 1)
@@ -200,7 +200,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
         if serves:
             model._on_scheduler_message(m.InstanceServed(processes.started[0].pid))
         model.scheduler.serving.child.kill()
-        await turns(40)
+        await run_loop_turns(40)
     is_ready = model.ready
     await processes.end()
     assert is_ready is serves
@@ -216,8 +216,8 @@ async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.Mo
         async with asyncio.timeout(10):
             await model.until_ready()
         (processes.started[-1] if death else processes.started[0]).kill()
-        await turns(1)
-    await turns()
+        await run_loop_turns(1)
+    await run_loop_turns()
     await processes.end()
     assert model.problem == ""
 
@@ -236,7 +236,7 @@ async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch.setattr(processes.context.local_clients, "broadcast", order.append)
     lost_endpoint = model.endpoint
     model.scheduler.serving.child.kill()
-    await turns(40)
+    await run_loop_turns(40)
     await processes.end()
     expected = m.InstanceExpected(0, processes.started[0].pid)
     assert order == [expected, "flushed", SchedulerLost(lost_endpoint, model.endpoint)]
@@ -264,7 +264,7 @@ async def test_a_cancelled_load_leaves_no_processes() -> None:
     processes = Processes()
     processes.hanging = True
     starting_task = asyncio.ensure_future(deployment(processes).start())
-    await turns()
+    await run_loop_turns()
     assert len(processes.started) == 2  # a worker, and the scheduler
     starting_task.cancel()
     await asyncio.wait({starting_task})

@@ -14,7 +14,7 @@ from shmserve.errors import Internal
 from shmserve.supervisor.models import on_demand
 from shmserve.supervisor.models.on_demand import MemoryUse, OnDemand, Resident, select_unloads
 from shmserve.supervisor.models.registry import ModelRegistry
-from tests.rigs.process_rig import Processes, turns
+from tests.rigs.process_rig import Processes, run_loop_turns
 
 NAMES = "abcdefgh"
 
@@ -168,7 +168,7 @@ async def test_a_wait_for_a_load_fails_when_the_server_stops() -> None:
     hanging: Any = asyncio.Event()
     on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait(), [])
     caller = asyncio.ensure_future(on_demand.load("m", 0))
-    await turns()
+    await run_loop_turns()
     await processes.end()
     with pytest.raises(Exception, match="the server ends"):
         await caller

@@ -22,7 +22,7 @@ from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, 
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.reload import RepositoryPoller
-from tests.rigs.process_rig import CONFIG, Processes, turns
+from tests.rigs.process_rig import CONFIG, Processes, run_loop_turns
 from tests.support.waiting import until_async
 
 
@@ -159,7 +159,7 @@ async def run_ready_tasks() -> None:
     """Run all tasks that wait for no external event, including those in threads."""
     for _ in range(50):
         await asyncio.to_thread(len, "")
-        await turns()
+        await run_loop_turns()
 
 
 def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
@@ -170,9 +170,9 @@ def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
         await server.load("e")
         server.silent = True
         unload = asyncio.ensure_future(server.unload("s"))
-        await turns()
+        await run_loop_turns()
         load = asyncio.ensure_future(server.load("s"))
-        await turns()
+        await run_loop_turns()
         assert not (unload.done() or load.done())
         server.acknowledge_all()
         await asyncio.gather(unload, load)
@@ -192,7 +192,7 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("e").published)
         unload = asyncio.ensure_future(server.unload("s"))
-        await turns()
+        await run_loop_turns()
         server.acknowledge_all()
         await unload
         await asyncio.gather(load, return_exceptions=True)
@@ -334,7 +334,7 @@ def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.Mon
         await server.load("e")
         server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
-        await turns(1)
+        await run_loop_turns(1)
         assert server.state("e") == ("LOADING", "a process is being restarted")
         await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
         state, reason = server.state("e")
@@ -371,7 +371,7 @@ def test_unchanged_versions_are_not_published() -> None:
         assert server.sent == []
         workers[1].kill()
         server.worker("s").kill()
-        await turns(1)
+        await run_loop_turns(1)
         await until_async(lambda: version.ready)
         assert server.sent == [
             m.ReadinessChanged("s", "1", False),

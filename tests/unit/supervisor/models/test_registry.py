@@ -180,7 +180,7 @@ async def test_the_combined_readiness_of_workers(
         assert isinstance(message, CheckReady)
         answer = answers[pid]
         if answer is not None:
-            loop.call_soon(check.checked, pid, ReadyChecked(message.id, answer))
+            loop.call_soon(check.handle_response, pid, ReadyChecked(message.id, answer))
 
     check = ReadinessCheck(send)
     assert (await check.check(list(answers))) is expects_ready
@@ -192,8 +192,8 @@ async def test_unexpected_answers_are_ignored(
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
 
     def send(pid: int, message: Any) -> None:
-        check.checked(7, ReadyChecked(message.id, True))
-        check.checked(pid, ReadyChecked(message.id + 1, True))
+        check.handle_response(7, ReadyChecked(message.id, True))
+        check.handle_response(pid, ReadyChecked(message.id + 1, True))
 
     check = ReadinessCheck(send)
     assert (await check.check([1])) is False
@@ -209,7 +209,7 @@ async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
     joined_check = asyncio.ensure_future(check.check([1]))
     await asyncio.sleep(0)
-    check.checked(1, ReadyChecked(sent_checks[0].id, True))
+    check.handle_response(1, ReadyChecked(sent_checks[0].id, True))
     assert [*concurrent_checks, later_check, await joined_check] == [
         False,
         False,
@@ -224,7 +224,7 @@ async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyP
 async def test_a_worker_that_ends_is_not_waited_for(other_pids: list[int]) -> None:
     def send(pid: int, message: Any) -> None:
         if pid == 2:
-            check.checked(pid, ReadyChecked(message.id, True))
+            check.handle_response(pid, ReadyChecked(message.id, True))
 
     check = ReadinessCheck(send)
     check_task = asyncio.ensure_future(check.check([1, *other_pids]))

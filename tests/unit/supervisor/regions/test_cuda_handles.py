@@ -109,7 +109,7 @@ async def test_register_and_unregister() -> None:
         replace(published, draining=True, acknowledge=0)
     ]
     assert office.workers == [], "a gateway may still have requests that use it"
-    office.registry.draining.released(7, memory.id)
+    office.registry.draining.record_release(7, memory.id)
     assert office.workers == [m.MemoryDropped(memory.id)]
     assert list(office.registry.publications()) == []
     await asyncio.sleep(0)
@@ -291,7 +291,9 @@ class Workers:
         code = self._answers[pid]
         if code is not None:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self.handles.checked, pid, MemoryChecked(message.id, code, "reason"))
+            loop.call_soon(
+                self.handles.handle_response, pid, MemoryChecked(message.id, code, "reason")
+            )
 
     def check(self, device: int, uuid: bytes = b"") -> None:
         memory = Memory.on_device(1, 64, CudaHandle(HANDLE, device, uuid))
@@ -305,7 +307,9 @@ def test_workers_on_the_device_check_the_handle() -> None:
     assert workers.sent[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
     assert workers.sent[-1][0] == 12
-    workers.handles.checked(10, MemoryChecked(1, "", ""))  # a late answer that no request waits for
+    workers.handles.handle_response(
+        10, MemoryChecked(1, "", "")
+    )  # a late answer that no request waits for
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
@@ -314,7 +318,7 @@ def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
     send = workers.handles._send
 
     def answer_falsely(pid: int, message: CheckMemory) -> None:
-        workers.handles.checked(12, MemoryChecked(message.id, "INVALID_ARG", "a lie"))
+        workers.handles.handle_response(12, MemoryChecked(message.id, "INVALID_ARG", "a lie"))
         send(pid, message)
 
     workers.handles._send = answer_falsely

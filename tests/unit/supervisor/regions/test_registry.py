@@ -55,7 +55,7 @@ async def test_register_and_unregister(key: str) -> None:
     assert draining_region == replace(published, draining=True)
     assert office.registry.active() == []
     assert office.workers == [], "a gateway may still have requests that use it"
-    office.registry.draining.released(7, memory.id)
+    office.registry.draining.record_release(7, memory.id)
     assert office.workers == [MemoryDropped(memory.id)]
 
 
@@ -94,7 +94,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
         await office.registry.drop_shrunk()
     await asyncio.sleep(0)
     assert office.published[2] == RegionWithdrawn("r", memory_id, 1)
-    draining_regions.released(7, memory_id)
+    draining_regions.record_release(7, memory_id)
     assert office.workers == [MemoryDropped(memory_id)]
     assert list(office.registry.publications()) == []
     await asyncio.sleep(0)

@@ -35,6 +35,28 @@ def edit(path: Path, name: str, **fields: Any) -> None:
     file.write_text(json.dumps({**settings, **fields}))
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": ["x"]}, "eos_token: ['x'] is not a string or an"),
+        ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
+        ("tokenizer_config.json", {"added_tokens_decoder": []}, "decoder: [] is not an object"),
+        ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
+        ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
+        ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(
+    tmp_path: Path, name: str, more: dict[str, Any], message: str
+) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, name, **more)
+    with pytest.raises(InvalidArgument) as raised:
+        Checkpoint.open(path)
+    assert f"{name}: {next(iter(more))}: " in raised.value.message
+    assert message in raised.value.message
+
+
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     drawn_weights = weights(config())
@@ -61,6 +83,23 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
             "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM",
         ),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive integer"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads: '2' is not a positive integer"),
+        ({"head_dim": 0}, "head_dim: 0 is not a positive integer"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: 'no' is not a boolean"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5' is not a number"),
+        ({"rope_scaling": [1]}, "rope_scaling: [1] is not an object"),
+        ({"architectures": "Llama"}, "architectures: 'Llama' is not a list"),
+        ({"eos_token_id": "2"}, "eos_token_id: '2' is not an integer or a list"),
+        ({"quantization_config": "gptq"}, "quantization_config: 'gptq' is not an object"),
+        ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta: '1' is not a positive number"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope_scaling: factor: 0 is not a positive number",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "32"}},
+            "rope_scaling: beta_fast: '32' is not a positive number",
+        ),
         ({"head_dim": 7}, "head_dim: 7 is not an even number"),
         (
             {"num_key_value_heads": 3},

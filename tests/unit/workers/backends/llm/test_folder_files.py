@@ -457,13 +457,46 @@ def test_a_text_becomes_a_part_if_a_template_takes_only_parts() -> None:
     [
         ("{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}", "|"),
         ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}|", "|"),
-        ("{{ '-' if messages[0].content is none else messages[0].content }}|", "|"),
     ],
 )
 def test_a_missing_content_beside_calls_is_empty_as_in_vllm(template: str, text: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
+
+
+WRITTEN = "{{ messages[0].tool_calls[0].function.arguments"
+ARGUMENTS = "{% set a = messages[0].tool_calls[0]['function']['arguments'] %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (WRITTEN + " }}", '{"a":  "é"}'),
+        (WRITTEN + " + '|' }}", '{"a":  "é"}|'),
+        (WRITTEN + " ~ '|' }}", '{"a":  "é"}|'),
+        (ARGUMENTS + "{{ a }}", '{"a":  "é"}'),
+        (WRITTEN + " | tojson }}", '{"a": "é"}'),
+        (WRITTEN + ".a }}", "é"),
+        (ARGUMENTS + "{{ a if a is string else a | tojson }}", '{"a": "é"}'),
+        ("{% for k, v in messages[0].tool_calls[0].function.arguments | items %}{{ k }}{{ v }}"
+         "{% endfor %}", "aé"),
+        ("{{ '-' if messages[0].content is none else messages[0].content }}", "-"),
+        ("{{ 'content' in messages[0] }}{{ messages[0].content is none }}", "FalseFalse"),
+    ],
+)  # fmt: skip
+def test_calls_have_the_form_that_a_template_requires(template: str, text: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":  "é"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
+
+
+@pytest.mark.parametrize("arguments", [None, "", {}])
+def test_missing_arguments_are_an_empty_object(arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    for template in (WRITTEN + " }}", WRITTEN + " | tojson }}"):
+        assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == "{}"
 
 
 NAMED_TEMPLATES = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
@@ -476,6 +509,7 @@ NAMED_TEMPLATES = [{"name": "default", "template": "D"}, {"name": "tool_use", "t
         ({SETTINGS: NAMED_TEMPLATES}, {"tools": TOOLS}, "T"),
         ({SETTINGS: NAMED_TEMPLATES}, {"chat_template": "tool_use"}, "T"),
         ({SETTINGS: NAMED_TEMPLATES[1:]}, {"tools": TOOLS}, "T"),
+        ({SETTINGS: {"default": "D", "tool_use": "T"}}, {"tools": TOOLS}, "T"),
         ({SETTINGS: NAMED_TEMPLATES, "chat_template.jinja": "J"}, {"tools": TOOLS}, "J"),
         ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"}, {}, "J"),
         (

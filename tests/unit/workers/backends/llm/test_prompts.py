@@ -5,12 +5,14 @@ import time
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import orjson
 import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm import _prepare, prompts
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
-from shmserve.workers.backends.llm.prompts import PromptReader, read_ending, read_whole
+from shmserve.workers.backends.llm.prompts import PromptReader, read_ending, read_inputs, read_whole
+from shmserve.workers.batch.request import Input
 
 
 @pytest.mark.parametrize("text", ["abc" * 50, "é" * 70, "a" + "東京" * 40, "🐙x" * 33, "a", ""])
@@ -79,6 +81,20 @@ def test_a_long_conversation_is_rendered_in_a_process(
     imported_modules = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
     assert {"jinja2", "shmserve.errors"} <= imported_modules
     assert not {"torch", "numpy", "shmserve.workers"} & imported_modules
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "is_view"), [(4096, 4096, False), (4097, 4096, True), (4097, 9999, False)]
+)
+def test_a_conversation_with_many_objects_is_a_view_of_the_request(
+    count: int, limit: int, is_view: bool
+) -> None:
+    text = orjson.dumps([{"role": "user", "content": '{"a": 1}'}] * count)
+    raw = len(text).to_bytes(4, "little") + text
+    request = MagicMock(inputs={"messages": Input("messages", "BYTES", (1,), memoryview(raw))})
+    found = read_inputs(request, 1 << 30, limit)["messages"]
+    assert isinstance(found, memoryview if is_view else str)
+    assert read_whole("messages", found) == text.decode()
 
 
 def test_a_prompt_is_read_without_a_copy_of_its_text() -> None:

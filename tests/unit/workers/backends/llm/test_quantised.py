@@ -161,6 +161,25 @@ def gptq(
     return tensors if zeros else drop_tensors(tensors, "qzeros"), exact_weight
 
 
+def gptq_with_carry(weight: torch.Tensor, bits: int) -> Made:
+    """Return a layer as GPTQModel stores it, which subtracts 1 from whole words of zero points.
+
+    A zero point of 0 then borrows from the next one.
+    """
+    rows, columns = weight.shape
+    values, groups = draw_ints(columns, rows, 1 << bits), torch.arange(columns) // GROUP
+    points = draw_ints(columns // GROUP, rows, 3)
+    scales = draw_scales(columns // GROUP, rows, torch.float16)
+    exact = ((values - points[groups]).float() * scales.float()[groups]).t()
+    offsets = torch.tensor(sum(1 << shift for shift in range(0, 32, bits)), dtype=torch.int32)
+    tensors = {
+        "qweight": pack_bits(values.t(), bits).t().contiguous(),
+        "qzeros": pack_bits(points, bits) - offsets,
+        "scales": scales,
+    }
+    return tensors, exact
+
+
 def awq(
     weight: torch.Tensor,
     bits: int = 4,
@@ -225,6 +244,10 @@ QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] 
         lambda w: fp8(w, (24, 24), kind=torch.bfloat16),
         {**FP8, "weight_block_size": [24, 24]},
     ),
+    "fp8 partial blocks of two sizes": (
+        lambda w: fp8(w, (24, 20)),
+        {**FP8, "weight_block_size": [24, 20]},
+    ),
     "fp8 large blocks": (
         lambda w: fp8(w, (128, 128)),
         {**FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
@@ -241,6 +264,10 @@ QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] 
     "int8 tensor": (lambda w: plain_ints(w, WHOLE_BLOCK, True), INT),
     "int8 tensor asymmetric": (lambda w: plain_ints(w, WHOLE_BLOCK, False), INT),
     "int8 channel": (lambda w: plain_ints(w, ROW_BLOCK, True), INT),
+    "int8 channel of a preset": (
+        lambda w: plain_ints(w, ROW_BLOCK, True),
+        {**INT, "config_groups": {"W8A8": ["Linear"]}},
+    ),
     "int8 channel asymmetric": (lambda w: plain_ints(w, ROW_BLOCK, False), INT),
     "int8 group": (
         lambda w: plain_ints(w, (1, 16), False),
@@ -263,6 +290,8 @@ QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] 
     "pack 4 act-order": (ordered_ints, compression_config("pack-quantized", 16, actorder="group")),
     "gptq 4": (gptq, GPTQ),
     "gptq 8": (lambda w: gptq(w, 8), {**GPTQ, "bits": 8}),
+    "gptq 4 with carry": (lambda w: gptq_with_carry(w, 4), {**GPTQ, "sym": False}),
+    "gptq 8 with carry": (lambda w: gptq_with_carry(w, 8), {**GPTQ, "bits": 8, "sym": False}),
     "gptq no g_idx": (lambda w: (drop_tensors(gptq(w)[0], "g_idx"), gptq(w)[1]), GPTQ),
     "gptq one group": (lambda w: gptq(w, group=-1), {**GPTQ, "group_size": -1}),
     "gptq v2": (lambda w: gptq(w, offset=0), {**GPTQ, "checkpoint_format": "gptq_v2"}),
@@ -344,6 +373,11 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
             lambda w: plain_ints(w, ROW_BLOCK, True),
             compression_config("int-quantized", actorder="group"),
             "q_proj.weight has no weight_g_idx",
+        ),
+        (
+            lambda w: (drop_tensors(packed_ints(w, 4, 16, True)[0], "weight_g_idx"), w),
+            compression_config("pack-quantized", 16, actorder="dynamic"),
+            "q_proj.weight_packed has no weight_g_idx",
         ),
         (
             lambda w: (drop_tensors(gptq(w)[0], "g_idx", "qzeros"), w),

@@ -125,6 +125,95 @@ def test_required_calls_always_parse_and_validate(
     assert weather_count
 
 
+FLAG: dict[str, Any] = {"type": "boolean"}
+DIGIT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 5}
+WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "a reference to the root's schema": {
+        "$defs": {
+            "Node": {
+                "type": "object",
+                "properties": {"flag": FLAG, "next": {"$ref": "#/$defs/Node"}},
+                "required": ["flag"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/Node",
+    },
+    "references to the root and to a property": {
+        "properties": {
+            "digit": DIGIT,
+            "same": {"$ref": "#/properties/digit"},
+            "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        },
+        "required": ["digit", "same"],
+        "additionalProperties": False,
+    },
+    "a required property that is not declared": {
+        "properties": {"flag": FLAG},
+        "required": ["flag", "digit"],
+        "additionalProperties": DIGIT,
+    },
+    "an optional text": {
+        "properties": {
+            "short": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+            "letter": {"allOf": [{"type": "string"}, {"pattern": "^[abc]$"}]},
+        },
+        "required": ["short", "letter"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_SCHEMAS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_validate_against_the_whole_schema(family: str, case: str) -> None:
+    schema, test_tokenizer, draw = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
+    matcher, message_format = grammar(
+        family, test_tokenizer, [function("f", schema)], tool_choice="required"
+    )
+    texts = [random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(12)]
+    assert any(texts)
+    for text in filter(None, texts):
+        content, calls = parse_calls(text, message_format)
+        assert calls and not content, text
+        for _, arguments in calls:
+            jsonschema_rs.validate(schema, arguments)
+
+
+def test_an_optional_text_of_xml_has_no_quotes() -> None:
+    test_tokenizer = tokenizer()
+    schema = {"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"]}
+    given = [function("f", schema)]
+    matcher, message_format = grammar(
+        "qwen3_coder", test_tokenizer, given, tool_choice="required", parallel_tool_calls=False
+    )
+    for value, text in (("fox", "fox"), ('"fox"', '"fox"'), (None, "null")):
+        call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n"
+        tokens = test_tokenizer.encode(f"{call}</tool_call>").ids
+        assert matcher.deep_copy().try_consume_tokens(tokens) == len(tokens), text
+        assert parse_calls(f"{call}</tool_call>", message_format)[1] == [("f", {"a": value})]
+
+
+@pytest.mark.parametrize(
+    ("family", "schema", "found"),
+    [
+        ("pythonic", {"properties": {"a b": FLAG}, "required": ["a b"]}, "'a b'"),
+        ("qwen3_coder", {"properties": {"a>b": FLAG}, "required": ["a>b"]}, "'a>b'"),
+        ("qwen3_coder", {"anyOf": [{"required": ["a"]}], "minProperties": 1}, "anyOf, minProp"),
+    ],
+)
+def test_schemas_that_a_format_cannot_enforce(
+    family: str, schema: dict[str, Any], found: str
+) -> None:
+    given = [function("f", schema)]
+    with pytest.raises(InvalidArgument) as raised:
+        grammar(family, tokenizer(), given, tool_choice="required")
+    assert f"the parameters of 'f': {found}" in raised.value.message
+    optional = {**schema, "required": []}
+    if "properties" in schema:  # an optional parameter is omitted instead
+        grammar(family, tokenizer(), [function("f", optional)], tool_choice="required")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_named_call(family: str) -> None:
     test_tokenizer, rng = tokenizer(), random.Random(1)
