@@ -466,7 +466,6 @@ class InstanceLoaded:
     `CheckReady`. `device_byte_size`: its accelerator memory, as far as torch reports it.
     """
 
-    load_s: float
     checks_ready: bool = False
     device_byte_size: int = 0
 

@@ -145,7 +145,7 @@ class Processes:
         elif isinstance(message, m.CompleteConfig):
             answer = m.ConfigCompleted(message.config.source)
         elif isinstance(message, m.LoadInstance):
-            answer = None if self.hanging else m.InstanceLoaded(0.0)
+            answer = None if self.hanging else m.InstanceLoaded()
             self._held += [address] if self.hanging else []
         elif isinstance(message, m.Drain) and self.draining:
             answer = m.Drained()
@@ -161,7 +161,7 @@ class Processes:
         self.hanging = False
         held_addresses, self._held = self._held, []
         for address in held_addresses:
-            self._dispatch(address, m.InstanceLoaded(0.0))
+            self._dispatch(address, m.InstanceLoaded())
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         self._handlers[address] = handler

@@ -114,6 +114,11 @@ class Acknowledgements:
         self._complete.clear()
         await self._complete.wait()
 
+    async def until_acknowledged(self, number: int) -> None:
+        """Wait until every live peer has acknowledged a change."""
+        while number in self._missing:
+            await self.next_complete()
+
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
@@ -268,12 +273,7 @@ class ControlSocket:
 
     async def publish(self, make_message: Callable[[int], Any], *roles: str) -> None:
         """Announce a change, and wait until every live peer has acknowledged it."""
-        await self.until_acknowledged(self.announce(make_message, *roles))
-
-    async def until_acknowledged(self, number: int) -> None:
-        """Wait until every live peer has acknowledged a change."""
-        while not self.acknowledgements.is_acknowledged(number):
-            await self.acknowledgements.next_complete()
+        await self.acknowledgements.until_acknowledged(self.announce(make_message, *roles))
 
     def flush(self) -> None:
         """Send the queued messages now, before the end of the loop's turn."""

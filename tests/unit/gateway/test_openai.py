@@ -256,6 +256,18 @@ def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) 
     assert (messages.value() if is_packed else messages) == [message] * count
 
 
+def test_each_token_has_a_chunk() -> None:
+    for choice_format, member in ((CHAT_FORMAT, "delta"), (COMPLETION_FORMAT, "text")):
+        choices = Choices(choice_format, "m", 1)
+        deltas = [Delta(0, ""), Delta(0, ""), Delta(0, "é"), Delta(0, "", "stop")]
+        chunks = [choices.add(0, delta)[member] for delta in deltas]
+        first = {"role": "assistant", "content": ""}
+        if member == "text":
+            assert chunks == ["", "", "é", ""]
+        else:
+            assert chunks == [first, {"content": ""}, {"content": "é"}, {}]
+
+
 def test_a_chat_with_reasoning_and_calls() -> None:
     choices = Choices(CHAT_FORMAT, "m", 1)
     head = {"index": 0, "id": "c", "name": "f", "arguments": "{"}

@@ -68,6 +68,20 @@ def test_the_gateway_converts_an_input_with_references() -> None:
         parse_large({"input": [5]})
 
 
+def test_a_token_without_text_has_no_event_of_its_own() -> None:
+    entries = [{"token": token, "logprob": -1.0} for token in ("h", "\ufffd", "\ufffd", "")]
+    content = [{"content": [entry]} for entry in entries]
+    deltas = [
+        Delta(0, "", logprobs=content[0], message={"reasoning": "h"}),
+        Delta(0, "", logprobs=content[1]),
+        Delta(0, "é", logprobs=content[2]),
+        Delta(0, "", "stop", content[3]),
+    ]
+    found = events(ResponseObject({}), deltas)
+    sent = [event for event in found if event["type"] == "response.output_text.delta"]
+    assert [(event["delta"], event["logprobs"]) for event in sent] == [("é", entries[1:3])]
+
+
 def test_items_are_messages_with_calls_and_results() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},

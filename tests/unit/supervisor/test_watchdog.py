@@ -25,10 +25,6 @@ class Control:
         self.pings.put_nowait(make(number).acknowledge)
         return number
 
-    async def until_acknowledged(self, number: int) -> None:
-        while not self.acknowledgements.is_acknowledged(number):
-            await self.acknowledgements.next_complete()
-
     def answer(self, number: int, *peers: Hashable) -> None:
         for peer in peers:
             self.acknowledgements.acknowledged(peer, number)

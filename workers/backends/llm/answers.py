@@ -3,8 +3,8 @@
 tokens ──> Detokenizer ──> StopStrings ──> pending ──> response, when the client has credit
                                        └─> MessageParser ─┘ if the output `message` is requested
 
-A streaming response has the new text of one sample. Without credit, the text is merged into a later
-response. Other requests have one response with all samples.
+A streaming response has the new tokens and text of one sample. Without credit, they are merged into
+a later response. Other requests have one response with all samples.
 """
 
 from __future__ import annotations
@@ -174,9 +174,18 @@ class SampleText:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether text, a part of the message, or the end was not sent yet."""
-        unsent = self.pending_text if self.parser is None else self.parser.has_parts
-        return bool(unsent or self.finish_reason)
+        """Return whether a token, a part of the message, or the end was not sent yet.
+
+        As in vLLM, a token without text is sent, unless the message is parsed and the client does
+        not receive the token itself. Clients count responses to measure the time between tokens.
+        """
+        if self.finish_reason:
+            return True
+        if self.parser is None:
+            return bool(self.pending_tokens or self.pending_text)
+        parameters = self._prompt.parameters
+        shows_tokens = parameters.logprobs >= 0 or parameters.return_token_ids
+        return self.parser.has_parts or (shows_tokens and bool(self.pending_tokens))
 
     def take_message(self, text: str) -> bytes:
         """Return and clear the parts of the message that were not sent yet, as JSON.

@@ -270,8 +270,9 @@ class ResponseObject:
     _items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""  # the text, or the arguments, of the last item
     _logprobs: list[dict[str, Any]] = field(default_factory=list)
+    # The log probabilities of tokens without text, which belong to the next part of the text.
+    _next_logprobs: list[dict[str, Any]] = field(default_factory=list)
     _is_item_open: bool = False  # whether more text may follow for the last item
-    _tool_calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
     _finish_reason: str = ""
     _event_count: int = 0  # number of events sent
@@ -284,11 +285,14 @@ class ResponseObject:
         """Add a part of the text, and return the events that describe it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
-        logprobs = None if delta.logprobs is None else delta.logprobs.get("content")
+        self._next_logprobs += (delta.logprobs or {}).get("content", [])
         if message.get("reasoning"):
             events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
-            events += self._extend_item("message", message["content"], {}, logprobs or [])
+            logprobs, self._next_logprobs = self._next_logprobs, []
+            events += self._extend_item("message", message["content"], {}, logprobs)
+        elif message.keys() & {"reasoning", "tool_calls"}:
+            self._next_logprobs = []
         for call in message.get("tool_calls", ()):
             head = {"call_id": call["id"], "name": call["name"]} if "id" in call else {}
             events += self._extend_item("function_call", call["arguments"], head)

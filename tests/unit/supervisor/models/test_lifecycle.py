@@ -92,6 +92,25 @@ def test_a_load_derives_the_statuses_of_its_own_model_only(monkeypatch: pytest.M
     assert rig.registry.states().keys() == {(name, "1") for name in "abcdefm"}
 
 
+def test_the_progress_of_a_start_names_every_model_from_the_beginning() -> None:
+    rig = LifecycleRig()
+    rig.lifecycle.expect({"m": [], "n": []})
+    rig.lifecycle.load("m")
+    assert rig.registry.progress() == {"m": "loading", "n": "loading"}
+
+
+def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once() -> None:
+    rig = on_demand("m")
+    rig.lifecycle.load_on_demand("m")
+    rig.happen(*ALL_EVENTS)
+    rig.lifecycle.unload("m", on_demand=True)
+    rig.happen(*ALL_EVENTS)
+    rig.lifecycle.load("m")
+    assert rig.registry.states() == {("m", "1"): ("ON_DEMAND", "")}
+    rig.lifecycle.unload("m")
+    assert rig.registry.states() == {("m", "1"): ("UNAVAILABLE", "unloaded")}
+
+
 def on_demand(*names: str) -> LifecycleRig:
     rig = LifecycleRig()
     rig.lifecycle.offer(names)

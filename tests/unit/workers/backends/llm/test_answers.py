@@ -18,7 +18,12 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
 from shmserve.workers.backends.llm import texts
+from shmserve.workers.backends.llm.answers import SampleText
+from shmserve.workers.backends.llm.message_parsers import MessageFormat
+from shmserve.workers.backends.llm.parameters import parse
+from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
+from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import END, tokenizer_text
 from tests.unit.workers.backends.llm.conftest import generate, reference
@@ -39,11 +44,15 @@ def greedy_tokens(folder: Folder, count: int) -> list[int]:
     return generate(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 
-def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) -> None:
-    scheduler.add(1, stream=True, max_tokens=24, **GREEDY)
+@pytest.mark.parametrize("stop", [[], ["abc"]])
+def test_a_stream_sends_each_token_at_once(
+    scheduler: Scheduler, folder: Folder, stop: list[str]
+) -> None:
+    scheduler.add(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
-    assert len(responses) > 8
+    assert [len(response["token_ids"]) for response in responses] == [1] * 24
+    assert [""] in [response["text_output"] for response in responses]
     assert scheduler.tokens(1) == greedy_tokens(folder, 24)
     assert scheduler.text(1) == TOKENIZER.decode(greedy_tokens(folder, 24))
     assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
@@ -55,6 +64,23 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
     ]
     characters = [response.characters for response in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
+
+
+@pytest.mark.parametrize(
+    ("options", "has_unsent"),
+    [({}, False), ({"logprobs": 0}, True), ({"return_token_ids": True}, True)],
+)
+def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
+    options: dict[str, Any], has_unsent: bool
+) -> None:
+    prompt = Prompt(1, PROMPT, parse({"stream": True, **options}, {}, 320), ())
+    prompt.message_format = MessageFormat(FAMILIES["hermes"], {"f": {}})
+    (token,) = TOKENIZER.encode("<").ids
+    sample = SampleText(prompt, TokenTexts(TOKENIZER), 0, "", message=True)
+    sample.add([token], "", [])
+    assert sample.has_unsent == has_unsent
+    sample.take()
+    assert not sample.has_unsent
 
 
 @pytest.mark.parametrize(
