@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json import parser
 from shmserve.gateway.http.json.parser import loads, loads_large
 from shmserve.model_config.parse import from_json
-from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, rig
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, add_sub, rig
 from tests.support.wire.raw_http import Http
 
 Pairs = list[tuple[str, Any]]
@@ -189,7 +189,7 @@ def test_in_a_configuration_too() -> None:
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
         model_rig.open()
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         yield model_rig
 
 

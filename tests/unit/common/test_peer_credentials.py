@@ -16,7 +16,7 @@ from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.peers import REMOTE, SHM_DISABLED, Peer, groups_of, loopback_peer, unix_peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
 from shmserve.gateway.listener import ClientIdentity, ListenerKind, ListenerRules, listener_kind
-from tests.support.users import ALICE, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users
 
 OPEN = Authorisation(None, {})
 
@@ -115,11 +115,11 @@ def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyP
 
 @needs_users
 def test_the_user_and_the_groups_of_a_unix_socket() -> None:
-    a, b = as_user(ALICE, socket.socketpair, groups=(FRIENDS, 77))
+    a, b = as_user(ALICE, socket.socketpair, groups=(FRIENDS_GID, 77))
     with a, b:
         peer = unix_peer(a)
         assert peer.uid == ALICE
-        assert set(peer.groups) == {ALICE, FRIENDS, 77}
+        assert set(peer.groups) == {ALICE, FRIENDS_GID, 77}
 
 
 def test_a_large_uid_is_not_read_as_a_special_value() -> None:

@@ -26,7 +26,7 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
-from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, publication, rig
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, Scheduler, add_sub, publication, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, raw_connection
 
@@ -41,7 +41,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture(scope="module")
 def simple_scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, scheduler)
+    gateway.publish(SIMPLE_CONFIG, scheduler)
     scheduler.statistics = report("simple", "1")
     return scheduler
 
@@ -202,14 +202,14 @@ def test_readiness_is_that_of_the_supervisor(
     gateway: Rig, simple_scheduler: Scheduler, http: Http
 ) -> None:
     http.get("/v2/models/simple/ready").ok()
-    gateway.publish(SIMPLE, simple_scheduler, ready=False)
+    gateway.publish(SIMPLE_CONFIG, simple_scheduler, ready=False)
     reply = http.get("/v2/models/simple/ready")
     assert (reply.status, reply.error) == (400, "Model version not ready")
     # The model restarts: requests wait for it at its scheduler.
     row = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
     inputs = [{"name": name, **row} for name in ("INPUT0", "INPUT1")]
     http.infer("simple", {"inputs": inputs}).ok()
-    gateway.publish(SIMPLE, simple_scheduler)
+    gateway.publish(SIMPLE_CONFIG, simple_scheduler)
     http.get("/v2/models/simple/versions/1/ready").ok()
     for path in ("/v2/models/simple/versions/2/ready", "/v2/models/nope/ready"):
         assert http.get(path).error == "Model version not ready"
@@ -223,7 +223,7 @@ def test_metadata(http: Http) -> None:
     model = http.get("/v2/models/simple").ok().json()
     assert list(model) == ["name", "versions", "platform", "inputs", "outputs"]
     assert model["inputs"][0] == {"name": "INPUT0", "datatype": "INT32", "shape": [-1, 16]}
-    assert http.get("/v2/models/simple/config").ok().json() == SIMPLE
+    assert http.get("/v2/models/simple/config").ok().json() == SIMPLE_CONFIG
 
 
 def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
@@ -446,7 +446,7 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
 
 def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
     silent_scheduler = gateway.scheduler(add_sub)
-    gateway.publish({**SIMPLE, "name": "silent"}, silent_scheduler)
+    gateway.publish({**SIMPLE_CONFIG, "name": "silent"}, silent_scheduler)
     answers: list[int] = []
 
     def send_request(path: str) -> None:
@@ -509,12 +509,12 @@ def test_a_models_tags_are_labels_of_its_metrics(
 ) -> None:
     scraper = Http(gateway.metrics_port)
     gateway.publish(
-        {**SIMPLE, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple_scheduler
+        {**SIMPLE_CONFIG, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple_scheduler
     )
     try:
         text = scraper.get("/metrics/").ok().body.decode()
     finally:
-        gateway.publish(SIMPLE, simple_scheduler)
+        gateway.publish(SIMPLE_CONFIG, simple_scheduler)
     tagged = {"model": "simple", "version": "1", "_team": 'bl"ue', "_not_a_label": "x"}
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in (

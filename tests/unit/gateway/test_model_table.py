@@ -14,11 +14,11 @@ from shmserve.errors import NotFound, Unavailable
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.settings import GatewaySettings
-from tests.rigs.gateway_rig import SIMPLE, publication
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, publication
 
 
 def make_publication(**fields: Any) -> Any:
-    return publication({**SIMPLE, **fields}, MagicMock(endpoint="ipc:///nowhere"))
+    return publication({**SIMPLE_CONFIG, **fields}, MagicMock(endpoint="ipc:///nowhere"))
 
 
 def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None:

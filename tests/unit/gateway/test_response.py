@@ -12,7 +12,7 @@ from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
-    SIMPLE,
+    SIMPLE_CONFIG,
     Rig,
     add_sub,
     echo,
@@ -63,7 +63,7 @@ ADDED = {
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         echoes = model_rig.scheduler(echo)
         for datatype in NUMPY_DTYPES:
             model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)

@@ -20,7 +20,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 def convert_chat(**body: Any) -> dict[str, Any]:
     """Return the chat body for a Responses request, without absent fields."""
     chat_body = responses._chat_body({"model": "m", "input": "hi", **body})
-    return {name: value for name, value in chat_body.items() if value not in (None, [])}
+    return {name: value for name, value in chat_body.items() if value is not None}
 
 
 def parse_large(body: dict[str, Any]) -> Any:
@@ -125,6 +125,12 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
     assert chat_body["reasoning_effort"] == "low"
     assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
+    assert "logprobs" not in convert_chat(include=["reasoning.encrypted_content"])
+
+
+def test_defaults_are_left_out_of_chats() -> None:
+    """Chats of vLLM refuse an empty list of tools, and a choice without tools."""
+    assert convert_chat(tools=[], tool_choice="auto") == convert_chat()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -146,6 +152,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"input\[0\]: the text 3 is not a string",
     ),
     "no list of members": ({"include": 3}, "include: 3 is not a list"),
+    "an unknown member": ({"include": ["x"]}, "include: 'x' is not one of message.output_text.lo"),
     "no list of tools": ({"tools": 3}, "tools: 3 is not a list"),
     "no flag": ({"store": "yes"}, "store: 'yes' is not true or false"),
     "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),

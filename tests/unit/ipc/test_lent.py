@@ -88,12 +88,14 @@ def test_a_token_collected_before_its_release_is_reported() -> None:
     readers: Readers[int] = Readers()
     readers.lend(READER, 0, Holding(lambda: None))
     readers._blocks.clear()  # discard the block without a release
-    assert tokens.LOST == []
-    source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
+    assert tokens.LOST_TOKENS == []
+    source = compile("def drop(make): make()", tokens.OWN_FOLDERS[0] + "somewhere.py", "exec")
     namespace: dict[str, object] = {}
     exec(source, namespace)
     namespace["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
-    assert len(tokens.LOST) == 1 and "Holding was dropped unsettled" in tokens.LOST.pop()
+    assert (
+        len(tokens.LOST_TOKENS) == 1 and "Holding was dropped unsettled" in tokens.LOST_TOKENS.pop()
+    )
 
 
 def memory_range(

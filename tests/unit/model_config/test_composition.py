@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rigs.marked_configs import IO, PYTHON, place, problems
+from tests.rigs.marked_configs import PYTHON, TENSORS, place, problems
 
 SEQUENCE = (
     'sequence_batching { control_input { name: "C" @control { kind: CONTROL_SEQUENCE_%s } } }'
@@ -169,12 +169,12 @@ def mark_field(text: str, field: str) -> str:
     ],
 )
 def test_sequences_are_checked(text: str, key: str, expected: str) -> None:
-    text = PYTHON + "max_batch_size: 2 " + IO + text
+    text = PYTHON + "max_batch_size: 2 " + TENSORS + text
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
 
 STEP = 'model_name: "x" input_map { key: "a" value: "I" } output_map { key: "b" value: "O" }'
-ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
+ENSEMBLE = 'name: "m" platform: "ensemble"' + TENSORS
 
 
 @pytest.mark.parametrize(

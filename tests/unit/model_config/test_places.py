@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import ModelConfig, Source, normalise, read_json, read_pbtxt, validate
 from shmserve.model_config.diagnostics import Key, key_text
-from tests.rigs.marked_configs import IO, PYTHON, positions, problems
+from tests.rigs.marked_configs import PYTHON, TENSORS, positions, problems
 from tests.unit.model_config.test_parse import FRAGMENTS, configs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,7 +87,7 @@ def test_every_key_of_json_is_found_in_it(
 
 
 @given(
-    st.lists(st.sampled_from([*FRAGMENTS, *IO.split("\n"), "\n", "\r\n"]), max_size=6),
+    st.lists(st.sampled_from([*FRAGMENTS, *TENSORS.split("\n"), "\n", "\r\n"]), max_size=6),
     st.integers(0, 1),
     st.booleans(),
 )
@@ -249,12 +249,12 @@ def test_consequent_errors_are_not_reported(
         ("bakend: 'python' platform: 'x'", ["bakend"]),
         (
             "platform: ensemble ensemble_scheduling { step { model_name: 'x' "
-            "input_map { key: 'a' value: 'I' } output_map { key: 'b' value: 'O' } } }" + IO,
+            "input_map { key: 'a' value: 'I' } output_map { key: 'b' value: 'O' } } }" + TENSORS,
             ["platform"],
         ),
         (
             "platform: 'ensemble' ensemble_scheduling { step { model_name: 'x' input_mapp {} "
-            "output_map { key: 'b' value: 3 } } }" + IO,
+            "output_map { key: 'b' value: 3 } } }" + TENSORS,
             ["ensemble_scheduling.step[0].input_mapp",
              "ensemble_scheduling.step[0].output_map.value"],
         ),

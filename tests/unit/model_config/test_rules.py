@@ -6,10 +6,10 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import LoadProblem, normalise, parse_pbtxt, validate
-from tests.rigs.marked_configs import IO, PYTHON, place, positions, problems
+from tests.rigs.marked_configs import PYTHON, TENSORS, place, positions, problems
 
 DIM_TEXT = "dimension must be integer >= 1, or -1 to indicate a variable-size dimension for m"
-BATCH = "max_batch_size: 4 " + IO
+BATCH = "max_batch_size: 4 " + TENSORS
 DYNAMIC = BATCH + "dynamic_batching { "
 DELAY = "value { timeout_action: DELAY default_timeout_microseconds: 1 }"
 NO_DELAY = (
@@ -17,7 +17,7 @@ NO_DELAY = (
 )
 LEVEL = "priority_levels: 1 default_priority_level: 1 "
 METRICS = (
-    IO + 'model_metrics { metric_control { metric_identifier { family: "f" } '
+    TENSORS + 'model_metrics { metric_control { metric_identifier { family: "f" } '
     "histogram_options { buckets: [ %s ] } } }"
 )
 BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
@@ -34,7 +34,7 @@ RULES = [
     (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED),
     (METRICS % "@nan", f"{BUCKETS}[0]", SORTED),
     (
-        "@max_batch_size: -1" + IO,
+        "@max_batch_size: -1" + TENSORS,
         "max_batch_size",
         "'max_batch_size' must be non-negative value for m",
     ),
@@ -69,7 +69,7 @@ RULES = [
         f"model input 'I' {DIM_TEXT}",
     ),
     (
-        IO + 'input { @name: "I" data_type: TYPE_FP32 dims: 1 }',
+        TENSORS + 'input { @name: "I" data_type: TYPE_FP32 dims: 1 }',
         "input[1].name",
         "model input 'I' is specified more than once for m",
     ),
@@ -209,106 +209,106 @@ RULES = [
         "other, found a model with sequences: m",
     ),
     (
-        IO + MOST % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
+        TENSORS + MOST % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
         "instance_group[1]",
         "only one instance group is allowed for m, which has the parameter "
         "'max_instances', found 2",
     ),
     (
-        IO + MOST % "2" + " instance_group { @count: 3 }",
+        TENSORS + MOST % "2" + " instance_group { @count: 3 }",
         "instance_group[0].count",
         "at most 2 instances are allowed for m, which has the parameter 'max_instances', found 3",
     ),
     (
-        IO + "instance_group { @kind: KIND_GPU }",
+        TENSORS + "instance_group { @kind: KIND_GPU }",
         "instance_group[0].kind",
         "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
     ),
     (
-        IO + "instance_group { kind: KIND_GPU @gpus: 3 }",
+        TENSORS + "instance_group { kind: KIND_GPU @gpus: 3 }",
         "instance_group[0].gpus[0]",
         "instance group m_0 of model m specifies invalid or unsupported gpu id 3. "
         "GPUs with at least the minimum required CUDA compute compatibility of 6.000000 are: ",
     ),
     (
-        IO + "instance_group { @count: 2000000000 }",
+        TENSORS + "instance_group { @count: 2000000000 }",
         "instance_group[0].count",
         "instance group m_0 of model m has count 2000000000, more than 4096",
     ),
     (
-        IO + "instance_group { kind: KIND_CPU @gpus: 0 }",
+        TENSORS + "instance_group { kind: KIND_CPU @gpus: 0 }",
         "instance_group[0].gpus",
         "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
     ),
     (
-        IO + "instance_group { kind: KIND_MODEL @gpus: [0, 1] }",
+        TENSORS + "instance_group { kind: KIND_MODEL @gpus: [0, 1] }",
         "instance_group[0].gpus",
         "instance group m_0 of model m has kind KIND_MODEL but specifies one or more GPUs",
     ),
     (
-        IO + 'instance_group { kind: KIND_CPU @profile: "1" }',
+        TENSORS + 'instance_group { kind: KIND_CPU @profile: "1" }',
         "instance_group[0].profile",
         "instance group m_0 of model m and platform specifies profile field which is only "
         "supported for TensorRT models",
     ),
     (
-        IO + 'instance_group { name: "a" } instance_group { @name: "a" }',
+        TENSORS + 'instance_group { name: "a" } instance_group { @name: "a" }',
         "instance_group[1].name",
         "instance group a of model m is specified more than once",
     ),
     (
-        IO + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
+        TENSORS + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
         "batch_input[0].data_type",
         "batch input data type must be TYPE_INT32 or TYPE_FP32 for m",
     ),
     (
-        IO + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',
+        TENSORS + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',
         "batch_input[0].source_input",
         "batch input kind 'BATCH_ELEMENT_COUNT' expects 1 source input, got 0 for m",
     ),
     (
-        IO + '@batch_input { data_type: TYPE_INT32 source_input: "I" }',
+        TENSORS + '@batch_input { data_type: TYPE_INT32 source_input: "I" }',
         "batch_input[0].target_name",
         "batch input must specify 'target_name' for m",
     ),
     (
-        IO + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
+        TENSORS + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
         "batch_input[0].target_name[0]",
         "batch input 'I' is created by the server and cannot be an input of clients for m",
     ),
     (
-        IO + 'batch_output { target_name: "O" @source_input: "X" }',
+        TENSORS + 'batch_output { target_name: "O" @source_input: "X" }',
         "batch_output[0].source_input[0]",
         "unknown source input name 'X' for m",
     ),
     (
-        IO + 'batch_output { target_name: [@"X"] source_input: "I" }',
+        TENSORS + 'batch_output { target_name: [@"X"] source_input: "I" }',
         "batch_output[0].target_name[0]",
         "unknown target output name 'X' for m",
     ),
     (
-        IO + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
+        TENSORS + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
         "batch_output[0].target_name[1]",
         "target output name 'O' can only be specified once for m",
     ),
     (
-        IO
+        TENSORS
         + (WARMUP % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace("inputs", "@inputs"),
         'model_warmup[0].inputs["I"]',
         "warmup setting expects all variable-size dimensions are specified for input 'I' for m",
     ),
     (
-        IO + (WARMUP % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
+        TENSORS + (WARMUP % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
         'model_warmup[0].inputs["I"]',
         "warmup setting expects input 'I' to have input_data_type set for m",
     ),
     (
-        IO + (WARMUP % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
+        TENSORS + (WARMUP % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
         'model_warmup[0].inputs["I"]',
         "warmup setting of input 'I' must specify 'data_type' for m",
     ),
     (
-        IO
+        TENSORS
         + (WARMUP % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
             "batch_size: 1", "@batch_size: 2"
         ),
@@ -316,13 +316,13 @@ RULES = [
         "warmup sample 's': batch size 2, max allowed is 1 for m",
     ),
     (
-        IO + "response_cache { @enable: true } sequence_batching {}",
+        TENSORS + "response_cache { @enable: true } sequence_batching {}",
         "response_cache.enable",
         "Response Cache does not currently support model m with sequence batching scheduler. "
         "Please disable the response cache.",
     ),
     (
-        IO + "response_cache { @enable: true } model_transaction_policy { decoupled: true }",
+        TENSORS + "response_cache { @enable: true } model_transaction_policy { decoupled: true }",
         "response_cache.enable",
         "Response Cache does not currently support model m with 'decoupled' transaction policy. "
         "Please disable the response cache.",
@@ -372,7 +372,7 @@ def test_fields_that_a_model_may_complete_are_no_errors() -> None:
 
 
 def test_gpus_are_checked_against_the_hosts() -> None:
-    text = PYTHON + IO + "instance_group { kind: KIND_GPU gpus: [0, 2] }"
+    text = PYTHON + TENSORS + "instance_group { kind: KIND_GPU gpus: [0, 2] }"
     assert problems(text, gpus=3) == ""
     assert problems(text, gpus=2).endswith(
         "invalid or unsupported gpu id 2. GPUs with at least the minimum required CUDA compute "
@@ -415,14 +415,17 @@ def test_a_reshape_keeps_the_elements(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (IO, "backend: must specify 'platform' or 'backend' for 'm'"),
-        ('@platform: "tensor_plan"' + IO, "platform: unexpected platform type 'tensor_plan' for m"),
+        (TENSORS, "backend: must specify 'platform' or 'backend' for 'm'"),
         (
-            'backend: "pytorch" @platform: "onnxruntime_onnx"' + IO,
+            '@platform: "tensor_plan"' + TENSORS,
+            "platform: unexpected platform type 'tensor_plan' for m",
+        ),
+        (
+            'backend: "pytorch" @platform: "onnxruntime_onnx"' + TENSORS,
             "platform: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch",
         ),
-        ('platform: "pytorch_libtorch" backend: "pytorch"' + IO, ""),
-        ('backend: "mine"' + IO, ""),
+        ('platform: "pytorch_libtorch" backend: "pytorch"' + TENSORS, ""),
+        ('backend: "mine"' + TENSORS, ""),
     ],
 )
 def test_platform_and_backend_go_together(text: str, expected: str) -> None:
@@ -451,12 +454,12 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["../2/model.py", "/etc/passwd", "a/../../x.py", "..", "a\\0b"])
 def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
     """R17: a configuration names no file outside of the model."""
-    text = f'{PYTHON} {IO} @{field}: "{file}"'
+    text = f'{PYTHON} {TENSORS} @{field}: "{file}"'
     errors = problems(text)
     expected = f"'{field}' for m must be inside the version folder, got: "
     assert errors.startswith(f"{place(text)}{field}: {expected}")
     for inside_file in ("model.py", "code/my..model.py"):
-        assert problems(f'{PYTHON} {IO} {field}: "{inside_file}"') == ""
+        assert problems(f'{PYTHON} {TENSORS} {field}: "{inside_file}"') == ""
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import HERE, LANES, MAX_RETRIED, Suite
+from tests.__main__ import FOLDER, LANES, MAX_RETRIED, Suite
 
 # Each test writes a file about its run, which its second try reads.
 TESTS = """
@@ -94,7 +94,7 @@ def run_files(
 def test_every_file_is_in_one_piece() -> None:
     suite = Suite()
     files = [file for lane in LANES for piece in suite.pieces(lane) for file in piece]
-    assert sorted(files) == sorted(map(str, HERE.rglob("test_*.py")))
+    assert sorted(files) == sorted(map(str, FOLDER.rglob("test_*.py")))
 
 
 def test_a_pass_on_the_second_try_is_a_pass_and_is_listed(

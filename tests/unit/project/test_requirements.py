@@ -16,7 +16,7 @@ from shmserve.gateway.http.routes import ROUTES
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.signature import Signature
-from tests.rigs.gateway_rig import SIMPLE
+from tests.rigs.gateway_rig import SIMPLE_CONFIG
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,7 +73,7 @@ def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
 def read_request(header: Any, tail_size: int = 0) -> None:
     wire = parse_request(header, tail_size, "simple", 1 << 20)
     tensors = [TensorRef(t.name, t.datatype, t.shape, bytes(64)) for t in wire.inputs]
-    Signature(ModelSpec.of(SIMPLE), "1").check(wire.id, tensors, [])
+    Signature(ModelSpec.of(SIMPLE_CONFIG), "1").check(wire.id, tensors, [])
 
 
 def tensor(name: str, **members: Any) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import pytest
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.estimates import SizeTimes
 from shmserve.scheduler.settings import Batching
-from tests.rigs.batching_curves import NAMED, Curve, Load, compare, step
+from tests.rigs.batching_curves import NAMED_CURVES, Curve, Load, compare, step
 from tests.rigs.batching_simulation import MS, Simulation
 
-CURVES = {curve.name: curve for curve in NAMED}
+CURVES = {curve.name: curve for curve in NAMED_CURVES}
 SCATTERED = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
 
 

@@ -32,7 +32,7 @@ from tests.rigs.scheduler_rig import (
     response_in_arena,
     schema_of,
 )
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
 OTHER_PEER = b"7001.cd"
 
@@ -145,7 +145,7 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     assert rig.answers() == []
     rig.pass_time(6 * MS)
     assert rig.answers() == [
-        failure(first_id, "UNAVAILABLE", EXPIRED, early=True),
+        failure(first_id, "UNAVAILABLE", EXPIRED_TEXT, early=True),
         m.Finished(second_id, b"done", [b"done"]),
     ]
 
@@ -162,7 +162,7 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     ((peer2, batch3),) = rig.executes()
     rig.finish(peer2, batch3, ok_reply(batch3.requests[0].key, response_in_arena(101, 256)))
     rig.pass_time(6 * MS)
-    assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED_TEXT)]
     rig.client(m.Cancel(third_id))
     assert rig.answers() == [failure(third_id, "CANCELLED", "request cancelled")]
     assert rig.workers.take() == [
@@ -303,7 +303,7 @@ def test_expired_requests_are_removed_from_a_full_queue() -> None:
     rig.core.from_control(InstanceExpected(0, 100), rig.now)
     rig.core.results.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
     (number,) = rig.submit()
-    assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED_TEXT)]
     rig.finish(*rig.execute())
     assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
 
@@ -391,7 +391,7 @@ def test_a_deadline_passes_in_the_queue() -> None:
     rig.pass_time(5 * MS)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT)]
     assert rig.wake_ns == NEVER
 
 
@@ -402,14 +402,14 @@ def test_a_deadline_expires_while_the_instance_is_busy() -> None:
     (number,) = rig.submit()
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT)]
 
 
 def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:
     rig, peer = ready_rig({})
     number, batch = rig.begin(timeout_ns=5 * MS)
     rig.pass_time(5 * MS + 1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED, early=True)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, response_in_arena(100, 64)))

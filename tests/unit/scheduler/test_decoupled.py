@@ -12,7 +12,7 @@ from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
 from shmserve.scheduler.requests.request import NEVER
 from tests.rigs.scheduler_rig import MS, Rig, pack_response, ready_rig, response_in_arena
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
 DIED = "the model's worker died before this request's last response"
 
@@ -232,7 +232,7 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
     rig.pass_time(6 * MS)
     assert rig.answers() == [
         response_part(number),
-        m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True),
+        m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True),
     ]
     assert rig.to_workers() == [m.CancelExecution(key)]
     rig.respond(peer, key)

@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.scheduler.batchers.dynamic import CloseReason
-from shmserve.scheduler.instances.pool import SLOT, Execution, LostWork, Pool, SlotState
+from shmserve.scheduler.instances.pool import SLOT_TRANSITIONS, Execution, LostWork, Pool, SlotState
 from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
 NOW = 1_000_000
@@ -127,7 +127,7 @@ def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None:
     register_instance(pool)
     slot = pool.assign(execution())
-    slot.meet("doom")
+    slot.transition("doom")
     pool.finish(slot, NOW)
     assert not pool.free and counts(pool) == {"doomed": 1}
 
@@ -140,7 +140,7 @@ def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     assert pool.due_ns == NOW + LIMIT
     assert pool.overdue_slots(NOW + LIMIT - 1) == [] and pool.due_ns == NOW + LIMIT
     assert pool.overdue_slots(NOW + LIMIT) == [slot]
-    slot.meet("doom")
+    slot.transition("doom")
     assert pool.overdue_slots(NOW + LIMIT) == [] and pool.due_ns == NEVER
 
 
@@ -182,7 +182,7 @@ def test_requests_and_pids_are_found(pool: Pool) -> None:
 
 @pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
 def test_an_exit_makes_every_slot_expected(state: SlotState) -> None:
-    assert SLOT[state]["exit"] is SlotState.EXPECTED
+    assert SLOT_TRANSITIONS[state]["exit"] is SlotState.EXPECTED
 
 
 def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:

@@ -164,6 +164,6 @@ def test_timers_of_done_requests_do_not_pile_up() -> None:
     for _ in range(5000):
         admit(queue, deadline_ns=NOW + 60_000_000_000)
         (request,) = queue.take(1)
-        request.meet(Event.FINISH)
+        request.transition(Event.FINISH)
     assert len(queue.timers) <= 1025
     assert queue.take_expired(NOW) == [] and queue.timers.due_ns == NEVER

@@ -367,6 +367,16 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     assert document["prompt"][1]["rank"] == 5
 
 
+def test_tokens_are_shown_by_their_ids() -> None:
+    call = vllm_call(logprobs=1, return_tokens_as_token_ids=True)
+    step = {3: logprob_entry(3, -1.0, 2), 4: logprob_entry(4, -0.5, 1)}
+    parts = output(sample("c", [3], finish_reason="stop", logprobs=[step]), finished=True)
+    (((logprobs,), _),) = VllmAnswer(call, ["logprobs"], []).responses(parts)
+    (entry,) = json.loads(logprobs.data[0])["content"]
+    assert (entry["token"], entry["token_id"], entry["rank"]) == ("token_id:3", 3, 2)
+    assert [likeliest["token"] for likeliest in entry["top_logprobs"]] == ["token_id:4"]
+
+
 def test_only_the_prompt() -> None:
     call = vllm_call(text="ab", echo=True, max_tokens=0)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [])

@@ -18,7 +18,7 @@ from shmserve.gateway.http.messages import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, add_sub, identity_config, publication, rig
 
 pytest.importorskip("grpc")
 
@@ -233,7 +233,7 @@ def grpc_rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
     scheduler = grpc_rig.scheduler(add_sub)
-    grpc_rig.publish(SIMPLE, scheduler)
+    grpc_rig.publish(SIMPLE_CONFIG, scheduler)
     inputs = []
     for name in ("INPUT0", "INPUT1"):
         inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))

@@ -23,7 +23,7 @@ import pytest
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
-    SIMPLE,
+    SIMPLE_CONFIG,
     Rig,
     add_sub,
     identity_config,
@@ -43,7 +43,7 @@ SECONDS = 0.4
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
         model_rig.publish(
             identity_config("text", "BYTES", [-1]), model_rig.scheduler(answer_one_byte)
@@ -57,7 +57,7 @@ def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]
     """One whose clients have little time: what it is to answer is sent to it at one go."""
     limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
     with rig(tmp_path_factory.mktemp("hasty"), **limits) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         yield model_rig
 
@@ -66,7 +66,7 @@ def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]
 def patient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Yield a gateway with long time limits and few connections."""
     with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         yield model_rig
 
@@ -403,7 +403,7 @@ def test_small_bodies_have_the_body_timeout(
     body = simple_body()
     limits: dict[str, Any] = {impatient: SECONDS}
     with rig(tmp_path, **limits) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         with raw_connection(model_rig.port) as connection:
             if known_head:
@@ -775,7 +775,7 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
         "body_timeout_s": 300.0,
     }
     with rig(tmp_path, **limits) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         infer = "/v2/models/simple/infer"
 

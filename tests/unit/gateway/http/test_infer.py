@@ -30,7 +30,7 @@ from shmserve.ipc.messages.supervision import Drain, Drained, Stop
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
-    SIMPLE,
+    SIMPLE_CONFIG,
     Rig,
     Scheduler,
     accepts_connections,
@@ -69,7 +69,7 @@ def gateway(tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def simple_scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, scheduler)
+    gateway.publish(SIMPLE_CONFIG, scheduler)
     return scheduler
 
 
@@ -218,7 +218,7 @@ def test_the_shortest_deadline_counts(
 ) -> None:
     with rig(tmp_path, request_timeout_us=default_us) as gateway:
         scheduler = gateway.scheduler(add_sub)
-        gateway.publish(SIMPLE, scheduler)
+        gateway.publish(SIMPLE_CONFIG, scheduler)
         gateway.open()
         own_deadline = {"deadline_us": request_us, "timeout": 1}
         parameters = {**own_deadline, "priority": 3, "other": "x"} if request_us else {}
@@ -315,12 +315,12 @@ def test_the_loss_of_a_scheduler_loses_no_response(
     successor = Scheduler(gateway.run_dir, 99, add_sub)
     gateway.schedulers.append(successor)
     if published_first:
-        gateway.publish(SIMPLE, successor)
+        gateway.publish(SIMPLE_CONFIG, successor)
     gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
     if not published_first:
         # The move is not published yet, and requests go to the successor all the same.
         assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
-        gateway.publish(SIMPLE, successor)
+        gateway.publish(SIMPLE_CONFIG, successor)
     assert {caller.reply().ok().json()["id"] for caller in callers} == set("01234")
     resubmits = {s.id: s for s in successor.submits if s.request_id != "new"}
     assert resubmits == first_submits
@@ -334,7 +334,7 @@ def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple_scheduler: 
         until("the request is there", lambda: simple_scheduler.waiting)
     until("it is cancelled", lambda: simple_scheduler.notices)
     successor = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, successor)
+    gateway.publish(SIMPLE_CONFIG, successor)
     gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
     gateway.http.infer("simple", simple_body(id="next")).ok()
     assert [submit.request_id for submit in successor.submits] == ["next"]
@@ -357,7 +357,7 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler:
         assert (reply.status, reply.error) == (status, f"{unknown} {text}")
     simple_scheduler.answer_all()
     caller.reply().ok()
-    gateway.publish(SIMPLE, simple_scheduler)
+    gateway.publish(SIMPLE_CONFIG, simple_scheduler)
     simple_scheduler.held = False
     http.infer("simple", simple_body()).ok()
 
@@ -368,7 +368,7 @@ def test_a_moved_scheduler_receives_later_requests(
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     moved_scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, moved_scheduler)
+    gateway.publish(SIMPLE_CONFIG, moved_scheduler)
     http.infer("simple", simple_body()).ok()
     assert (len(simple_scheduler.submits), len(moved_scheduler.submits)) == (1, 1)
 
@@ -948,6 +948,7 @@ def test_no_connection_is_accepted_before_the_models_are_published(tmp_path: Pat
         send(connection, "simple", simple_body())
         scheduler = gateway.scheduler(add_sub)
         gateway.send(
-            publication(SIMPLE, scheduler), HealthChanged(live=True, ready=True, exiting=False)
+            publication(SIMPLE_CONFIG, scheduler),
+            HealthChanged(live=True, ready=True, exiting=False),
         )
         assert read_reply(connection).status == 200

@@ -44,7 +44,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
-from tests.rigs.gateway_rig import SIMPLE, identity_config
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, identity_config
 
 NUMERIC = [name for name in NUMPY_DTYPES if name not in ("BYTES", "FP16", "BOOL")]
 LIMIT = 1 << 20
@@ -720,7 +720,7 @@ def test_a_response_contains_the_requested_outputs() -> None:
 
 
 def test_an_output_must_fit_its_region() -> None:
-    signature = Signature(ModelSpec.of(SIMPLE), "1")
+    signature = Signature(ModelSpec.of(SIMPLE_CONFIG), "1")
     check_capacity(signature, "OUTPUT0", 128, 2)
     with pytest.raises(
         Internal, match=r"output 'OUTPUT0' \(127 bytes\) should be at least 128 bytes"

@@ -91,7 +91,7 @@ def test_events_are_equal_for_any_split(
     sent: list[bytes], incomplete_frame: bytes, steps: list[int]
 ) -> None:
     """Nor how many frames are handled in a turn."""
-    stream = wire.OPENED + b"".join(sent) + incomplete_frame
+    stream = wire.CLIENT_OPENING + b"".join(sent) + incomplete_frame
     limits = Limits(frame=16384, window=70000)
     uncut = Engine(limits).take(stream)
     split_engine, slow = Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1))
@@ -108,6 +108,6 @@ def test_events_are_equal_for_any_split(
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
     """The bytes are frames, or the connection is closed with an error."""
-    engine = Engine().take(wire.OPENED + data)
+    engine = Engine().take(wire.CLIENT_OPENING + data)
     assert engine.gone is None or engine.http2.closing
     assert Engine().take(data).http2.received_frames == 0

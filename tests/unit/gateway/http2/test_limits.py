@@ -15,13 +15,13 @@ from shmserve.gateway.http2.incoming import Budget, Limits
 from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     PING,
     PRIORITY,
     RESET,
@@ -80,7 +80,7 @@ GIVEN_UP: dict[str, Callable[[int], bytes]] = {
 def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     """By the client, or by us because it has us do so: a number of them at once ends it."""
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED)
+    engine = Engine(SMALL, clock).take(CLIENT_OPENING)
     streams = iter(range(1, 100_000, 2))
     for _ in range(SMALL.resets):
         engine.take(GIVEN_UP[name](next(streams)))
@@ -94,7 +94,7 @@ def test_too_many_stream_resets_end_the_connection(name: str) -> None:
 def test_resets_are_refilled_over_time() -> None:
     """A client that resets streams more slowly stays connected."""
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED)
+    engine = Engine(SMALL, clock).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(GIVEN_UP["rapid reset"](number))
         clock.now += 1 / SMALL.resets_per_s
@@ -103,7 +103,7 @@ def test_resets_are_refilled_over_time() -> None:
 
 def test_responses_earn_stream_resets() -> None:
     """As clients with deadlines do, at any rate; and when their ends cross ours."""
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL, Clock()).take(CLIENT_OPENING)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
         engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
@@ -147,7 +147,7 @@ def test_floods_end_the_connection(name: str) -> None:
     frames.
     """
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
+    engine = Engine(SMALL, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.send_response(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
@@ -162,7 +162,7 @@ def test_floods_end_the_connection(name: str) -> None:
 def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
+    engine = Engine(SMALL, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.send_response(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_ENOUGH):
@@ -173,7 +173,7 @@ def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
 
 def test_calls_earn_control_frames() -> None:
     """A PING and a WINDOW_UPDATE for each call, as some clients send, at any rate."""
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL, Clock()).take(CLIENT_OPENING)
     for number in range(1, 2000, 2):
         control_frames = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + control_frames)
@@ -182,7 +182,7 @@ def test_calls_earn_control_frames() -> None:
 
 
 def test_sent_data_earns_window_updates() -> None:
-    engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
+    engine = Engine(SMALL, Clock()).take(CLIENT_OPENING + begin(1))
     for _ in range(1000):
         engine.http2.sending.send_data(engine.stream(1), b"token")
         engine.take(window(0, 5) + window(1, 5))
@@ -192,7 +192,7 @@ def test_sent_data_earns_window_updates() -> None:
 def test_messages_in_one_frame_earn_window_updates_each() -> None:
     """A client may grant more for each message that its program takes, when all have come."""
     engine = Engine(SMALL, Clock()).take(
-        OPENED + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
+        CLIENT_OPENING + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
     )
     engine.http2.sending.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
     for _ in range(5000):
@@ -208,7 +208,7 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
 
 def test_endless_continuations_are_refused() -> None:
     for piece in (b"", b"\x84"):
-        engine = Engine().take(OPENED + frame(HEADERS, END_STREAM, 1, REQUEST))
+        engine = Engine().take(CLIENT_OPENING + frame(HEADERS, END_STREAM, 1, REQUEST))
         for _ in range(Limits().continuations):
             assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is None
         assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is FaultCode.ENHANCE_YOUR_CALM
@@ -217,17 +217,17 @@ def test_endless_continuations_are_refused() -> None:
 def test_an_endless_header_block_is_refused() -> None:
     """By its bytes on the wire, before they are here."""
     limits = Limits(header_block=20000)
-    engine = Engine(limits).take(OPENED + frame(HEADERS, 0, 1, bytes(15000)))
+    engine = Engine(limits).take(CLIENT_OPENING + frame(HEADERS, 0, 1, bytes(15000)))
     assert engine.take(frame(CONTINUATION, 0, 1, bytes(5000))).gone is None
     assert engine.take(frame(CONTINUATION, 0, 1, b"x")).gone is FaultCode.ENHANCE_YOUR_CALM
     head = frame(HEADERS, END_HEADERS, 1, bytes(20001))[:9]
-    assert Engine(limits).take(OPENED + head).gone is FaultCode.ENHANCE_YOUR_CALM
+    assert Engine(limits).take(CLIENT_OPENING + head).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_a_header_list_is_limited_while_it_is_decoded() -> None:
     """The table has a large field, of which each reference takes one byte."""
     field = b"\x40\x01a\x7f\xc1\x1e" + b"x" * 4032
-    engine = Engine().take(OPENED + begin(1, block=REQUEST + field))
+    engine = Engine().take(CLIENT_OPENING + begin(1, block=REQUEST + field))
     tracemalloc.start()
     engine.take(begin(3, block=REQUEST + b"\xbe" * 50_000))
     peak = tracemalloc.get_traced_memory()[1]
@@ -237,7 +237,7 @@ def test_a_header_list_is_limited_while_it_is_decoded() -> None:
 
 
 def test_many_small_fields_are_refused() -> None:
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     assert engine.take(begin(1, block=REQUEST + b"\x90" * 3000)).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
@@ -248,7 +248,7 @@ def test_too_many_streams_are_refused() -> None:
     """Streams beyond the limit are refused; a client that continues to open them is
     disconnected.
     """
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL, Clock()).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(begin(number))
     assert len(engine.requests) == SMALL.streams
@@ -258,7 +258,7 @@ def test_too_many_streams_are_refused() -> None:
 
 def test_data_beyond_the_window_is_refused() -> None:
     """Data beyond the granted window ends the stream."""
-    engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
+    engine = Engine(SMALL, Clock()).take(CLIENT_OPENING + begin(1))
     for _ in range(SMALL.window // 16384 + 1):
         engine.take(frame(DATA, 0, 1, bytes(16384)))
     assert engine.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
@@ -267,18 +267,18 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 def test_incomplete_frames_are_bounded() -> None:
     """Data is not buffered; of any other incomplete frame at most its maximum size is."""
-    engine = Engine().take(OPENED + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
+    engine = Engine().take(CLIENT_OPENING + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
     for _ in range(60):
         engine.take(bytes(16384))
         assert not engine.http2._buffer
     for kind in (PING, SETTINGS, RESET, WINDOW, PRIORITY, GO_AWAY, UNKNOWN):
         head = frame(kind, 0, 0, bytes(16385))[:9]
-        assert Engine().take(OPENED + head).gone is FaultCode.FRAME_SIZE_ERROR
+        assert Engine().take(CLIENT_OPENING + head).gone is FaultCode.FRAME_SIZE_ERROR
 
 
 def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL, Clock()).take(CLIENT_OPENING)
     engine.http2.sending.paused = True
     sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
@@ -316,7 +316,7 @@ def _frames_per_turn(engine: Engine, sent: bytes) -> Iterator[int]:
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
-    engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
+    engine = Engine(Limits(frames=100, control=10**6)).take(CLIENT_OPENING + begin(1))
     handled = list(_frames_per_turn(engine, piece * 1000))
     turns = [frames_per_turn] * (1000 // frames_per_turn)
     assert handled in (turns, [*turns, 0])
@@ -333,7 +333,7 @@ def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
             for number in range(1, 81, 2)
         ],
     ):
-        engine = Engine(Limits(frames=100, stream_cost=9)).take(OPENED)
+        engine = Engine(Limits(frames=100, stream_cost=9)).take(CLIENT_OPENING)
         handled = list(_frames_per_turn(engine, b"".join(sent)))
         assert max(handled) <= 2 * requests_per_turn
         assert len(engine.http2.streams) == 40
@@ -341,7 +341,7 @@ def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
 
 def test_frames_received_meanwhile_stay_in_order() -> None:
     limits = Limits(frames=10)
-    engine = Engine(limits).take(OPENED)
+    engine = Engine(limits).take(CLIENT_OPENING)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
@@ -353,7 +353,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
 
 def test_nothing_is_pending_after_the_connection_failed() -> None:
     engine = Engine(Limits(frames=10))
-    engine.http2.receive(OPENED + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
+    engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
     assert engine.http2.closing
     assert not engine.http2.pending
     assert not engine.http2._buffer
@@ -367,7 +367,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
         nonlocal look_count
         look_count += 1
 
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     streams = range(1, 1001, 2)
     for number in streams:
         engine.take(begin(number, end=True))

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     RESET,
     SETTINGS,
     frame,
@@ -43,7 +43,7 @@ class Client:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        self.engine.take(OPENED + begin(*_STREAMS))
+        self.engine.take(CLIENT_OPENING + begin(*_STREAMS))
         self.sending = self.engine.http2.sending
         self.window, self.initial, self.frame = 65535, 65535, 16384
         self.windows = dict.fromkeys(_STREAMS, 65535)
@@ -151,7 +151,7 @@ def test_data_is_sent_within_any_windows(actions: list[tuple[str, int, int]]) ->
 
 
 def test_a_response_is_three_frames() -> None:
-    engine = Engine().take(OPENED + begin(1))
+    engine = Engine().take(CLIENT_OPENING + begin(1))
     completions: list[int] = []
     stream = engine.stream(1)
     stream.on_sent = lambda: completions.append(1)
@@ -172,14 +172,16 @@ def test_a_response_is_three_frames() -> None:
 
 def test_a_response_before_the_end_of_the_request() -> None:
     """8.1: the rest of the request is not wanted."""
-    engine = Engine().take(OPENED + begin(1, end=False))
+    engine = Engine().take(CLIENT_OPENING + begin(1, end=False))
     engine.http2.sending.send_response(engine.stream(1), FORM, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
 def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     """None of them has all of a window that is given in small pieces."""
-    engine = Engine().take(OPENED + begin(1, 3, 5, 7) + settings_frame(INITIAL_WINDOW, 2**20))
+    engine = Engine().take(
+        CLIENT_OPENING + begin(1, 3, 5, 7) + settings_frame(INITIAL_WINDOW, 2**20)
+    )
     sending = engine.http2.sending
     for number in (1, 3, 5, 7):
         sending.send_data(engine.stream(number), bytes(100_000))
@@ -192,7 +194,7 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
 
 def test_a_long_response_does_not_block_other_streams() -> None:
     """Of a window for all of them each has a turn, not the first all of it."""
-    engine = Engine().take(OPENED + begin(1, 3) + settings_frame(INITIAL_WINDOW, 2**30))
+    engine = Engine().take(CLIENT_OPENING + begin(1, 3) + settings_frame(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(2**23))
     sending.send_data(engine.stream(3), bytes(2**16))
@@ -202,7 +204,7 @@ def test_a_long_response_does_not_block_other_streams() -> None:
 
 
 def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1, 3))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(100))
     sending.send_data(engine.stream(3), bytes(10))
@@ -216,7 +218,7 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     """While the socket accepts no bytes, a stream is not finished, even if little is left to
     send.
     """
-    engine = Engine().take(OPENED + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     sending = engine.http2.sending
     sending.paused = True
     sending.send_head(engine.stream(1), HEAD + TRAILERS, end=True)
@@ -233,7 +235,7 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
 
 
 def test_trailers_need_no_window() -> None:
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
     sending.send_response(engine.stream(1), FORM, ())
@@ -246,7 +248,7 @@ def test_trailers_need_no_window() -> None:
 
 def test_progress_is_reported() -> None:
     """A task that waits for the client to read written data is woken."""
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
     engine.http2.sending.send_data(stream, bytes(25))
     queued_sizes: list[int] = []
@@ -258,7 +260,7 @@ def test_progress_is_reported() -> None:
 
 def test_a_long_header_block_is_split() -> None:
     """4.2, 6.10: a client need not take frames of more than 16 KiB."""
-    engine = Engine().take(OPENED + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     block = bytes(40000)
     sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, HEAD)
@@ -275,7 +277,7 @@ def test_a_long_header_block_is_split() -> None:
 
 
 def test_a_dropped_stream_is_released() -> None:
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     engine.http2.sending.send_data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))
     assert not engine.http2.sending.waiting_streams

@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.gateway.http2.frames import FaultCode
-from tests.support.wire.http2 import END_HEADERS, END_STREAM, HEADERS, OPENED, frame
+from tests.support.wire.http2 import CLIENT_OPENING, END_HEADERS, END_STREAM, HEADERS, frame
 from tests.support.wire.http2_engine import Case, Engine
 
 BROKEN = (FaultCode.COMPRESSION_ERROR,)
@@ -143,7 +143,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("section", EXAMPLES)
 def test_the_examples(section: str) -> None:
     """Three requests in a row, without and with Huffman's code."""
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     for index, block in enumerate(EXAMPLES[section]):
         engine.take(headers_frame(bytes.fromhex(block), 2 * index + 1))
     host = (b":authority", b"www.example.com")

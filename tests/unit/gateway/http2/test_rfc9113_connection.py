@@ -8,13 +8,13 @@ from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.incoming import Limits
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     PING,
     PREFACE,
     PRIORITY,
@@ -187,7 +187,9 @@ def test_the_servers_settings_are_its_first_frame() -> None:
 
 def test_a_ping_is_acknowledged_with_its_payload() -> None:
     """6.7: once, and no answer is answered."""
-    engine = Engine().take(OPENED + frame(PING, 0, 0, b"12345678") + frame(PING, ACK, 0, b"x" * 8))
+    engine = Engine().take(
+        CLIENT_OPENING + frame(PING, 0, 0, b"12345678") + frame(PING, ACK, 0, b"x" * 8)
+    )
     answers = [sent for sent in engine.sent if sent.kind == PING]
     assert answers == [Frame(PING, ACK, 0, b"12345678")]
     assert engine.acknowledged == [b"x" * 8]
@@ -195,7 +197,7 @@ def test_a_ping_is_acknowledged_with_its_payload() -> None:
 
 def test_each_settings_frame_is_acknowledged() -> None:
     """6.5.3."""
-    engine = Engine().take(OPENED + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
+    engine = Engine().take(CLIENT_OPENING + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
     assert engine.http2.sending.initial_window == 2
     assert not engine.http2.settings_acknowledged
@@ -204,7 +206,9 @@ def test_each_settings_frame_is_acknowledged() -> None:
 
 def test_goaway_names_the_last_stream() -> None:
     """6.8, 5.4.1: the highest that may have been served; and nothing is handled behind it."""
-    engine = Engine().take(OPENED + BEGUN + frame(HEADERS, END_HEADERS, 7, GET) + frame(PING, 0, 0))
+    engine = Engine().take(
+        CLIENT_OPENING + BEGUN + frame(HEADERS, END_HEADERS, 7, GET) + frame(PING, 0, 0)
+    )
     assert engine.sent[-1].payload[:8] == struct.pack(">II", 7, FaultCode.FRAME_SIZE_ERROR)
     sent_before = len(engine.sent)
     engine.take(frame(HEADERS, END_HEADERS, 9, GET) + frame(PING, 0, 0, bytes(8)))
@@ -214,7 +218,7 @@ def test_goaway_names_the_last_stream() -> None:
 
 def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:
     """6.8: the last stream of a GOAWAY is never higher than that of the one before."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     engine.http2.send_goaway(final=False)
     engine.take(frame(HEADERS, END_HEADERS, 3, GET))
     assert 3 in engine.requests

@@ -9,12 +9,12 @@ from shmserve.gateway.http2.incoming import Limits
 from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     PING,
     PRIORITY,
     RESET,
@@ -258,7 +258,7 @@ def test_frames_for_a_stream_that_the_server_has_ended(
     name: str, late_frame: bytes, ending: str
 ) -> None:
     """5.1, closed: frames that the client sent before it received the end are ignored."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     if ending == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
@@ -270,7 +270,7 @@ def test_frames_for_a_stream_that_the_server_has_ended(
 
 def test_a_stream_that_is_reset_within_a_frame() -> None:
     """5.1, closed: the rest of its data is passed over, and the next frame is found."""
-    engine = Engine().take(OPENED + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
+    engine = Engine().take(CLIENT_OPENING + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     engine.take(frame(DATA, END_STREAM, 1, bytes(100))[50:])
     assert len(engine.requests[1].data) == 41
@@ -280,7 +280,7 @@ def test_a_stream_that_is_reset_within_a_frame() -> None:
 
 def test_header_blocks_of_ended_streams_are_decoded() -> None:
     """4.3: their fields are in the table for the blocks that follow."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     indexed_field = b"\x40\x01a\x01b"  # in the table from now on
     engine.take(frame(HEADERS, WHOLE, 1, indexed_field) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
@@ -294,7 +294,7 @@ def test_frames_for_a_completed_stream() -> None:
         (LAST, FaultCode.STREAM_CLOSED),
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
-        engine = Engine().take(OPENED + ASKED)
+        engine = Engine().take(CLIENT_OPENING + ASKED)
         engine.http2.sending.send_response(engine.stream(1), FORM, (b"data",))
         assert not engine.http2.streams
         assert engine.take(late_frame).gone is is_fatal
@@ -302,7 +302,7 @@ def test_frames_for_a_completed_stream() -> None:
 
 def test_too_many_concurrent_streams_are_refused() -> None:
     """5.1.2: they are refused, and may be tried again when others are done."""
-    engine = Engine(Limits(streams=2)).take(OPENED)
+    engine = Engine(Limits(streams=2)).take(CLIENT_OPENING)
     for stream in (1, 3, 5):
         engine.take(frame(HEADERS, END_HEADERS, stream, GET))
     assert list(engine.requests) == [1, 3]
@@ -314,7 +314,7 @@ def test_too_many_concurrent_streams_are_refused() -> None:
 
 def test_a_response_may_overlap_its_request() -> None:
     """5.1, half closed: sending does not depend on receiving."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, b"\x88")
     sending.send_data(stream, b"some")
@@ -330,11 +330,11 @@ def test_data_beyond_the_window_is_refused() -> None:
     """6.9.1: the window of a stream; window updates and padding count."""
     limits = Limits(window=65535, frame=16384)
     full_window = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
-    assert Engine(limits).take(OPENED + BEGUN + full_window).resets == {}
-    one_more = Engine(limits).take(OPENED + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
+    assert Engine(limits).take(CLIENT_OPENING + BEGUN + full_window).resets == {}
+    one_more = Engine(limits).take(CLIENT_OPENING + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
     assert one_more.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
     assert one_more.requests[1].cancelled
-    granted = Engine(limits).take(OPENED + BEGUN + full_window)
+    granted = Engine(limits).take(CLIENT_OPENING + BEGUN + full_window)
     granted.http2.send_window_update(granted.stream(1), 6)
     assert granted.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
     granted.take(frame(DATA, PADDED, 1, b"\0"))
@@ -344,7 +344,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 def test_padding_is_returned_to_the_window() -> None:
     """6.9.1: padding uses the window, and the receiver of the data does not see it."""
     limits = Limits(window=65535, frame=16384)
-    engine = Engine(limits).take(OPENED + BEGUN)
+    engine = Engine(limits).take(CLIENT_OPENING + BEGUN)
     for _ in range(2000):
         engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
     assert engine.resets == {}
@@ -359,7 +359,7 @@ def test_the_window_of_the_connection_is_refilled() -> None:
     assert [(item.stream, item.payload) for item in window_updates] == [
         (0, struct.pack(">I", 2**31 - 65536))
     ]
-    engine.take(OPENED + BEGUN)
+    engine.take(CLIENT_OPENING + BEGUN)
     piece = frame(DATA, 0, 1, bytes(2**20))
     for _ in range(1100):
         engine.http2.send_window_update(engine.stream(1), 2**20)
@@ -371,7 +371,7 @@ def test_the_window_of_the_connection_is_refilled() -> None:
 
 def test_acknowledgements_are_no_requests() -> None:
     """6.5: an acknowledgement of ours is answered by nothing."""
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     sent_before = len(engine.sent)
     engine.take(frame(SETTINGS, ACK, 0))
     assert len(engine.sent) == sent_before

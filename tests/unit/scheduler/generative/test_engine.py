@@ -11,7 +11,7 @@ import pytest
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.sequences import Generation, SequenceStatus
 from tests.simulation.generative import VARIANTS, EngineRig, Schedule, engine_settings
-from tests.support.generative_worker import END, VOCABULARY
+from tests.support.generative_worker import END_TOKEN, VOCABULARY_SIZE
 
 
 def make_rig(**settings: Any) -> EngineRig:
@@ -45,10 +45,10 @@ def test_any_schedule_generates_the_tokens_of_each_request_alone(seed: int) -> N
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
     rig = make_rig(kv_cache_blocks=blocks, max_batch_size=seats, preemption_mode=mode)
-    search = BeamSearch(3, 0.7, "false", [END, 7, 19])
+    search = BeamSearch(3, 0.7, "false", [END_TOKEN, 7, 19])
     random_ = random.Random(blocks)
     for _ in range(8):
-        prompt = [random_.randint(1, VOCABULARY) for _ in range(random_.randint(1, 12))]
+        prompt = [random_.randint(1, VOCABULARY_SIZE) for _ in range(random_.randint(1, 12))]
         submit(rig, prompt, random_.randint(1, 14), beams=search)
         submit(rig, prompt, 10)
     rig.drain()
@@ -58,7 +58,7 @@ def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
 
 def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
     rig = make_rig(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
-    search = BeamSearch(2, 0.7, "false", [END, 7, 19])
+    search = BeamSearch(2, 0.7, "false", [END_TOKEN, 7, 19])
     submit(rig, [1] * 4, 11, beams=search)
     submit(rig, [2] * 8, 13)
     submit(rig, [3] * 9, 13)

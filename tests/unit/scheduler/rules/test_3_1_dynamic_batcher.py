@@ -11,7 +11,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
 DELAY = {"max_queue_delay_microseconds": 1000}
 
@@ -127,7 +127,7 @@ def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
     (number,) = rig.submit()
     assert rig.wake_ns == rig.now + 300_001
     rig.pass_time(300_001)
-    assert rig.answers() == [m.Failed(number, "UNAVAILABLE", EXPIRED, 0, False)]
+    assert rig.answers() == [m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, False)]
 
 
 @pytest.mark.parametrize("preferred", [[4], [], [2, 4]])

@@ -6,7 +6,7 @@ import pytest
 
 from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
 LEVELS = {"priority_levels": 3, "default_priority_level": 2}
 DELAYED = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
@@ -127,9 +127,9 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
     rig, _, _ = busy_rig(dynamic)
     high_priority, low_priority = rig.submit(priority=1) + rig.submit(priority=3)
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(high_priority, EXPIRED)]
+    assert rig.answers() == [refusal_message(high_priority, EXPIRED_TEXT)]
     rig.pass_time(2 * MS)
-    assert rig.answers() == [refusal_message(low_priority, EXPIRED)]
+    assert rig.answers() == [refusal_message(low_priority, EXPIRED_TEXT)]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     rig.pass_time(limit_us * 1000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
 
 
 def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
@@ -167,7 +167,7 @@ def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
     rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     (number,) = rig.submit(request_id="r")
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
     assert rig.report()["shmserve"]["failures"]["REJECTED"] == 1
 
 
@@ -210,7 +210,7 @@ def test_a_requests_own_timeout_delays_it_too(limit_us: int, is_deadline: bool) 
     rig.pass_time(MS)
     assert rig.answers() == []
     rig.pass_time(3_600_000 * MS)
-    assert rig.answers() == ([refusal_message(number, EXPIRED)] if limit_us else [])
+    assert rig.answers() == ([refusal_message(number, EXPIRED_TEXT)] if limit_us else [])
 
 
 @pytest.mark.parametrize("is_deadline", [False, True])
@@ -269,7 +269,7 @@ def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) ->
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
     assert rig.answers() == (
-        [] if "timeout_action" in policy else [refusal_message(number, EXPIRED)]
+        [] if "timeout_action" in policy else [refusal_message(number, EXPIRED_TEXT)]
     )
 
 
@@ -280,4 +280,4 @@ def test_a_timeout_expires_after_its_microseconds() -> None:
     rig.pass_time(7_000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]

@@ -15,7 +15,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from tests.rigs.scheduler_rig import MS, Rig, schema_of
 from tests.rigs.sequence_rig import END, START, SequenceRig
-from tests.support.texts import EXPIRED, Beginning
+from tests.support.texts import EXPIRED_TEXT, Beginning
 
 US = 1_000
 STRATEGIES = ["direct", "oldest"]
@@ -260,7 +260,7 @@ def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceR
     later = rig.request(1)
     rig.pass_time(6 * MS)
     outcomes = rig.outcomes()
-    assert outcomes[expired] == EXPIRED
+    assert outcomes[expired] == EXPIRED_TEXT
     assert "an earlier request of the sequence" in outcomes[later]
     rig.done()
     assert not rig.runs()

@@ -393,6 +393,17 @@ def test_choices() -> None:
         assert conversation == {"tools": GIVEN[1:]}
 
 
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_no_reasoning_begins_after_a_prompt_that_has_closed_it(reasoning: str) -> None:
+    formats = tools.MessageFormats("hermes", reasoning, tokenizer())
+    request = tools.take_tools({"tools": GIVEN, "tool_choice": "required"})
+    for prompt, is_open in (("<think>\n\n</think>\n\n", False), ("hi", True)):
+        formatted = formats.make_format(request, prompt)
+        assert formatted is not None
+        assert ("/think>" in formats.grammar(request, formatted, body=False)) == is_open
+        assert (formats.make_format(None, prompt) is not None) == is_open
+
+
 def test_calls_in_no_known_format() -> None:
     formats = tools.MessageFormats("none", "none", tokenizer())
     assert formats.make_format(None, "") is None
