@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from tests.differential.script import Send
 
-_TIMES = {"ns", "last_inference", "memory_usage"}
+_TIME_FIELDS = {"ns", "last_inference", "memory_usage"}
 
 
 class Call:
@@ -125,7 +125,9 @@ def _without_times(source: Any) -> Any:
     omit.
     """
     if isinstance(source, dict):
-        counts = {key: _without_times(value) for key, value in source.items() if key not in _TIMES}
+        counts = {
+            key: _without_times(value) for key, value in source.items() if key not in _TIME_FIELDS
+        }
         return {key: value for key, value in counts.items() if value not in ({}, [], "0", 0)}
     if isinstance(source, list):
         return [_without_times(part) for part in source]

@@ -13,7 +13,7 @@ from tests.support.gates import Gate, Visit
 
 _PATIENCE_S = 20.0
 # How long a state must last to be taken for settled, in looks that wait so long for an execution.
-_LOOKS, _LOOK_S = 4, 0.02
+_STEADY_LOOKS, _LOOK_S = 4, 0.02
 _SETTLED_S = 5.0
 _PENDING = re.compile(
     r'^nv_inference_pending_request_count\{[^}]*model="([^"]+)"[^}]*\} ([0-9.]+)', re.MULTILINE
@@ -122,9 +122,9 @@ class Player:
 
     def _settle(self, step: str) -> None:
         """Wait until each request waits, executes or is done, and that lasts."""
-        end = time.monotonic() + (_SETTLED_S if step else 3 * _LOOKS * _LOOK_S)
+        end = time.monotonic() + (_SETTLED_S if step else 3 * _STEADY_LOOKS * _LOOK_S)
         previous_state, steady_looks = (-1, -1, -1), 0
-        while steady_looks < _LOOKS:
+        while steady_looks < _STEADY_LOOKS:
             self._look()
             answered_count = sum(call.done for call in self._calls.values())
             held_labels = {label for visit in self._held for label in _labels(visit)}

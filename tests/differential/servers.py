@@ -16,7 +16,7 @@ from tests.differential.player import Player, Record
 from tests.differential.script import Group, Model
 from tests.support.gates import Gate
 
-PEERS = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-peers"))
+PEERS_FOLDER = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-peers"))
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Watched:
 
 def triton() -> TritonFiles:
     """Return the folder of Triton; raise `Missing` if there is none."""
-    return find_triton(PEERS)
+    return find_triton(PEERS_FOLDER)
 
 
 def products() -> list[servers.Product]:

@@ -21,10 +21,10 @@ from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
 
-ELEMENTS = 50_000
+ELEMENT_COUNT = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
 ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
-LOADS = """\
+INITIALIZE_METHOD = """\
     def initialize(self, args):
         import fcntl
         with open(os.environ["GO"]) as go:
@@ -49,9 +49,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = repository / "first" / "1" / "model.py"
     _, separator, code_after = code.read_text().partition("    def initialize(")
     code.write_text(
-        code.read_text().replace(separator + code_after.partition("execute(")[0], LOADS, 1)
+        code.read_text().replace(
+            separator + code_after.partition("execute(")[0], INITIALIZE_METHOD, 1
+        )
     )
-    fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
+    fixed = [tensor("X", dims=[ELEMENT_COUNT])], [tensor("Y", dims=[ELEMENT_COUNT])]
     add_model(repository, "second", ADD_ONE, *fixed)
     add_model(repository, "third", ADD_ONE)
     steps = [xy_step("first", "IN", "a"), xy_step("second", "a", "b"), xy_step("third", "b", "OUT")]
@@ -99,8 +101,8 @@ class Asking:
             thread.join()
 
     def _send_requests(self, client_index: int) -> None:
-        values = np.arange(ELEMENTS, dtype=np.float32) * (client_index + 1)
-        tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
+        values = np.arange(ELEMENT_COUNT, dtype=np.float32) * (client_index + 1)
+        tensors = [("IN", "FP32", [ELEMENT_COUNT], values.tobytes())]
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
             while not self._stopped.is_set():

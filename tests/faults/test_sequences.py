@@ -26,18 +26,18 @@ from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 IDLE_S = 3
-IDLE = f"max_sequence_idle_microseconds: {IDLE_S}000000"
-DIES = -99  # the model exits when it receives this value
-MANY = 8_000
-STREAMED = 400
-MEMORY = 160 << 20  # bytes that this many requests may leave allocated in three processes
+IDLE_TIME = f"max_sequence_idle_microseconds: {IDLE_S}000000"
+FATAL_VALUE = -99  # the model exits when it receives this value
+SEQUENCE_COUNT = 8_000
+STREAMED_COUNT = 400
+MEMORY_TOLERANCE = 160 << 20  # bytes that this many requests may leave allocated in three processes
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server of a model with two instances of two slots."""
     repository = tmp_path_factory.mktemp("sequences")
-    config = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(2)}"
+    config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls()} }} {instances(2)}"
     repositories.add_as(repository, "summing", "sequencer", config)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
         started.gate.close()
@@ -102,7 +102,9 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     state_before = State.of(server)
     with shmserve.client.connect(server.run_dir) as native_client:
         yield native_client
-    until("all is as it was", lambda: not state_before.differences(State.of(server), MEMORY))
+    until(
+        "all is as it was", lambda: not state_before.differences(State.of(server), MEMORY_TOLERANCE)
+    )
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 
@@ -113,7 +115,7 @@ def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.clie
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert add(client, sequence, sequence, start=True) == sequence
     with pytest.raises(ShmserveError) as error_info:
-        add(client, 1, DIES)
+        add(client, 1, FATAL_VALUE)
     assert (
         "the model's worker died, and the state of sequence 1 is lost with it: begin the sequence "
         "again, with the START flag"
@@ -167,7 +169,7 @@ def test_a_client_opens_many_sequences_and_ends_none(
     with shmserve.client.connect(server.run_dir) as greedy:
         futures: list[Future[Result]] = []
         total = 1
-        for sequence in range(MANY):
+        for sequence in range(SEQUENCE_COUNT):
             futures.append(
                 greedy.infer_async("summing", arrays, sequence=10_000 + sequence, start=True)
             )
@@ -200,7 +202,7 @@ def test_a_stream_opens_many_sequences_and_ends_none(
         http.InferenceServerClient(server.url.removeprefix("http://")) as other_client,
     ):
         greedy.start_stream(lambda result, error: results.put(error))
-        for sequence in range(1, STREAMED):
+        for sequence in range(1, STREAMED_COUNT):
             greedy.async_stream_infer(
                 "summing", [tensor], sequence_id=sequence, sequence_start=True
             )

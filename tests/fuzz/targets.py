@@ -67,13 +67,18 @@ from tests.fuzz.http2.target import http2
 
 _LIMIT = 1 << 16
 _INTERNALS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
-_TENSOR = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
+_TENSOR_CONFIG = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
 _MODEL = {"name": "m", "backend": "python", "max_batch_size": 4, "output": []}
 _SIGNATURES = [
-    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR, {**_TENSOR, "name": "INPUT1"}]}), "1"),
-    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR]}), "1"),
     Signature(
-        ModelSpec.of({**_MODEL, "input": [{**_TENSOR, "data_type": "TYPE_STRING", "dims": [1]}]}),
+        ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG, {**_TENSOR_CONFIG, "name": "INPUT1"}]}),
+        "1",
+    ),
+    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG]}), "1"),
+    Signature(
+        ModelSpec.of(
+            {**_MODEL, "input": [{**_TENSOR_CONFIG, "data_type": "TYPE_STRING", "dims": [1]}]}
+        ),
         "1",
     ),
 ]
@@ -243,13 +248,13 @@ def register(data: bytes) -> None:
 
 # --- ranges
 
-_EDGES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
+_EDGE_VALUES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
 
 
 def _edge(drawn_bytes: _Bytes) -> int:
     kind = drawn_bytes.number(1)
     if kind < 200:
-        return _EDGES[kind % len(_EDGES)] + (kind // len(_EDGES)) % 5 - 2
+        return _EDGE_VALUES[kind % len(_EDGE_VALUES)] + (kind // len(_EDGE_VALUES)) % 5 - 2
     return drawn_bytes.number(9)
 
 
@@ -344,8 +349,8 @@ def _check_place(data: bytes | Range) -> None:
 
 # --- messages of local clients to a scheduler
 
-_SEALS = Capabilities(b"k" * KEY_SIZE)
-_GUEST = FIRST_LOCAL_CLIENT + 7
+_CAPABILITIES = Capabilities(b"k" * KEY_SIZE)
+_GUEST_NUMBER = FIRST_LOCAL_CLIENT + 7
 _HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"fuzz")
 
 
@@ -355,8 +360,8 @@ def native(data: bytes) -> None:
     if kind == b"z":
         _check_decoding(_Bytes(content))
     elif kind == b"i":
-        number = _SEALS.local_client(content)
-        assert not number or content.startswith(f"{number}.{_SEALS.token(number)}".encode())
+        number = _CAPABILITIES.local_client(content)
+        assert not number or content.startswith(f"{number}.{_CAPABILITIES.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):
             _check_local_request(Submit(1, *_unpack_message(content), 0, 0, 0, 0))
@@ -392,11 +397,11 @@ def _check_local_request(submit: Submit) -> None:
     schema.
     """
     for signature in _SIGNATURES:
-        rules = LocalClientRules(_SEALS, signature)
+        rules = LocalClientRules(_CAPABILITIES, signature)
         counted = []
         for _ in range(2):
             with _check_error_text(submit.schema), contextlib.suppress(MalformedMessage):
-                counted.append(rules.validate(_GUEST, submit, 0))
+                counted.append(rules.validate(_GUEST_NUMBER, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
             assert (checked.id, checked.schema, checked.data) == (
@@ -409,12 +414,12 @@ def _check_local_request(submit: Submit) -> None:
             for tensor in inference.inputs:
                 _check_place(tensor.data)
                 if isinstance(tensor.data, Range):
-                    assert _SEALS.owns(_GUEST, tensor.data.memory)
+                    assert _CAPABILITIES.owns(_GUEST_NUMBER, tensor.data.memory)
                 elif item := ITEM_SIZE[tensor.datatype]:
                     assert len(tensor.data) == item * math.prod(tensor.shape)
             for output in inference.outputs:
-                assert output.memory_range is None or _SEALS.owns(
-                    _GUEST, output.memory_range.memory
+                assert output.memory_range is None or _CAPABILITIES.owns(
+                    _GUEST_NUMBER, output.memory_range.memory
                 )
 
 

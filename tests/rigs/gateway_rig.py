@@ -292,7 +292,7 @@ def model_config(
     }
 
 
-SIMPLE = model_config(
+SIMPLE_CONFIG = model_config(
     "simple",
     8,
     [tensor_config(name, "INT32", [16]) for name in ("INPUT0", "INPUT1")],

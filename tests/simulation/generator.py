@@ -15,7 +15,7 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
-from tests.simulation.texts import STOP, Piece, TextRequest, request_of, texts
+from tests.simulation.texts import STOP_TOKEN, Piece, TextRequest, request_of, texts
 from tests.simulation.worker import MAX_WAIT_NS, Stream, Worker
 from tests.simulation.world import US, Violation
 from tests.support.generative_worker import GenerativeWorker
@@ -38,7 +38,7 @@ class Sample:
         """
         for index, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            if token == STOP:
+            if token == STOP_TOKEN:
                 self.finish_reason = "stop"
                 return index < len(tokens) or not reason
         self.finish_reason = reason

@@ -124,7 +124,7 @@ class Model:
     def maps(self) -> list[dict[str, Any]]:
         """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
-        steps: list[dict[str, Any]] = scheduling.get("step") or [_ALONE]
+        steps: list[dict[str, Any]] = scheduling.get("step") or [_SINGLE_STEP]
         return steps
 
     @staticmethod
@@ -183,7 +183,7 @@ class Model:
         return values["IN"] + step_mark if values.keys() == {"IN"} else None
 
 
-_ALONE = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
+_SINGLE_STEP = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
 
 
 def join_inputs(first_row: bytes, second_row: bytes) -> bytes:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.sequences import Generation
 from tests.simulation.generative import reference_beam_search
-from tests.support.generative_worker import END, VOCABULARY, generate_alone
+from tests.support.generative_worker import END_TOKEN, VOCABULARY_SIZE, generate_alone
 
-STOP = 7  # the token that ends a text like a stop string
+STOP_TOKEN = 7  # the token that ends a text like a stop string
 _TOO_MANY = 5_000  # number of tokens that exceeds every pool
 _BEGINNINGS = [[1 + (number * index) % 60 for index in range(1, 40)] for number in (7, 11, 13)]
 
@@ -64,10 +64,10 @@ def request_of(content: bytes) -> TextRequest:
     draw = Random(content)
     prompt = draw.choice(_BEGINNINGS)[: draw.randint(1, 30)]
     if draw.random() < 0.5:
-        prompt = prompt + draw.choices(range(1, VOCABULARY), k=draw.randint(1, 9))
+        prompt = prompt + draw.choices(range(1, VOCABULARY_SIZE), k=draw.randint(1, 9))
     search = None
     if draw.random() < 0.1:
-        search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END, 9, 19])
+        search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END_TOKEN, 9, 19])
     max_tokens = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
     return TextRequest(
         array("i", prompt),
@@ -91,8 +91,8 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
     samples: list[tuple[list[int], str]] = []
     for sample in range(request.samples):
         tokens, reason = generate_alone(request.prompt, sample, request.most)
-        if STOP in tokens:
-            tokens, reason = tokens[: tokens.index(STOP) + 1], "stop"
+        if STOP_TOKEN in tokens:
+            tokens, reason = tokens[: tokens.index(STOP_TOKEN) + 1], "stop"
         samples.append((tokens, reason))
     return samples
 

@@ -30,7 +30,7 @@ class Answer:
     """
 
     client: int
-    began: float
+    started_at: float
     ended: float
     trouble: str
 
@@ -166,7 +166,7 @@ class Load:
         def have_all_answered() -> bool:
             nonlocal answer_count
             for answer in self.answers[answer_count:]:
-                if answer.began >= start_time and not answer.trouble:
+                if answer.started_at >= start_time and not answer.trouble:
                     waiting.discard(answer.client)
             answer_count = len(self.answers)
             return not waiting

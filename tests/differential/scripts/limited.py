@@ -94,9 +94,9 @@ SCRIPTS = [
     much_and_little(),
     unlimited(),
 ]
-ON = "--rate-limit=execution_count"
+RATE_LIMIT_FLAG = "--rate-limit=execution_count"
 GROUPS = [
-    Group("limited", SCRIPTS, flags=[ON]),
+    Group("limited", SCRIPTS, flags=[RATE_LIMIT_FLAG]),
     # If one resource's count is given, Triton knows no other resource.
-    Group("counted", [room_for_two()], flags=[ON, "--rate-limit-resource=seats:2"]),
+    Group("counted", [room_for_two()], flags=[RATE_LIMIT_FLAG, "--rate-limit-resource=seats:2"]),
 ]

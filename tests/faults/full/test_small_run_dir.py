@@ -15,7 +15,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
-_MOUNT = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
+_MOUNT_COMMAND = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
 # A program with the native client, which is rejected twice.
 _NATIVE = """
 import sys, numpy, shmserve.client
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def small_mount_command(folder: Path, inodes: int) -> list[str]:
-    return ["unshare", "-m", "sh", "-c", _MOUNT, str(inodes), str(folder)]
+    return ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, str(inodes), str(folder)]
 
 
 @pytest.mark.parametrize("inodes", [4, 5])

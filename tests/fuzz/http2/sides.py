@@ -12,10 +12,10 @@ from h2.exceptions import H2Error
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
 from shmserve.gateway.http2.incoming import Limits
-from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
+from tests.support.wire.http2 import ACK, CLIENT_OPENING, GO_AWAY, PING, RESET, SETTINGS
 from tests.support.wire.http2_engine import Engine, RequestFields, frames_of
 
-_WINDOW = 2**31 - 1
+_MAX_WINDOW = 2**31 - 1
 LIMITS = Limits(streams=100, header_list=65536, window=65535, frame=16384)
 _ANSWER = b"\x88"
 
@@ -88,7 +88,7 @@ class Ours:
         headers._decode = self._decode  # type: ignore[method-assign]
         headers._convert = self._read
         self.seen = Seen()
-        self.take(OPENED)
+        self.take(CLIENT_OPENING)
 
     def take(self, data: bytes) -> None:
         engine = self._engine
@@ -165,10 +165,10 @@ class H2:
     def __init__(self) -> None:
         self._engine = H2Connection(self._config)
         self._engine.initiate_connection()
-        self._engine.increment_flow_control_window(_WINDOW - 65535)
+        self._engine.increment_flow_control_window(_MAX_WINDOW - 65535)
         self._engine.data_to_send()
         self.seen = Seen()
-        self.take(OPENED)
+        self.take(CLIENT_OPENING)
 
     def take(self, data: bytes) -> None:
         try:
@@ -210,10 +210,10 @@ class Ngh2:
     def __init__(self) -> None:
         self._engine = ngh2.Connection(ngh2.Role.SERVER)
         self._engine.initiate_connection()
-        self._engine.set_local_window_size(_WINDOW)
+        self._engine.set_local_window_size(_MAX_WINDOW)
         self._engine.data_to_send()
         self.seen = Seen()
-        self.take(OPENED)
+        self.take(CLIENT_OPENING)
 
     def take(self, data: bytes) -> None:
         error = ""

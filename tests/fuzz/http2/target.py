@@ -10,7 +10,7 @@ from tests.fuzz.http2.differences import difference, find_known_difference, form
 from tests.fuzz.http2.sides import H2, Ngh2, Ours, Side
 
 # The number of times that each entry of the table occurred, for the analysis of a long run.
-MET: Counter[str] = Counter()
+DIFFERENCE_COUNTS: Counter[str] = Counter()
 
 
 def http2(data: bytes) -> None:
@@ -56,7 +56,7 @@ def http2(data: bytes) -> None:
                     found_difference += f" with trailers {format_fields(own_side.decoded)}"
                 known_difference = find_known_difference(name, found_difference)
                 assert known_difference is not None, f"{name}: {found_difference}"
-                MET[f"{name}: {known_difference.why}"] += 1
+                DIFFERENCE_COUNTS[f"{name}: {known_difference.why}"] += 1
                 del other_sides[name]
         if own_side.seen.over or not other_sides:
             return

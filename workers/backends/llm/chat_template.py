@@ -254,8 +254,10 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
     if not isinstance(message.get("content"), str | list | None):
-        found = clip(repr(message["content"]))
-        raise InvalidArgument(f"messages: content {found} is not a string or a list of parts")
+        content_text = clip(repr(message["content"]))
+        raise InvalidArgument(
+            f"messages: content {content_text} is not a string or a list of parts"
+        )
     if message["role"] == "developer" and not template.has_developer_role:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)

@@ -103,10 +103,10 @@ class Arguments:
         return bool(self.engine.get("reasoning_parser") or self.server.get(_TOOL_PARSER))
 
 
-def _check_known(names: Iterable[str], known: Collection[str], problem: str) -> None:
+def _check_known(names: Iterable[str], known_names: Collection[str], problem: str) -> None:
     for name in names:
-        if name not in known:
-            raise InvalidArgument(problem.format(name) + suggestion(name, known))
+        if name not in known_names:
+            raise InvalidArgument(problem.format(name) + suggestion(name, known_names))
 
 
 @dataclass

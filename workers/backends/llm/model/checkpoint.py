@@ -165,8 +165,8 @@ class Checkpoint:
         special = _special_tokens(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
         # The tokenizer may have more tokens than the model.
-        known = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
-        end_tokens = tuple(dict.fromkeys(known))
+        known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
+        end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults)
         parts = architecture, tokenizer, stored, quantisation
         return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
@@ -219,8 +219,8 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     for (types, allowed), names in _FIELD_TYPES.get(path.name, {}).items():
         for name in names.split():
             if value.get(name) is not None and type(value[name]) not in types:
-                found = clip(repr(value.pop(name)))
-                problems.append(f"{path.name}: {name}: {found} is not {allowed}")
+                value_text = clip(repr(value.pop(name)))
+                problems.append(f"{path.name}: {name}: {value_text} is not {allowed}")
     return value
 
 
