@@ -23,7 +23,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
-TRAINED = "original_max_position_embeddings"
+TRAINED_LENGTH = "original_max_position_embeddings"
 
 Folder = Callable[..., Path]
 
@@ -153,12 +153,12 @@ def test_unknown_checkpoints_are_refused(
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 4}}, {"positions": 2048}),
         (
             "llama",
-            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED: 128}},
+            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED_LENGTH: 128}},
             {"positions": 512},
         ),
         (
             "llama",
-            {TRAINED: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
+            {TRAINED_LENGTH: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
             {"positions": 1024},
         ),
         ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
@@ -197,8 +197,8 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     checkpoint = Checkpoint.open(path)
     assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     chat_request = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
-    assert rendered == "<|user|>ä<|end|><|model|>"
+    rendered_prompt = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
+    assert rendered_prompt == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own_checkpoint = Checkpoint.open(path)
     assert ChatTemplate(own_checkpoint.templates, {}).render(chat_request) == '"ä"'

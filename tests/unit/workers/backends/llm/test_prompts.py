@@ -56,15 +56,15 @@ _TEMPLATE = "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% en
         ({"messages": []}, "is not a JSON list of messages"),
     ],
 )
-def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
+def test_a_long_conversation_is_rendered_in_a_process(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     chat: dict[str, Any],
     error: str,
 ) -> None:
-    templates, special = {"default": _TEMPLATE}, {"bos": "<s>"}
+    templates, special_tokens = {"default": _TEMPLATE}, {"bos": "<s>"}
     reader = cast("Any", PromptReader.__new__(PromptReader))
-    reader._chat = ChatTemplate(templates, special)
+    reader._chat = ChatTemplate(templates, special_tokens)
     text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
     long_text = memoryview(text.encode())
     if error:
@@ -78,9 +78,9 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
     rendered = reader._render(long_text)
     assert rendered[:2] == expected[:2]
     assert read_whole("messages", rendered.text) == expected.text
-    imported = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
-    assert {"jinja2", "shmserve.errors"} <= imported
-    assert not {"torch", "numpy", "shmserve.workers"} & imported
+    imported_modules = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
+    assert {"jinja2", "shmserve.errors"} <= imported_modules
+    assert not {"torch", "numpy", "shmserve.workers"} & imported_modules
 
 
 @pytest.mark.parametrize(
