@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inferred,
 )
-from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of
+from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine
 from tests.rigs.stream_rig import Streams
@@ -433,6 +433,19 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
     engine = {"model": str(folder / "weights"), "enforce_eager": True, "enable_lora": True}
     assert arguments.engine == {**engine, "served_model_name": "m"}
     assert arguments.adapters == {"alpaca": "/a"}
+
+
+def test_older_names_of_constraints() -> None:
+    body = engine._request_body({"n": 2, "seed": None, "guided_regex": "a", "guided_json": None})
+    assert body == {"n": 2, "structured_outputs": {"regex": "a"}}
+    parameters = {"guided_decoding": {"choice": ["a"], "regex": None}, "guided_choice": ["b"]}
+    assert engine._request_body(parameters) == {"structured_outputs": {"choice": ["b"]}}
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_constraints_that_are_no_object(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}: 'x' is not an object"):
+        engine._request_body({name: "x"})
 
 
 @pytest.mark.parametrize(
