@@ -10,8 +10,8 @@ from tests.rigs.marked_configs import PYTHON, TENSORS, place, positions, problem
 
 DIM_TEXT = "dimension must be integer >= 1, or -1 to indicate a variable-size dimension for m"
 BATCH = "max_batch_size: 4 " + TENSORS
-DYNAMIC = BATCH + "dynamic_batching { "
-DELAY = "value { timeout_action: DELAY default_timeout_microseconds: 1 }"
+DYNAMIC_BATCHING = BATCH + "dynamic_batching { "
+DELAY_POLICY = "value { timeout_action: DELAY default_timeout_microseconds: 1 }"
 NO_DELAY = (
     "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m"
 )
@@ -21,18 +21,18 @@ METRICS = (
     "histogram_options { buckets: [ %s ] } } }"
 )
 BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
-SORTED = "histogram buckets must be finite and in ascending order for m"
+SORTED_ERROR = "histogram buckets must be finite and in ascending order for m"
 STRATEGY = 'parameters { key: "batching_strategy" value { string_value: "%s" } }'
 TARGET = 'parameters { key: "target_p99_ms" value { string_value: "%s" } }'
-IDLE = 'parameters { key: "idle_unload_secs" value { string_value: "%s" } }'
+IDLE_UNLOAD = 'parameters { key: "idle_unload_secs" value { string_value: "%s" } }'
 STREAMS = 'parameters { key: "max_streams" value { string_value: "%s" } }'
-FEWEST = 'parameters { key: "min_instances" value { string_value: "%s" } }'
-MOST = 'parameters { key: "max_instances" value { string_value: "%s" } }'
-WARMUP = 'model_warmup { name: "s" batch_size: 1 inputs { key: "I" value { %s } } }'
+MIN_INSTANCES = 'parameters { key: "min_instances" value { string_value: "%s" } }'
+MAX_INSTANCES = 'parameters { key: "max_instances" value { string_value: "%s" } }'
+WARMUP_BLOCK = 'model_warmup { name: "s" batch_size: 1 inputs { key: "I" value { %s } } }'
 RULES = [
-    (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED),
-    (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED),
-    (METRICS % "@nan", f"{BUCKETS}[0]", SORTED),
+    (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED_ERROR),
+    (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED_ERROR),
+    (METRICS % "@nan", f"{BUCKETS}[0]", SORTED_ERROR),
     (
         "@max_batch_size: -1" + TENSORS,
         "max_batch_size",
@@ -89,12 +89,12 @@ RULES = [
         "Non-linear IO format is only supported for the TensorRT platform for m",
     ),
     (
-        DYNAMIC + "@preferred_batch_size: 0 }",
+        DYNAMIC_BATCHING + "@preferred_batch_size: 0 }",
         "dynamic_batching.preferred_batch_size[0]",
         "dynamic batching preferred size must be positive for m",
     ),
     (
-        DYNAMIC + "preferred_batch_size: 4 @preferred_batch_size: 5 }",
+        DYNAMIC_BATCHING + "preferred_batch_size: 4 @preferred_batch_size: 5 }",
         "dynamic_batching.preferred_batch_size[1]",
         "dynamic batching preferred size must be <= max batch size for m",
     ),
@@ -104,38 +104,42 @@ RULES = [
         "default priority level must be in range [1, 2] for m",
     ),
     (
-        DYNAMIC + LEVEL + "@priority_queue_policy { key: 3 value {} } }",
+        DYNAMIC_BATCHING + LEVEL + "@priority_queue_policy { key: 3 value {} } }",
         "dynamic_batching.priority_queue_policy[3]",
         "priority queue policy must have priority level in range [1, 1] for m",
     ),
     (
-        DYNAMIC + "preserve_ordering: true @priority_levels: 2 default_priority_level: 1 }",
+        DYNAMIC_BATCHING
+        + "preserve_ordering: true @priority_levels: 2 default_priority_level: 1 }",
         "dynamic_batching.priority_levels",
         "Only one priority level is allowed when 'preserve_ordering' is true for m",
     ),
     (
-        DYNAMIC + "preserve_ordering: true @default_queue_policy " + DELAY[6:] + " }",
+        DYNAMIC_BATCHING
+        + "preserve_ordering: true @default_queue_policy "
+        + DELAY_POLICY[6:]
+        + " }",
         "dynamic_batching.default_queue_policy",
         NO_DELAY,
     ),
     (
-        DYNAMIC
+        DYNAMIC_BATCHING
         + "preserve_ordering: true "
         + LEVEL
         + "priority_queue_policy [ @{ key: 1 "
-        + DELAY
+        + DELAY_POLICY
         + "} ] }",
         "dynamic_batching.priority_queue_policy[1]",
         NO_DELAY,
     ),
     (
-        DYNAMIC + "} " + "@" + STRATEGY % "fast",
+        DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "fast",
         'parameters["batching_strategy"]',
         "parameter 'batching_strategy' must be one of 'prefer_batch', 'prefer_latency', "
         "'adaptive' for m, found 'fast'",
     ),
     (
-        DYNAMIC + "} " + "@" + STRATEGY % "adaptive",
+        DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "adaptive",
         'parameters["batching_strategy"]',
         "parameter 'batching_strategy' is 'adaptive' for m, which needs the parameter "
         "'target_p99_ms', a number of milliseconds",
@@ -148,7 +152,7 @@ RULES = [
     ),
     *(
         (
-            DYNAMIC + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
+            DYNAMIC_BATCHING + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
             'parameters["target_p99_ms"]',
             "parameter 'target_p99_ms' must be a number of milliseconds, 0.001 at least and of "
             f"a day at most for m, found '{value}'",
@@ -165,7 +169,7 @@ RULES = [
     ),
     *(
         (
-            BATCH + "@" + IDLE % value,
+            BATCH + "@" + IDLE_UNLOAD % value,
             'parameters["idle_unload_secs"]',
             f"parameter 'idle_unload_secs' must be a number of seconds from 0 to 1000000 for m, "
             f"found '{value}'",
@@ -173,49 +177,49 @@ RULES = [
         for value in ("", "soon", "-1", "nan", "1000001")
     ),
     (
-        DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
+        DYNAMIC_BATCHING + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
         'parameters["target_p99_ms"]',
         "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
         "which is 'prefer_batch' for m",
     ),
     (
-        DYNAMIC + "} @" + TARGET % "5",
+        DYNAMIC_BATCHING + "} @" + TARGET % "5",
         'parameters["target_p99_ms"]',
         "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
         "which is not given for m",
     ),
     *(
         (
-            BATCH + "@" + MOST % value,
+            BATCH + "@" + MAX_INSTANCES % value,
             'parameters["max_instances"]',
             f"parameter 'max_instances' must be an integer from 1 to 4096 for m, found '{value}'",
         )
         for value in ("0", "4097", "many", "1.5")
     ),
     (
-        BATCH + "@" + FEWEST % "2",
+        BATCH + "@" + MIN_INSTANCES % "2",
         'parameters["min_instances"]',
         "parameter 'min_instances' is 2 for m, which needs 'max_instances'",
     ),
     (
-        BATCH + MOST % "2" + " @" + FEWEST % "3",
+        BATCH + MAX_INSTANCES % "2" + " @" + MIN_INSTANCES % "3",
         'parameters["min_instances"]',
         "parameter 'min_instances' must be at most 'max_instances', 2, for m, found 3",
     ),
     (
-        BATCH + "sequence_batching { } @" + MOST % "2",
+        BATCH + "sequence_batching { } @" + MAX_INSTANCES % "2",
         'parameters["max_instances"]',
         "parameter 'max_instances' requires a model whose requests are independent of each "
         "other, found a model with sequences: m",
     ),
     (
-        TENSORS + MOST % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
+        TENSORS + MAX_INSTANCES % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
         "instance_group[1]",
         "only one instance group is allowed for m, which has the parameter "
         "'max_instances', found 2",
     ),
     (
-        TENSORS + MOST % "2" + " instance_group { @count: 3 }",
+        TENSORS + MAX_INSTANCES % "2" + " instance_group { @count: 3 }",
         "instance_group[0].count",
         "at most 2 instances are allowed for m, which has the parameter 'max_instances', found 3",
     ),
@@ -293,23 +297,25 @@ RULES = [
     ),
     (
         TENSORS
-        + (WARMUP % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace("inputs", "@inputs"),
+        + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace(
+            "inputs", "@inputs"
+        ),
         'model_warmup[0].inputs["I"]',
         "warmup setting expects all variable-size dimensions are specified for input 'I' for m",
     ),
     (
-        TENSORS + (WARMUP % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
+        TENSORS + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
         'model_warmup[0].inputs["I"]',
         "warmup setting expects input 'I' to have input_data_type set for m",
     ),
     (
-        TENSORS + (WARMUP % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
+        TENSORS + (WARMUP_BLOCK % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
         'model_warmup[0].inputs["I"]',
         "warmup setting of input 'I' must specify 'data_type' for m",
     ),
     (
         TENSORS
-        + (WARMUP % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
+        + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
             "batch_size: 1", "@batch_size: 2"
         ),
         "model_warmup[0].batch_size",
@@ -428,7 +434,7 @@ def test_a_reshape_keeps_the_elements(
         ('backend: "mine"' + TENSORS, ""),
     ],
 )
-def test_platform_and_backend_go_together(text: str, expected: str) -> None:
+def test_platform_and_backend_must_agree(text: str, expected: str) -> None:
     assert problems(text) == (place(text) + expected if expected else "")
 
 

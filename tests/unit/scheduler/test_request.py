@@ -27,16 +27,16 @@ def test_events_follow_the_table_of_transitions(state: State, event: Event) -> N
         assert request.state is state
 
 
-def test_every_way_through_the_table_ends() -> None:
+def test_every_path_of_transitions_ends() -> None:
     assert TRANSITIONS[State.DONE] == {}
     for state in State:
         visited, unvisited = set(), [state]
         while unvisited:
-            current = unvisited.pop()
-            visited.add(current)
+            current_state = unvisited.pop()
+            visited.add(current_state)
             unvisited += [
                 next_state
-                for next_state in TRANSITIONS[current].values()
+                for next_state in TRANSITIONS[current_state].values()
                 if next_state not in visited
             ]
         assert State.DONE in visited

@@ -340,8 +340,15 @@ class VllmEngine:
 
 
 def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as fields of vLLM's API, with the older names of constraints replaced."""
+    """Return parameters as fields of vLLM's API, with the older names of constraints replaced.
+
+    Raises:
+        InvalidArgument: A value is not an object. vLLM would fail with an AttributeError.
+    """
     body = {name: value for name, value in parameters.items() if value is not None}
+    for name in ("structured_outputs", "guided_decoding"):
+        if not isinstance(body.get(name, {}), dict):
+            raise InvalidArgument(f"{name}: {clip(repr(body[name]))} is not an object")
     guided = {key: body.pop(f"guided_{key}") for key in _CONSTRAINTS if f"guided_{key}" in body}
     constraints = {**body.pop("guided_decoding", {}), **guided}
     constraints = {key: value for key, value in constraints.items() if value is not None}

@@ -123,8 +123,8 @@ def test_a_response_with_another_schema_is_sent(repeated: RepeatedConnection) ->
     repeated.scheduler.compute = compute
     reply = repeated.send_request(40)
     assert reply.ok().tensors()["OUTPUT0"].ravel().tolist() == values.tolist()
-    release = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release in repeated.scheduler.notices)
+    release_message = Release(os.getpid(), [memory_range.offset])
+    until("its output is released", lambda: release_message in repeated.scheduler.notices)
     repeated.scheduler.compute = add_sub
     assert repeated.is_right(41)
     arena.close()
@@ -228,10 +228,10 @@ def test_a_new_version_becomes_the_latest(repeated: RepeatedConnection) -> None:
 
 def test_responses_during_a_drain_close_the_connection(repeated: RepeatedConnection) -> None:
     repeated.hold_request(70)
-    with raw_connection(repeated.gateway.port) as idle:
+    with raw_connection(repeated.gateway.port) as idle_connection:
         repeated.gateway.http.get("/v2/health/live").ok()  # that is accepted
         repeated.gateway.send(Drain())
-        assert idle.recv(1) == b""
+        assert idle_connection.recv(1) == b""
     assert not repeated.gateway.received_of(Drained)
     repeated.scheduler.answer_all()
     reply = read_reply(repeated.connection)

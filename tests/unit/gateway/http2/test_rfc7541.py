@@ -20,14 +20,21 @@ def headers_frame(block: bytes, stream: int = 1) -> bytes:
 
 def broken_case(section: str, title: str, *blocks: bytes) -> Case:
     """Check that the last of these blocks is malformed."""
-    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
-    return Case(section, title, sent, ends=BROKEN)
+    sent_frames = b"".join(
+        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
+    )
+    return Case(section, title, sent_frames, ends=BROKEN)
 
 
 def valid_case(section: str, title: str, *blocks: bytes) -> Case:
-    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
+    sent_frames = b"".join(
+        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
+    )
     return Case(
-        section, title, sent, served=tuple((2 * index + 1, b"") for index in range(len(blocks)))
+        section,
+        title,
+        sent_frames,
+        served=tuple((2 * index + 1, b"") for index in range(len(blocks))),
     )
 
 
