@@ -220,7 +220,9 @@ def identifiers(node: ast.AST) -> set[str]:
 def test_documented_attributes_and_arguments_exist() -> None:
     """A renamed attribute keeps its old name in the docstring otherwise."""
     nodes = [
-        (path, node) for path in files((*CODE, "tests"), ".py") for node in ast.walk(tree(path))
+        (path, node)
+        for path in files((*CODE_FOLDERS, "tests"), ".py")
+        for node in ast.walk(tree(path))
     ]
     names_by_class: dict[str, set[str]] = {}
     for _, node in nodes:
