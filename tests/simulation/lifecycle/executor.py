@@ -131,10 +131,10 @@ class SimulatedExecutor(LifecycleExecutor):
                 return version
         return None
 
-    def place_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
+    def instance_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
         """Return the version and the instance of a worker that is being started."""
         version = next(each for each in self.alive if each.scheduler.number == start.number)
-        return version, next(each for each in version.memory_ranges if each.index == start.index)
+        return version, next(each for each in version.all_instances if each.index == start.index)
 
     def _does(self, *words: Any) -> None:
         self.actions += 1

@@ -46,6 +46,7 @@ class LifecycleRun:
         self._draw(self._death, self._random.randint(0, 20))
         self._draw(self._gateway, self._random.randint(0, 8))
         self._draw(self.executor.resize, self._random.randint(0, 20))
+        self._draw(self._impede_update, self._random.randint(0, 2))
         for _ in range(self._random.randint(0, 4)):  # late deaths: the processes have run for long
             world.after(world.between(*_LATE_NS), self._death)
         world.run(world.now_ns + _DRAWN_NS, self._checked)
@@ -98,6 +99,28 @@ class LifecycleRun:
                 call()
             else:
                 self.executor.on_answer.setdefault(order, []).append(call)
+
+    def _impede_update(self) -> None:
+        """Change the instances of a model while one is restarted, or while an added one hangs."""
+        executor, world = self.executor, self.world
+        versions = [v for v in executor.alive if v.ready and not v.spec.steps]
+        if not versions:
+            return
+        version = self._random.choice(versions)
+        name, instance = version.spec.name, version.all_instances[-1]
+        if world.chance(0.5):
+            executor.processes.fates[name] = "hangs"
+            self._resize(name, len(version.all_instances) + 1)
+            executor.lifecycle.unload(name)
+        elif instance.child is not None and len(version.all_instances) > 1:
+            executor.processes.fates[instance] = "dies"
+            instance.child.kill()
+            count = len(version.all_instances) - 1
+            world.after(world.between(50 * MS, 2 * SECOND), self._resize, name, count)
+
+    def _resize(self, name: str, count: int) -> None:
+        self.executor.repository.counts[name] = count
+        self.executor.lifecycle.load(name)
 
     def _death(self) -> None:
         processes = self.executor.processes
