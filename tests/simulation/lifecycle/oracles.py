@@ -372,6 +372,8 @@ class LifecycleOracles:
             self._check_last(model)
         for version in serving:
             self._check_shapes(version)
+            if not (version.ready or version.problem):
+                self.broke(f"6: {version} is neither ready nor failed")
         self._check_known(serving)
         self._check_processes(serving)
         used = {version.spec.model_dir for version in serving}

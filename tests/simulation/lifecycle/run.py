@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from tests.simulation.lifecycle.executor import SimulatedExecutor
 from tests.simulation.lifecycle.loop import SimulatedLoop
-from tests.simulation.lifecycle.repository import ENSEMBLES
+from tests.simulation.lifecycle.repository import ENSEMBLES, MAX_INSTANCES
 from tests.simulation.world import MS, SECOND, TRACED, World
 
 _DRAWN_NS = 6 * SECOND
@@ -46,7 +47,7 @@ class LifecycleRun:
         self._draw(self._death, self._random.randint(0, 20))
         self._draw(self._gateway, self._random.randint(0, 8))
         self._draw(self.executor.resize, self._random.randint(0, 20))
-        self._draw(self._impede_update, self._random.randint(0, 2))
+        self._draw(self._impede_update, self._random.randint(0, 8))
         for _ in range(self._random.randint(0, 4)):  # late deaths: the processes have run for long
             world.after(world.between(*_LATE_NS), self._death)
         world.run(world.now_ns + _DRAWN_NS, self._checked)
@@ -103,20 +104,29 @@ class LifecycleRun:
     def _impede_update(self) -> None:
         """Change the instances of a model while one is restarted, or while an added one hangs."""
         executor, world = self.executor, self.world
-        versions = [v for v in executor.alive if v.ready and not v.spec.steps]
+        idle_models = {m.name for m in executor.registry.models.values() if not m.orders}
+        versions = [
+            version
+            for version in executor.alive
+            if version.ready and not version.spec.steps and version.spec.name in idle_models
+        ]
         if not versions:
             return
         version = self._random.choice(versions)
         name, instance = version.spec.name, version.all_instances[-1]
+        child: Any = instance.child
         if world.chance(0.5):
             executor.processes.fates[name] = "hangs"
-            self._resize(name, len(version.all_instances) + 1)
-            executor.lifecycle.unload(name)
-        elif instance.child is not None and len(version.all_instances) > 1:
+            self._resize(name, min(len(version.all_instances) + 1, MAX_INSTANCES))
+            world.after(world.between(MS, 2 * SECOND), self._unload, name)
+        elif child is not None and len(version.all_instances) > 1:
             executor.processes.fates[instance] = "dies"
-            instance.child.kill()
+            executor.processes.die(child, "signal 11")
             count = len(version.all_instances) - 1
             world.after(world.between(50 * MS, 2 * SECOND), self._resize, name, count)
+
+    def _unload(self, name: str) -> None:
+        self.executor.lifecycle.unload(name)
 
     def _resize(self, name: str, count: int) -> None:
         self.executor.repository.counts[name] = count
