@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from shmserve.supervisor.models.instances import Instance
 from tests.simulation.lifecycle.executor import SimulatedExecutor
 from tests.simulation.lifecycle.loop import SimulatedLoop
 from tests.simulation.lifecycle.repository import ENSEMBLES, MAX_INSTANCES
@@ -102,7 +103,7 @@ class LifecycleRun:
                 self.executor.on_answer.setdefault(order, []).append(call)
 
     def _impede_update(self) -> None:
-        """Change the instances of a model while one is restarted, or while an added one hangs."""
+        """Change the instances of a model while some are restarted, or while an added one hangs."""
         executor, world = self.executor, self.world
         idle_models = {m.name for m in executor.registry.models.values() if not m.orders}
         versions = [
@@ -113,17 +114,28 @@ class LifecycleRun:
         if not versions:
             return
         version = self._random.choice(versions)
-        name, instance = version.spec.name, version.all_instances[-1]
-        child: Any = instance.child
-        if world.chance(0.5):
+        name, instances = version.spec.name, version.all_instances[:]
+        impediment = self._random.choice(("hang", "failure", "restart"))
+        if impediment == "restart" and len(instances) > 1:
+            self._end_workers(instances[-1:], "dies")
+            delay_ns = world.between(50 * MS, 2 * SECOND)
+            world.after(delay_ns, self._resize, name, len(instances) - 1)
+        elif impediment != "restart":
             executor.processes.fates[name] = "hangs"
-            self._resize(name, min(len(version.all_instances) + 1, MAX_INSTANCES))
-            world.after(world.between(MS, 2 * SECOND), self._unload, name)
-        elif child is not None and len(version.all_instances) > 1:
-            executor.processes.fates[instance] = "dies"
-            executor.processes.die(child, "signal 11")
-            count = len(version.all_instances) - 1
-            world.after(world.between(50 * MS, 2 * SECOND), self._resize, name, count)
+            self._resize(name, min(len(instances) + 1, MAX_INSTANCES))
+            if impediment == "failure":
+                self._end_workers(instances, "broken")
+            else:
+                world.after(world.between(MS, 2 * SECOND), self._unload, name)
+
+    def _end_workers(self, instances: list[Instance], fate: str) -> None:
+        """End the workers of instances; `fate` is what happens to their later workers."""
+        processes = self.executor.processes
+        for instance in instances:
+            processes.fates[instance] = fate
+            child: Any = instance.child
+            if child is not None:
+                processes.die(child, "signal 11")
 
     def _unload(self, name: str) -> None:
         self.executor.lifecycle.unload(name)
