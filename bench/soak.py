@@ -44,15 +44,15 @@ class Run:
         """Record a line of the load generator."""
         report = json.loads(line)
         self.failed += report["failed"]
-        for door, times_ms in report["ms"].items():
-            self.latencies.setdefault(door, []).extend(times_ms)
+        for protocol, times_ms in report["ms"].items():
+            self.latencies.setdefault(protocol, []).extend(times_ms)
 
     def close_window(self, server: servers.Server) -> str:
         """Take a sample of the server's resources, and return it in one line with the latencies."""
         sample = resources.sample(server.pid)
         self.samples.append(sample)
         latencies = sorted(ms for latency in self.latencies.values() for ms in latency)
-        slowest = max(self.latencies, key=lambda door: quantile(self.latencies[door], 0.99))
+        slowest = max(self.latencies, key=lambda protocol: quantile(self.latencies[protocol], 0.99))
         self.latencies = {}
         p50, p99, p999 = (quantile(latencies, q) for q in (0.5, 0.99, 0.999))
         self.medians.append(p50)
@@ -131,7 +131,7 @@ def main() -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of each door")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second by protocol")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, servers.stop_on_signal)
     return soak(options.minutes * 60, options.rate)

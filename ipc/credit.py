@@ -47,12 +47,12 @@ class SendWindow:
         """Return whether another response may be sent."""
         return len(self._unread) < self._max_unread and self._unread_bytes < MAX_UNREAD_BYTES
 
-    def sent(self, byte_size: int) -> None:
+    def record_sent(self, byte_size: int) -> None:
         """Record that a response of `byte_size` bytes was sent."""
         self._unread.append(byte_size)
         self._unread_bytes += byte_size
 
-    def read(self, responses: int) -> int:
+    def record_credit(self, responses: int) -> int:
         """Record credit for `responses` responses.
 
         Returns:
@@ -79,7 +79,7 @@ class ReadWindow:
         self._responses = 0
         self._bytes = 0
 
-    def read(self, byte_size: int) -> int:
+    def record_read(self, byte_size: int) -> int:
         """Record that a response of `byte_size` bytes was read.
 
         Returns:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
-from shmserve.ipc.transport.records import Document, from_map, record
+from shmserve.ipc.transport.frames import Document, from_map, record
 
 STRATEGY_PARAMETER = "batching_strategy"
 TARGET_PARAMETER = "target_p99_ms"
@@ -442,7 +442,7 @@ class ModelSpec(Document):
     def padding(self) -> Padding | None:
         """Return the padding of the inputs; None: inputs are not padded."""
         text = self.parameters.get(PADDING, "")
-        return Padding.of(text, {each.name: each.dims for each in self.input}) if text else None
+        return Padding.of(text, {entry.name: entry.dims for entry in self.input}) if text else None
 
     @property
     def environment(self) -> str:

@@ -239,15 +239,15 @@ class SchedulerClient(Generic[R]):
     def _submit_again(self, request: R, endpoint: str) -> None:
         self.submit(request, endpoint, message_size(request.submit))
 
-    def cancel(self, request: R, listening: bool = False) -> None:
+    def cancel(self, request: R, keeps_reading: bool = False) -> None:
         """Cancel a pending request. Its memory stays in use until the scheduler responds.
 
         Args:
             request: The request.
-            listening: Whether responses that the model sends before it ends are still read.
+            keeps_reading: Whether responses that the model sends before it ends are still read.
         """
         if request.submit.id in self.pending:
-            self._links.post(request.endpoint, Cancel(request.submit.id, listening))
+            self._links.post(request.endpoint, Cancel(request.submit.id, keeps_reading))
 
     def credit(self, request: R, responses: int) -> None:
         """Grant the scheduler credit for `responses` more responses to a request."""
@@ -264,16 +264,16 @@ class SchedulerClient(Generic[R]):
         for message in messages:
             self._links.defer(endpoint, message)
 
-    def discard(self, endpoint: str, message: Response, own: Container[int] = ()) -> None:
+    def discard(self, endpoint: str, message: Response, own_memories: Container[int] = ()) -> None:
         """Release the outputs of a response that is not read, which occupy a worker's memory.
 
         Args:
             endpoint: The endpoint of the scheduler that sent the response.
             message: The response.
-            own: The ids of the requester's own memories, for which no `Release` is sent.
+            own_memories: The ids of the requester's own memories, for which no `Release` is sent.
         """
         if not isinstance(message, Failed) and message.data:
-            self.release(endpoint, unread_releases(message.data, own))
+            self.release(endpoint, unread_releases(message.data, own_memories))
 
     # --- from schedulers
 

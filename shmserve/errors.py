@@ -249,7 +249,7 @@ class Collected:
 
 
 @contextmanager
-def refused(text: str, otherwise: str = "cannot be read") -> Iterator[None]:
+def convert_os_errors(text: str, otherwise: str = "cannot be read") -> Iterator[None]:
     """Convert OSError and ValueError in this block to InvalidArgument.
 
     Args:

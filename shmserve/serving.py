@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import inspect
 import linecache
@@ -11,12 +12,14 @@ import re
 import shutil
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from shmserve.client.session import open_session
 from shmserve.errors import KINDS, Disconnected, InvalidArgument, ShmserveError, Unavailable
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
+Sources = dict[Path, Path]  # the files generated for classes, and the user's files
 
 _STOP_S = 40.0
 _PAUSE_S = 0.05
@@ -73,7 +77,8 @@ def serve(
         port: The port of HTTP; 0 chooses a free one.
         timeout: Seconds until all models must be ready.
         token: The token of the client, if the server has `auth_token_file`.
-        **flags: Flags of `shmserve serve` with underscores: `allow_grpc=True`.
+        **flags: Flags of `shmserve serve` with underscores: `allow_grpc=True`. A flag that may be
+            repeated takes a list, and None is the flag's default.
 
     Yields:
         The client, which also has the attributes `url`, `run_dir` and `log`.
@@ -85,17 +90,18 @@ def serve(
     """
     if os.environ.get(_INSIDE):
         raise InvalidArgument("a model called shmserve.serve() while the server imported its file")
-    single = isinstance(models, type | str | os.PathLike)
+    single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
     classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
+    sources: Sources = {}
     folder = Path(tempfile.mkdtemp(prefix="shmserve-"))
     try:
-        arguments = [word for model in classes for word in _arguments(model, folder)]
+        arguments = [word for model in classes for word in _arguments(model, folder, sources)]
         run_dir = folder / "run"
         options = {"allow_grpc": False, "allow_metrics": False, **flags}
         options |= {"http_port": port, "run_dir": run_dir}
-        arguments += [_flag(name, value) for name, value in options.items()]
+        arguments += [word for name, value in options.items() for word in _flags(name, value)]
         with _process(arguments, folder / "log") as process:
-            server = _ready_client(process, run_dir, folder / "log", timeout, token)
+            server = _ready_client(process, run_dir, folder / "log", timeout, token, sources)
             try:
                 yield server
             finally:
@@ -104,9 +110,11 @@ def serve(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _flag(name: str, value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"--{name.replace('_', '-')}={text}"
+def _flags(name: str, value: Any) -> list[str]:
+    """Return a flag with its value: none for None, and one for each element of a list."""
+    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+    return [f"--{name.replace('_', '-')}={text}" for text in texts]
 
 
 @contextlib.contextmanager
@@ -130,7 +138,12 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
 
 
 def _ready_client(
-    process: subprocess.Popen[bytes], run_dir: Path, log: Path, timeout: float, token: str
+    process: subprocess.Popen[bytes],
+    run_dir: Path,
+    log: Path,
+    timeout: float,
+    token: str,
+    sources: Sources,
 ) -> LocalServer:
     deadline, session = time.monotonic() + timeout, None
     while process.poll() is None and time.monotonic() < deadline:
@@ -147,7 +160,12 @@ def _ready_client(
         time.sleep(_PAUSE_S)
     if session is not None:
         session.close()
-    raise _failure(log.read_text(errors="replace"), process.poll(), timeout)
+    text = log.read_text(errors="replace")
+    for generated, source in sources.items():
+        text = text.replace(str(generated), str(source))
+        stem = generated.stem
+        text = re.sub(rf"\b(?:{stem}/\d+/)?{stem}\.py:(?=\d)", f"{source.name}:", text)
+    raise _failure(text, process.poll(), timeout)
 
 
 # A line of the log: the level, the time, the process, the text.
@@ -174,10 +192,14 @@ def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
 # --- models
 
 
-def _arguments(model: type | str | os.PathLike[str], folder: Path) -> list[str]:
+def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sources) -> list[str]:
     """Return the arguments of `shmserve serve` for a model."""
     if isinstance(model, type):
-        return [f"{_file_of(model, folder)}:{model.__name__}"]
+        return [f"{_file_of(model, folder, sources)}:{model.__name__}"]
+    if not isinstance(model, str | os.PathLike):
+        raise InvalidArgument(
+            f"serve() accepts a class, a path or a list of these, not {_article(model)}"
+        )
     text = os.fspath(model)
     path = Path(text)
     if not path.is_dir():
@@ -190,7 +212,14 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path) -> list[str]:
     return [f"--model-repository={repository}"]
 
 
-def _file_of(cls: type, folder: Path) -> Path:
+def _article(model: Any) -> str:
+    name = type(model).__name__
+    return (
+        f"a {name}" if hasattr(model, "__name__") or model is None else f"an instance of '{name}'"
+    )
+
+
+def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
     """Return a file that defines a class: its own, or one generated for a class of a script."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
@@ -204,71 +233,138 @@ def _file_of(cls: type, folder: Path) -> Path:
             text = f"import sys\nsys.path.remove({resolved!r})\ndel sys.modules[__name__]\n{text}"
     else:
         text = _source_of(cls)
+        sources[path] = Path(inspect.getsourcefile(cls) or path)
+    if path.parent.exists():
+        raise InvalidArgument(f"two classes have the name '{cls.__name__}'")
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def _source_of(cls: type) -> str:
-    """Return the source of a class, and of the definitions of its module that the class uses."""
+    """Return the source of a class, and of the definitions of its module that the class uses.
+
+    Each line has the number that it has in the user's file, unless the file is a notebook.
+
+    Raises:
+        InvalidArgument: The source cannot be found, or uses a name that is not at the top level.
+    """
     try:
-        class_tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        class_lines, class_line = inspect.getsourcelines(cls)
+        class_text = textwrap.dedent("".join(class_lines))
+        class_tree = ast.parse(class_text)
     except (OSError, TypeError, SyntaxError) as error:
         raise InvalidArgument(
             f"the source of class '{cls.__name__}' cannot be found: define it in a file"
         ) from error
     statements = list(_statements(cls))
-    used_names = _names(class_tree)
+    used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}
     used: list[ast.stmt] = []
     while True:
         definitions = [
             node
-            for node in statements
+            for node, _ in statements
             if node not in used and not used_names.isdisjoint(_binds(node))
         ]
         if not definitions:
             break
         used += definitions
-        used_names = used_names.union(*map(_names, definitions))
-    needed = [node for node in statements if node in used and cls.__name__ not in _binds(node)]
-    future_import = "from __future__ import annotations\n" if _has_future_import(statements) else ""
-    return future_import + "\n\n".join(map(ast.unparse, [*needed, class_tree])) + "\n"
+        used_names |= {name for node in definitions for name in _names(node)}
+        used_names |= {name for node in definitions for name in _annotation_names(node)}
+    known_names = {*vars(sys.modules[cls.__module__]), *vars(builtins), cls.__name__}
+    if unknown_names := _names(class_tree) - known_names:
+        raise InvalidArgument(
+            f"class '{cls.__name__}' uses names that its module does not define: "
+            f"{', '.join(sorted(unknown_names))}; define them at the top level or in the class"
+        )
+    blocks = [
+        _block(node, lines)
+        for node, lines in statements
+        if node in used and cls.__name__ not in _binds(node)
+    ]
+    blocks.append((class_line, class_text))
+    if "<locals>" not in cls.__qualname__ and _cells(cls) is None:
+        blocks.sort(key=itemgetter(0))
+    is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
+    text = "from __future__ import annotations\n" if is_future else ""
+    for line, block in blocks:
+        text += "\n" * (line - 1 - text.count("\n")) + block.rstrip("\n") + "\n"
+    return text
 
 
-def _statements(cls: type) -> Iterator[ast.stmt]:
-    """Yield the top-level statements of the module of a class, or of a notebook's cells."""
+def _cells(cls: type) -> list[str] | None:
+    """Return the cells of the notebook in which a class is defined, or None."""
+    cells = vars(sys.modules[cls.__module__]).get("In")
+    return cells if isinstance(cells, list) else None
+
+
+def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
+    """Yield the top-level statements of the module of a class, or of a notebook's cells.
+
+    Yields:
+        A statement, and the lines of its file or cell.
+    """
     module = sys.modules[cls.__module__]
-    cells = vars(module).get("In")
     file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
-    texts = cells if isinstance(cells, list) else ["".join(linecache.getlines(str(file)))]
-    for text in texts:
+    for text in _cells(cls) or ["".join(linecache.getlines(str(file)))]:
         with contextlib.suppress(SyntaxError):  # a notebook cell with a magic command is not Python
-            yield from ast.parse(text).body
+            for node in ast.parse(text).body:
+                yield node, text.splitlines()
+
+
+def _block(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
+    """Return the first line of a statement with its decorators, and the statement's text."""
+    decorators = getattr(node, "decorator_list", [])
+    first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    if lines[node.lineno - 1][: node.col_offset].strip():
+        return first_line, ast.unparse(node)  # it follows another statement on the same line
+    return first_line, "\n".join(lines[first_line - 1 : node.end_lineno])
 
 
 def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
-        name
+    """Return the global names that a statement uses."""
+    names: set[str] = set()
+    tables = [symtable.symtable(ast.unparse(tree), "<definition>", "exec")]
+    for table in tables:
+        tables += table.get_children()
+        is_module = table.get_type() == "module"
+        names |= {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_referenced() and (is_module or symbol.is_global())
+        }
+    return names
+
+
+def _annotation_names(tree: ast.AST) -> set[str]:
+    """Return the words of all annotations, which may be texts."""
+    annotations = [
+        annotation
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        for name in re.findall(r"\w+", node.value if len(node.value) < 100 else "")
-    }
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if annotation is not None
+    ]
+    return {word for node in annotations for word in re.findall(r"[^\W\d]\w*", ast.unparse(node))}
 
 
-def _binds(statement: ast.stmt) -> set[str]:
-    """Return the names that a definition, an import or an assignment binds."""
+def _binds(statement: ast.AST) -> set[str]:
+    """Return the names that a definition, an import or an assignment binds.
+
+    It may be inside of a compound statement, but not of `if __name__ == "__main__"`.
+    """
     match statement:
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             return {(alias.asname or alias.name).partition(".")[0] for alias in names}
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}
-        case ast.Assign(targets=targets):
-            nodes = [node for target in targets for node in ast.walk(target)]
-            return {node.id for node in nodes if isinstance(node, ast.Name)}
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return {name}
-    return set()
-
-
-def _has_future_import(statements: Sequence[ast.stmt]) -> bool:
-    return any(isinstance(s, ast.ImportFrom) and s.module == "__future__" for s in statements)
+        case ast.If(test=test) if "__name__" in ast.unparse(test):
+            return set()
+    targets = [*getattr(statement, "targets", []), getattr(statement, "target", None)]
+    targets += [item.optional_vars for item in getattr(statement, "items", [])]
+    targets = [node for target in targets if target for node in ast.walk(target)]
+    inner = [
+        _binds(node)
+        for node in ast.iter_child_nodes(statement)
+        if isinstance(node, ast.stmt | ast.ExceptHandler)
+    ]
+    return {node.id for node in targets if isinstance(node, ast.Name)}.union(*inner)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.support.outcomes import Outcomes
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 # The lanes, and the number of pieces of each folder. Pieces are small enough for the lanes to end
 # together, and large enough that shared servers and torch are not started too often. Folders that
 # mostly wait are combined with folders that mostly compute. A lane without pieces takes those of
@@ -44,7 +44,7 @@ MAX_RETRIED = 20
 
 _TEXT_LINES = 12
 # pytest's exit statuses: all tests passed, some failed, no tests were collected.
-_RAN = (0, 1, 5)
+_EXPECTED_STATUSES = (0, 1, 5)
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors")
 _showing = threading.Lock()
 
@@ -57,7 +57,7 @@ class Suite:
 
     def __init__(
         self,
-        folder: Path = HERE,
+        folder: Path = FOLDER,
         lanes: Sequence[dict[str, int]] = LANES,
         options: Sequence[str] = (),
     ) -> None:
@@ -71,7 +71,7 @@ class Suite:
         chunks: deque[list[str]] = deque()
         for folder, count in lane.items():
             files = sorted(map(str, (self._folder / folder).rglob("test_*.py")))
-            chunks += [files[first::count] for first in range(count)]
+            chunks += [files[offset::count] for offset in range(count)]
         return chunks
 
     def run(self) -> int:
@@ -80,14 +80,14 @@ class Suite:
         queues = [self.pieces(lane) for lane in self._lanes]
         with ThreadPoolExecutor(len(queues)) as lanes:
             list(lanes.map(self._run_lane, (queues[n:] + queues[:n] for n in range(len(queues)))))
-        passed, failed, skipped, late = self._settle()
-        for line in late_table(late):
+        passed, failed_count, skipped, late_texts = self._settle()
+        for line in late_table(late_texts):
             print(line)
         print(
-            f"{passed} passed, {failed} failed, {skipped} skipped "
+            f"{passed} passed, {failed_count} failed, {skipped} skipped "
             f"in {time.monotonic() - start_s:.0f} s"
         )
-        return int(failed > 0)
+        return int(failed_count > 0)
 
     def _run_lane(self, queues: list[deque[list[str]]]) -> None:
         """One lane's pieces one after the other, and then what the others have not begun."""
@@ -100,26 +100,26 @@ class Suite:
     def _settle(self) -> tuple[int, int, int, dict[str, str]]:
         """Try again what failed: how many passed, failed and were skipped, and what passed late."""
         outcomes = []
-        again: list[tuple[list[str], str]] = []
+        retries: list[tuple[list[str], str]] = []
         for files, outcome in self._ended:
             if outcome.complete:
                 outcomes.append(outcome)
-                again += [([test], text) for test, text in outcome.failed.items()]
+                retries += [([test], text) for test, text in outcome.failed.items()]
             else:  # the tests that did not run have no outcome
-                again.append((files, "the process of these files did not come to its end"))
-        if len(again) > MAX_RETRIED:
-            print(f"== {len(again)} failures are no accident: nothing is tried again")
-            return *_counted([outcome for _, outcome in self._ended]), {}
-        failed, late = 0, {}
-        for tests, text in again:
-            second = self._run_one(tests)
-            outcomes.append(second)
-            if second.failed or not second.complete:
-                failed += len(second.failed) or 1
+                retries.append((files, "the process of these files did not come to its end"))
+        if len(retries) > MAX_RETRIED:
+            print(f"== {len(retries)} failures are no accident: nothing is tried again")
+            return *_count_outcomes([outcome for _, outcome in self._ended]), {}
+        failed_count, late_texts = 0, {}
+        for tests, text in retries:
+            second_outcome = self._run_one(tests)
+            outcomes.append(second_outcome)
+            if second_outcome.failed or not second_outcome.complete:
+                failed_count += len(second_outcome.failed) or 1
             else:
-                late[" ".join(map(self._shown, tests))] = text
-        passed, _, skipped = _counted(outcomes)
-        return passed, failed, skipped, late
+                late_texts[" ".join(map(self._shown, tests))] = text
+        passed, _, skipped = _count_outcomes(outcomes)
+        return passed, failed_count, skipped, late_texts
 
     def _run_one(self, tests: list[str]) -> Outcomes:
         start_s = time.monotonic()
@@ -128,7 +128,7 @@ class Suite:
             plugin = ("-p", "tests.support.outcomes", f"--outcomes={file}")
             result = subprocess.run(
                 [*_PYTEST, *plugin, *tests, *self._options],
-                cwd=HERE.parent,
+                cwd=FOLDER.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -137,7 +137,7 @@ class Suite:
                 check=False,
             )
             outcomes = Outcomes.read(file)
-        outcomes.complete &= result.returncode in _RAN
+        outcomes.complete &= result.returncode in _EXPECTED_STATUSES
         with _showing:
             names = " ".join(map(self._shown, tests))
             print(f"== {names}: {time.monotonic() - start_s:.0f} s\n{result.stdout}", flush=True)
@@ -147,7 +147,7 @@ class Suite:
         return test.removeprefix(f"{self._folder}/")
 
 
-def _counted(outcomes: list[Outcomes]) -> tuple[int, int, int]:
+def _count_outcomes(outcomes: list[Outcomes]) -> tuple[int, int, int]:
     """How many passed, failed and were skipped; an incomplete process is one failure more."""
     return (
         sum(len(outcome.passed) for outcome in outcomes),
@@ -156,13 +156,13 @@ def _counted(outcomes: list[Outcomes]) -> tuple[int, int, int]:
     )
 
 
-def late_table(late: dict[str, str]) -> list[str]:
+def late_table(late_texts: dict[str, str]) -> list[str]:
     """Return the tests that passed only on the second try, each with the end of its first
     failure."""
-    if not late:
+    if not late_texts:
         return []
-    lines = [f"== passed only on the second try: {len(late)}"]
-    for test, text in late.items():
+    lines = [f"== passed only on the second try: {len(late_texts)}"]
+    for test, text in late_texts.items():
         lines.append(test)
         lines += [f"    | {line}" for line in text.splitlines()[-_TEXT_LINES:]]
     return lines
@@ -175,7 +175,7 @@ def compile_server() -> None:
     every server that is started would compile it all for half a second.
     """
     for folder in ("shmserve", "shmserve/ipc", "shmserve/workers"):  # two are links: not followed
-        compileall.compile_dir(HERE.parent / folder, quiet=1, workers=0)
+        compileall.compile_dir(FOLDER.parent / folder, quiet=1, workers=0)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def write_models(repository: Path) -> None:
         group = f"kind: KIND_CPU count: {count} {_RATE_LIMITER}"
         config.write_text(config.read_text().replace("kind: KIND_CPU", group))
     add_one = 'return self.response(Y=self.input(request, "X") + 1)'
-    add_model(repository, "cached", add_one, more="response_cache { enable: true }")
+    add_model(repository, "cached", add_one, settings="response_cache { enable: true }")
     add_model(repository, "add", add_one)
     add_model(repository, "double", 'return self.response(Y=self.input(request, "X") * 2)')
     steps = [step("add", {"X": "IN"}, {"Y": "t"}), step("double", {"X": "t"}, {"Y": "OUT"})]

@@ -72,7 +72,7 @@ def _ok(reply: Reply) -> Reply:
 
 
 @contextmanager
-def _json_door(server: Server) -> Iterator[Infer]:
+def _open_json_client(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], **sequence: Any) -> Any:
         parameters = {f"sequence_{key}": value for key, value in sequence.items()}
         body: dict[str, Any] = {"inputs": [json_input(*item) for item in arrays.items()]}
@@ -86,7 +86,7 @@ def _json_door(server: Server) -> Iterator[Infer]:
 
 
 @contextmanager
-def _binary_door(server: Server) -> Iterator[Infer]:
+def _open_binary_client(server: Server) -> Iterator[Infer]:
     kinds = {"int32": "INT32", "float32": "FP32"}
 
     def infer(model: str, arrays: dict[str, Any]) -> Any:
@@ -99,7 +99,7 @@ def _binary_door(server: Server) -> Iterator[Infer]:
 
 
 @contextmanager
-def _grpc_door(server: Server) -> Iterator[Infer]:
+def _open_grpc_client(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
         request_id = str(next(_ids))
         options = {f"sequence_{key}": value for key, value in flags.items()}
@@ -131,7 +131,7 @@ def _grpc_input(name: str, array: Any) -> Any:
 
 
 @contextmanager
-def _native_door(server: Server) -> Iterator[Infer]:
+def _open_native_client(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
         result = client.infer(model, arrays, timeout=REQUEST_TIMEOUT_S, sequence=id, **flags)
         return {name: np.array(result[name]) for name in result}
@@ -140,26 +140,26 @@ def _native_door(server: Server) -> Iterator[Infer]:
         yield infer
 
 
-Door = Callable[[Server], AbstractContextManager[Infer]]
+OpenClient = Callable[[Server], AbstractContextManager[Infer]]
 
 
 # --- the loads
 
 
-def sums(door: Door, model: str = "simple") -> OpenLoad:
+def open_sums(open_client: OpenClient, model: str = "simple") -> OpenLoad:
     """Send requests for INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
         def send() -> None:
             rows = rng.randint(1, 4)
-            first = _numbers(rng, np.int32, rows, 16)
-            second = _numbers(rng, np.int32, rows, 16)
-            outputs = infer(model, {"INPUT0": first, "INPUT1": second})
-            expect(outputs["OUTPUT0"], first + second)
-            expect(outputs["OUTPUT1"], first - second)
+            first_input = _numbers(rng, np.int32, rows, 16)
+            second_input = _numbers(rng, np.int32, rows, 16)
+            outputs = infer(model, {"INPUT0": first_input, "INPUT1": second_input})
+            expect(outputs["OUTPUT0"], first_input + second_input)
+            expect(outputs["OUTPUT1"], first_input - second_input)
 
-        with door(server) as infer:
+        with open_client(server) as infer:
             yield send
 
     return load
@@ -169,13 +169,17 @@ def _numbers(rng: random.Random, dtype: Any, *shape: int) -> Any:
     return np.random.default_rng(rng.getrandbits(32)).integers(0, 1 << 20, shape).astype(dtype)
 
 
-def function(
-    door: Door, model: str, expected_of: Callable[[Any], Any], names: str = "X Y", **options: int
+def open_function(
+    open_client: OpenClient,
+    model: str,
+    expected_of: Callable[[Any], Any],
+    names: str = "X Y",
+    **options: int,
 ) -> OpenLoad:
     """Send one array, and check that the response is a function of it.
 
     Args:
-        door: Connects a client of a transport.
+        open_client: Connects a client of a transport.
         model: The model.
         expected_of: The function.
         names: The names of the input and of the output.
@@ -192,13 +196,13 @@ def function(
                 array = np.arange(100, dtype=np.float32) + rng.randrange(options["different"])
             expect(infer(model, {input_name: array})[output_name], expected_of(array))
 
-        with door(server) as infer:
+        with open_client(server) as infer:
             yield send
 
     return load
 
 
-def sequences(door: Door, model: str) -> OpenLoad:
+def open_sequences(open_client: OpenClient, model: str) -> OpenLoad:
     """Send a complete sequence, and check the sum in each response."""
 
     @contextmanager
@@ -210,7 +214,7 @@ def sequences(door: Door, model: str) -> OpenLoad:
                 outputs = infer(model, {"INPUT0": np.full((1, 1), value)}, id=sequence_id, **flags)
                 expect(outputs["OUTPUT0"], [[values[: index + 1].sum(dtype=np.int32)]])
 
-        with door(server) as infer:
+        with open_client(server) as infer:
             yield send
 
     return load
@@ -292,7 +296,7 @@ def text(stream: bool) -> OpenLoad:
             )
             if reply.status != 200:
                 raise ErrorResponse(f"{reply.status}: {reply.body.decode()}")
-            generated = _streamed(reply) if stream else reply.json()["choices"][0]["text"]
+            generated = _streamed_text(reply) if stream else reply.json()["choices"][0]["text"]
             expect(generated, _TEXTS.setdefault((prompt, tokens), generated))
 
         with server.http(REQUEST_TIMEOUT_S) as connection:
@@ -301,7 +305,7 @@ def text(stream: bool) -> OpenLoad:
     return load
 
 
-def _streamed(reply: Reply) -> str:
+def _streamed_text(reply: Reply) -> str:
     events = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
     events_json = [json.loads(event) for event in events if event != "[DONE]"]
     for event in events_json:
@@ -360,7 +364,7 @@ def _truncated_region() -> Iterator[None]:
 
 
 @contextmanager
-def in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+def open_in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Send requests whose tensors are in memory of the native client, and check the responses."""
 
     def send() -> None:
@@ -377,7 +381,7 @@ def in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
 
 
 @contextmanager
-def vanishing(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+def open_disconnecting(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Disconnect in the middle of a request, or before its response."""
     body = json.dumps(
         {"inputs": [json_input(f"INPUT{n}", np.ones((1, 16), np.int32)) for n in (0, 1)]}
@@ -404,28 +408,34 @@ class Load(NamedTuple):
 
 
 LOADS = (
-    Load("http-json", sums(_json_door)),
-    Load("http-binary", sums(_binary_door), 2),
-    Load("grpc-batched", sums(_grpc_door)),
-    Load("native-batched", sums(_native_door)),
-    Load("http-swap", sums(_binary_door, "swap")),
-    Load("native-swap", sums(_native_door, "swap")),
-    Load("http-ensemble", function(_binary_door, "pipeline", lambda x: (x + 1) * 2, "IN OUT")),
-    Load("native-ensemble", function(_native_door, "pipeline", lambda x: (x + 1) * 2, "IN OUT")),
-    Load("http-cached", function(_json_door, "cached", lambda x: x + 1, different=50)),
-    Load("grpc-limited", function(_grpc_door, "limited", lambda x: x * 3)),
-    Load("native-rival", function(_native_door, "rival", lambda x: x * 3)),
-    Load("http-sequence", sequences(_json_door, "sums_oldest")),
-    Load("grpc-sequence", sequences(_grpc_door, "sums_direct")),
-    Load("native-sequence", sequences(_native_door, "sums_direct")),
+    Load("http-json", open_sums(_open_json_client)),
+    Load("http-binary", open_sums(_open_binary_client), 2),
+    Load("grpc-batched", open_sums(_open_grpc_client)),
+    Load("native-batched", open_sums(_open_native_client)),
+    Load("http-swap", open_sums(_open_binary_client, "swap")),
+    Load("native-swap", open_sums(_open_native_client, "swap")),
+    Load(
+        "http-ensemble",
+        open_function(_open_binary_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT"),
+    ),
+    Load(
+        "native-ensemble",
+        open_function(_open_native_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT"),
+    ),
+    Load("http-cached", open_function(_open_json_client, "cached", lambda x: x + 1, different=50)),
+    Load("grpc-limited", open_function(_open_grpc_client, "limited", lambda x: x * 3)),
+    Load("native-rival", open_function(_open_native_client, "rival", lambda x: x * 3)),
+    Load("http-sequence", open_sequences(_open_json_client, "sums_oldest")),
+    Load("grpc-sequence", open_sequences(_open_grpc_client, "sums_direct")),
+    Load("native-sequence", open_sequences(_open_native_client, "sums_direct")),
     Load("native-stream", native_stream),
     Load("grpc-stream", grpc_stream),
     Load("http-text", text(stream=False)),
     Load("http-text-stream", text(stream=True)),
     Load("http-region", in_registered_region(cut=False)),
     Load("http-cut-region", in_registered_region(cut=True)),
-    Load("native-in-place", in_place),
-    Load("http-vanishing", vanishing),
+    Load("native-in-place", open_in_place),
+    Load("http-vanishing", open_disconnecting),
 )
 
 
@@ -505,9 +515,9 @@ class Clients:
                 self._failed(load, name, start_s, error)
             self._stop.wait(_MAX_PAUSE_S)
 
-    def _failed(self, load: Load, name: str, began: float, error: Exception) -> None:
+    def _failed(self, load: Load, name: str, started_at: float, error: Exception) -> None:
         try:
-            self._ledger.record_error(load.name, name, began, as_text(error))
+            self._ledger.record_error(load.name, name, started_at, as_text(error))
         except Exception as unknown:
             self._ledger.fail(f"{name}: {unknown!r}")
             self._stop.set()

@@ -186,7 +186,7 @@ def rate(clients: dict[socket.socket, HonestClient], seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def attacked(port: int, name: str, ended_connections: Any) -> Iterator[None]:
+def run_attack(port: int, name: str, ended_connections: Any) -> Iterator[None]:
     """Run the flood of this name during the block."""
     process = multiprocessing.Process(target=flood, args=(port, name, ended_connections))
     process.start()
@@ -214,7 +214,7 @@ def main() -> None:
             ratios = []
             for _ in range(_ROUNDS):
                 rate_alone = rate(clients, _SECONDS)
-                with attacked(port, name, ended_connections):
+                with run_attack(port, name, ended_connections):
                     ratios.append(rate(clients, _SECONDS) / rate_alone)
             low, high = min(ratios), max(ratios)
             ended_per_s = ended_connections.value / (_ROUNDS * _SECONDS)

@@ -31,7 +31,7 @@ SendRequest = Callable[[int], Awaitable[Any]]
 
 
 class Mixed:
-    """The doors of all transports, and the requests completed since the last line."""
+    """The clients of all protocols, and the requests completed since the last line."""
 
     def __init__(self, run_dir: str, http_port: int, grpc_port: int) -> None:
         self._run_dir = run_dir
@@ -78,7 +78,7 @@ class Mixed:
                 async for _ in native.stream("repeat", COUNT=np.array([4], np.int32)):
                     pass
 
-            doors = {
+            senders = {
                 "http": send_http,
                 "http, a new connection": send_on_new_connection,
                 "grpc": send_grpc,
@@ -86,17 +86,17 @@ class Mixed:
                 "region": send_region,
                 "stream": send_stream,
             }
-            await self._drive(doors, rate, seconds)
+            await self._drive(senders, rate, seconds)
 
-    async def _drive(self, doors: Mapping[str, SendRequest], rate: float, seconds: float) -> None:
+    async def _drive(self, senders: Mapping[str, SendRequest], rate: float, seconds: float) -> None:
         start_s = time.perf_counter()
         tasks: set[asyncio.Task[None]] = set()
         reported_s = start_s
         for number in range(int(rate * seconds)):
             due_s = start_s + number / rate
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-            for door, send in doors.items():
-                task = asyncio.create_task(self._run_request(door, send, number, due_s))
+            for protocol, send in senders.items():
+                task = asyncio.create_task(self._run_request(protocol, send, number, due_s))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             if time.perf_counter() - reported_s >= 1.0:
@@ -105,17 +105,20 @@ class Mixed:
         await asyncio.gather(*tasks)
         self._report()
 
-    async def _run_request(self, door: str, send: SendRequest, number: int, due_s: float) -> None:
+    async def _run_request(
+        self, protocol: str, send: SendRequest, number: int, due_s: float
+    ) -> None:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await send(number)
         except Exception as error:
-            self._failed.append(f"{door}: {error!r}"[:200])
-        self._latencies_ms.setdefault(door, []).append((time.perf_counter() - due_s) * 1e3)
+            self._failed.append(f"{protocol}: {error!r}"[:200])
+        self._latencies_ms.setdefault(protocol, []).append((time.perf_counter() - due_s) * 1e3)
 
     def _report(self) -> None:
         latencies = {
-            door: [round(ms, 2) for ms in times_ms] for door, times_ms in self._latencies_ms.items()
+            protocol: [round(ms, 2) for ms in times_ms]
+            for protocol, times_ms in self._latencies_ms.items()
         }
         print(json.dumps({"ms": latencies, "failed": self._failed}), flush=True)
         self._latencies_ms, self._failed = {}, []

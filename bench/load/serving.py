@@ -109,7 +109,7 @@ class Serving:
             return False
         stepped = self._worker.step(step)
         cpu_s, wall_s = time.thread_time() - start_s, time.perf_counter() - wall_began
-        self._engine.finish_step(_scaled(stepped, cpu_s / wall_s))
+        self._engine.finish_step(_scale_to_cpu_time(stepped, cpu_s / wall_s))
         self.clock += cpu_s
         keys = {number: s.prompt.key for number, s in self._worker._sequences.items()}
         for result in stepped.results:
@@ -118,13 +118,13 @@ class Serving:
 
     def run(self) -> float:
         """Run until all generations have ended, and return the seconds that this took."""
-        began = self.clock
+        start_s = self.clock
         while self.step():
             pass
-        return self.clock - began
+        return self.clock - start_s
 
 
-def _scaled(stepped: Stepped, share: float) -> Stepped:
+def _scale_to_cpu_time(stepped: Stepped, share: float) -> Stepped:
     """Return a step's result with its CPU time, which excludes other programs."""
     return replace(
         stepped,
@@ -170,7 +170,7 @@ def late(rounds: int) -> dict[str, Any]:
             key = served.add(prompt(LATE), 1)
             served.run()
         waits.append(served.times[key][1] - arrived)
-        times = [[t for t in served.times[other] if t >= arrived] for other in other_keys]
+        times = [[t for t in served.times[other_key] if t >= arrived] for other_key in other_keys]
         gaps += [max(b - a for a, b in itertools.pairwise(token_times)) for token_times in times]
     alone = Serving(model())
     alone.add(prompt(LATE), 1)

@@ -81,7 +81,9 @@ def _pss_kib(pid: int, kind: str) -> int:
 
 def shm_files(members: list[Process]) -> set[Path]:
     """Return the files of /dev/shm that these processes have mapped and that still have a name."""
-    mapped = {path for p in members for path in _mapped(p.pid) if path.startswith("/dev/shm/")}
+    mapped = {
+        path for p in members for path in _mapped_paths(p.pid) if path.startswith("/dev/shm/")
+    }
     return {Path(path) for path in mapped if os.path.exists(path)}
 
 
@@ -92,11 +94,13 @@ def outsiders_mapping(library: str, root: int) -> int:
     """
     pids = {p.pid for p in tree(root)}
     return sum(
-        any(path.endswith(library) for path in _mapped(pid)) for pid in _pids() if pid not in pids
+        any(path.endswith(library) for path in _mapped_paths(pid))
+        for pid in _pids()
+        if pid not in pids
     )
 
 
-def living(members: list[Process]) -> list[Process]:
+def running_processes(members: list[Process]) -> list[Process]:
     """Return the processes of `members` that still run; a reused pid does not count."""
     return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
 
@@ -104,7 +108,7 @@ def living(members: list[Process]) -> list[Process]:
 def wait_exited(members: list[Process], timeout_s: float) -> bool:
     """Wait until all of `members` have exited; return False after the time limit."""
     deadline = time.monotonic() + timeout_s
-    while living(members):
+    while running_processes(members):
         if time.monotonic() > deadline:
             return False
         time.sleep(_WAIT_S)
@@ -113,7 +117,7 @@ def wait_exited(members: list[Process], timeout_s: float) -> bool:
 
 def signal_all(members: list[Process], number: int) -> list[Process]:
     """Send a signal to the processes of `members` that still run, and return these."""
-    remaining = living(members)
+    remaining = running_processes(members)
     for process in remaining:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
@@ -124,7 +128,7 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
 
 
-def _mapped(pid: int) -> set[str]:
+def _mapped_paths(pid: int) -> set[str]:
     try:
         rows = (_PROC / str(pid) / "maps").read_text().splitlines()
     except OSError:

@@ -35,7 +35,7 @@ class Sample:
 def sample(root: int) -> Sample:
     """Return the current resources of the process tree of `root`."""
     resources = Sample()
-    established = _established()
+    established = _established_connections()
     for process in processes.tree(root):
         folder = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def sample(root: int) -> Sample:
     return resources
 
 
-def _established() -> set[str]:
+def _established_connections() -> set[str]:
     """Return the established TCP connections, which are those of the clients."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

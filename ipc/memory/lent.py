@@ -18,7 +18,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import unpack_ranges
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 logger = logging.getLogger(__name__)
 

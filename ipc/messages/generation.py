@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.transport.frames import message
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import message, record
 
 
 @record

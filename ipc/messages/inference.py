@@ -6,8 +6,7 @@ import re
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
-from shmserve.ipc.transport.frames import message
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import message, record
 
 # The code of a reply by which a model reschedules a request (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
@@ -32,7 +31,8 @@ class Submit:
         correlation_text: The sequence, if its id is a string; "": none.
         source: A number that distinguishes clients of one gateway; only for requests of sequences.
         trace: The trace context (ipc/trace.py) if the response should contain spans, or "".
-        limit: The origin of the deadline, for the message of an expired request; "": the caller.
+        deadline_origin: The origin of the deadline, for the error of an expired request; "": the
+            caller.
         callers: The executions that wait for the response, as `Caller` lines; "": none.
     """
 
@@ -49,7 +49,7 @@ class Submit:
     correlation_text: str = ""
     source: int = 0
     trace: str = ""
-    limit: str = ""
+    deadline_origin: str = ""
     callers: str = ""
 
 
@@ -81,12 +81,12 @@ class Caller(NamedTuple):
 class Cancel:
     """Sent by a client to a scheduler to cancel a request.
 
-    With `listening`, the model should end the request, and the client still reads the remaining
-    responses. Otherwise the client has disconnected.
+    With `keeps_reading`, the model should end the request, and the client still reads the
+    remaining responses. Otherwise the client has disconnected.
     """
 
     id: int
-    listening: bool = False
+    keeps_reading: bool = False
 
 
 @message
@@ -285,11 +285,11 @@ class EndSequences:
 class CancelExecution:
     """Sent by a scheduler to a worker when a request was cancelled.
 
-    The worker does not write the outputs of the request. `listening` is that of `Cancel`.
+    The worker does not write the outputs of the request. `keeps_reading` is that of `Cancel`.
     """
 
     key: int
-    listening: bool = False
+    keeps_reading: bool = False
 
 
 @message
@@ -351,8 +351,8 @@ class BatchFinished:
     output_start_ns: int
     compute_end_ns: int
     replies: list[Reply]
-    copied_in: int = 0
-    copied_out: int = 0
+    copied_input_bytes: int = 0
+    copied_output_bytes: int = 0
     executed: bool = True
     spans: bytes = b""
 
@@ -372,7 +372,7 @@ class ExecutionResponded:
     final: bool
     computed_ns: int
     written_ns: int
-    copied_out: int = 0
+    copied_output_bytes: int = 0
     failed: bool = False
     spans: bytes = b""
 
@@ -405,7 +405,7 @@ def make_submit(
     priority: int = 0,
     timeout_us: int = 0,
     limit_us: int = 0,
-    limit: str = "",
+    limit_origin: str = "",
     ends_ns: int = 0,
     flags: int = 0,
     correlation_id: int | str = 0,
@@ -416,7 +416,7 @@ def make_submit(
     """Return the message that submits a request, of this schema and these data.
 
     The deadline is the earlier one of `limit_us`, counted from the arrival, with the origin
-    `limit`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
+    `limit_origin`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
     """
     if timeout_us > MAX_TIMEOUT_US:
         timeout_us = MAX_TIMEOUT_US
@@ -424,9 +424,9 @@ def make_submit(
     if limit_us:
         deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000
         if 0 < ends_ns <= deadline_ns:
-            deadline_ns, limit = ends_ns, ""
+            deadline_ns, limit_origin = ends_ns, ""
     else:
-        limit = ""
+        limit_origin = ""
     sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")
     return Submit(
         number,
@@ -442,7 +442,7 @@ def make_submit(
         text,
         source,
         trace,
-        limit,
+        limit_origin,
         callers,
     )
 

@@ -25,7 +25,7 @@ import msgpack
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.transport.records import MalformedMessage, record
+from shmserve.ipc.transport.frames import MalformedMessage, record
 
 MAX_INT64 = 2**63 - 1
 MAX_UINT64 = 2**64 - 1

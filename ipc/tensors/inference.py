@@ -19,7 +19,7 @@ import msgpack
 
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
-from shmserve.ipc.transport.records import MalformedMessage, record
+from shmserve.ipc.transport.frames import MalformedMessage, record
 
 # A request or response with at most this many tensor bytes contains them in its messages. Below
 # this size, copying through two sockets costs less than an arena allocation and a release message.

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 
 # The limit of a padded input in a batch. Two small requests that are long in different dimensions
 # could otherwise form a huge batch.
@@ -45,7 +45,7 @@ class Pad:
     mask: str
     max_waste: float
 
-    def padded(self, largest: Shape) -> Shape | None:
+    def padded_shape(self, largest: Shape) -> Shape | None:
         """Return the padded shape for the largest sizes of a batch, or None if no bucket fits."""
         if not self.buckets:
             return largest
@@ -164,8 +164,8 @@ class PaddedBatch:
         )
         for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
             true_elements[index] += units * element_count(shape)
-            elements_if_alone[index] += units * element_count(pad.padded(shape) or shape)
-            padded_shape = pad.padded(limit)
+            elements_if_alone[index] += units * element_count(pad.padded_shape(shape) or shape)
+            padded_shape = pad.padded_shape(limit)
             if self._constant_part is None:
                 continue
             if padded_shape is None:
@@ -186,7 +186,9 @@ class PaddedBatch:
         for pad, largest_shape, true_count in zip(
             self._pads, self._largest, self._true_elements, strict=True
         ):
-            padded_count = self._rows * element_count(pad.padded(largest_shape) or largest_shape)
+            padded_count = self._rows * element_count(
+                pad.padded_shape(largest_shape) or largest_shape
+            )
             counts[pad.name] = padded_count, padded_count - true_count
         return counts
 

@@ -15,7 +15,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, TensorRef
 from shmserve.ipc.tensors.inference import OutputSchema, RequestedOutput, RequestSchema
 from shmserve.ipc.tensors.padding import Pad
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 
 # More elements than any machine has memory for. The strides of a batch of such arrays still fit
 # into 63 bits, for every datatype.
@@ -212,7 +212,7 @@ class Signature:
         )
 
     def _check_bucket(self, pad: Pad, shape: tuple[int, ...]) -> None:
-        if pad.padded(shape) is None:
+        if pad.padded_shape(shape) is None:
             buckets = ", ".join(map(shape_text, pad.buckets))
             raise InvalidArgument(
                 f"unexpected shape for input '{pad.name}' for model '{self.name}'. Its "

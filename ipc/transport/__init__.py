@@ -2,7 +2,7 @@
 
 dealer.py router.py     the connecting and the bound ends of links
 zmtp.py                 ZeroMQ's wire protocol, and connections that use it
-frames.py records.py    messages to MessagePack and back, with types checked
+frames.py               records and messages, to MessagePack and back, with types checked
 
 A `Router` binds a unix socket to which many `Dealer`s connect. The wire protocol is ZeroMQ's
 (zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues a message. `flush`

@@ -29,8 +29,7 @@ from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.transport import zmtp
-from shmserve.ipc.transport.frames import pack, unpack
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage, pack, unpack
 from shmserve.ipc.transport.zmtp import ENDPOINT_PREFIX, Connection, linger
 
 logger = logging.getLogger(__name__)

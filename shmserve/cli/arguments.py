@@ -14,8 +14,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shmserve.config.flags import Flag, read
-from shmserve.errors import refused
+from shmserve.config.flags import Flag, parse_flag_table
+from shmserve.errors import convert_os_errors
 
 
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         groups: The groups to add; all if none is named.
     """
     text = Path(__file__).with_name(f"{table}.txt").read_text(encoding="utf-8")
-    for title, flags in read(text).items():
+    for title, flags in parse_flag_table(text).items():
         if groups and title not in groups:
             continue
         group = parser.add_argument_group(title) if title else parser
@@ -51,5 +51,5 @@ def _add_flag(group: Any, flag: Flag) -> None:
 
 def write_file(flag: str, path: str, text: str) -> None:
     """Write `text` to the path that is the value of a flag. Raises InvalidArgument."""
-    with refused(f"--{flag}: cannot write '{path}'"):
+    with convert_os_errors(f"--{flag}: cannot write '{path}'"):
         Path(path).write_text(text)

@@ -96,7 +96,7 @@ def _measure(
         schedule = SCHEDULES[args.arrivals](value, args.seed)
         slots = args.max_in_flight
     requests = target.requests(slots)
-    load = LoadGenerator(poller, target.door, requests, slots, schedule, args.patience)
+    load = LoadGenerator(poller, target.lane_factory, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
         point = measure.measure_load(load, plan, kind, value, target.streams, target.statistics)
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)

@@ -169,7 +169,9 @@ class _TrialRunner:
         plan = measure.MeasurementPlan(window_s / 2, window_s, _MAX_WINDOWS)
         requests = self.target.requests(in_flight)
         patience_s = self.args.patience
-        load = LoadGenerator(self.poller, self.target.door, requests, in_flight, None, patience_s)
+        load = LoadGenerator(
+            self.poller, self.target.lane_factory, requests, in_flight, None, patience_s
+        )
         with contextlib.closing(load):
             return measure.measure_load(
                 load, plan, "concurrency", in_flight, self.target.streams, dict

@@ -43,7 +43,7 @@ from shmserve.ipc.messages.publications import (
     ServerEnding,
 )
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 _LARGEST = 4 * 1024 * 1024  # maximum size of a packet in bytes
 # The bounds of the kernel's timeout: 0 would be unlimited, and it is counted in an int.
@@ -351,7 +351,7 @@ class ServerConnection(ServerState):
                     self._handle_messages()
                 # This resets the wakeup and must come first: a task added meanwhile runs below, and
                 # a task added later wakes the thread again.
-                channel.take(events)
+                channel.process_events(events)
                 while self._tasks:
                     self._tasks.popleft()(self._channel)
                 if channel.waker in events:

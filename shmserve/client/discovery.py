@@ -24,11 +24,16 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
 
     Raises:
         Disconnected: There is no server.
-        InvalidArgument: The directory belongs to another user, or several servers run.
+        InvalidArgument: The directory is a URL or belongs to another user, or several servers run.
     """
     requested_dir = run_dir or os.environ.get(VARIABLE)
     if requested_dir:
         path = Path(requested_dir)
+        if "://" in str(requested_dir):
+            raise InvalidArgument(
+                f"'{requested_dir}' is a URL; give the run directory of a server on this host, or "
+                "use tritonclient or `shmserve client --url`"
+            )
         if not os.path.lexists(path):
             raise Disconnected(f"no server is running: there is no run directory {path}")
         if os.path.lexists(path / "lock") and not _is_locked(path):
@@ -53,7 +58,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         raise InvalidArgument(f"{default} belongs to another user; name it explicitly to use it")
     raise Disconnected(
         f"no server of this user is running: there is no run directory {default}; start one by "
-        "`shmserve serve`, or choose another by its run directory or URL"
+        f"`shmserve serve`, or choose another by --run-dir, --url, {VARIABLE} or connect(DIR)"
     )
 
 

@@ -166,13 +166,13 @@ class ServerState(ABC):
 
     Attributes:
         models: The available models.
-        lost: The successor of each lost endpoint, or "".
+        successors: The successor of each lost endpoint, or "".
         alive: Whether the connection is alive.
     """
 
     def __init__(self) -> None:
         self.models = ClientModels()
-        self.lost = Successors()
+        self.successors = Successors()
         self.losses = 0
         self.alive = True
         self.draining = False  # new requests must go to another server
@@ -189,7 +189,7 @@ class ServerState(ABC):
 
     def on_scheduler_lost(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
-        self.lost.add(endpoint, successor)
+        self.successors.add(endpoint, successor)
         self.losses += 1
         self.wake_all()
 

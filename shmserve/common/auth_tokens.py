@@ -23,7 +23,7 @@ from shmserve.errors import (
     PermissionDenied,
     ShmserveError,
     Unauthenticated,
-    refused,
+    convert_os_errors,
 )
 
 # The APIs that --http-restricted-api and --grpc-restricted-protocol accept.
@@ -157,7 +157,7 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
     Raises:
         InvalidArgument: The file is invalid; the message never contains a token.
     """
-    with refused(f"{_TOKENS_FILE}: cannot read '{path}'", "not text"):
+    with convert_os_errors(f"{_TOKENS_FILE}: cannot read '{path}'", "not text"):
         mode = path.stat().st_mode
         text = path.read_text()
     if mode & 0o022:

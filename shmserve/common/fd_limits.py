@@ -9,7 +9,7 @@ import sys
 
 _UNLIMITED = 1 << 20
 _RESERVED = 128  # a gateway's reserve for everything but connections
-FEWEST = 2 * _RESERVED  # the minimum for a server to start
+MIN_FDS = 2 * _RESERVED  # the minimum for a server to start
 _MAX_SHARE = 0.75
 _MAX_SCRAPES = 256
 

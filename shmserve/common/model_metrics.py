@@ -54,7 +54,7 @@ Families = dict[str, Family]
 
 
 def parse(raw: list[Any]) -> Families:
-    """Return the families from the form of `plain`. Raises ValueError for any other form."""
+    """Return the families from the form of `to_lists`. Raises ValueError for any other form."""
     try:
         return {
             str(name): Family(
@@ -78,7 +78,7 @@ def _value(kind: str, row: list[Any]) -> Series:
     return Series(tuple(numbers), tuple(buckets))
 
 
-def plain(families: Families) -> list[Any]:
+def to_lists(families: Families) -> list[Any]:
     """Return [[name, description, kind, [[labels, numbers, buckets], ...]], ...]."""
     return [
         [
@@ -89,7 +89,7 @@ def plain(families: Families) -> list[Any]:
     ]
 
 
-def added(parts: Iterable[Families]) -> Families:
+def sum_families(parts: Iterable[Families]) -> Families:
     """Return the sum of the families in `parts`.
 
     If families differ in kind or buckets, the first one is kept.
@@ -128,7 +128,7 @@ class ModelMetrics:
 
     def snapshot(self) -> list[Any]:
         """Return a checkpoint for `restore`."""
-        return [plain(self._exited), *([pid, plain(f)] for pid, f in self._instances.items())]
+        return [to_lists(self._exited), *([pid, to_lists(f)] for pid, f in self._instances.items())]
 
     def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
         """Continue from the checkpoint of a predecessor with its `alive` instances (pids).
@@ -151,11 +151,11 @@ class ModelMetrics:
         families = self._instances.pop(pid, None)
         if families is not None:
             totals = {name: f for name, f in families.items() if f.kind != "GAUGE"}
-            self._exited = added((self._exited, totals))
+            self._exited = sum_families((self._exited, totals))
 
     def total(self) -> Families:
         """Return the sum over all instances."""
-        return added((self._exited, *self._instances.values()))
+        return sum_families((self._exited, *self._instances.values()))
 
 
 def exposition(families: Families) -> str:

@@ -43,6 +43,6 @@ def settle(future: asyncio.Future[T] | None, result: T) -> None:
         future.set_result(result)
 
 
-async def either(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+async def wait_any(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     """Wait until one of the futures is done or the timeout has expired."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

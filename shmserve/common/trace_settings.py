@@ -96,7 +96,7 @@ class TraceSettings:
         set_values = {key: value for key, value in changes.items() if value is not None}
         return replace(self, **set_values) if set_values else self
 
-    def shown(self) -> dict[str, list[str]]:
+    def as_string_lists(self) -> dict[str, list[str]]:
         """Return the settings as lists of strings, the protocol's format."""
         names = ("trace_rate", "trace_count", "log_frequency", "trace_file", "trace_mode")
         texts = {name: [str(getattr(self, name))] for name in names}

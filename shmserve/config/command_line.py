@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from shmserve.config.flags import ACTED_ON, FLAGS, Flag, Value, find_flags
-from shmserve.errors import Collected, InvalidArgument, Problems, clip, nearest, refused
+from shmserve.errors import Collected, InvalidArgument, Problems, clip, convert_os_errors, nearest
 
 _NULL = "tag:yaml.org,2002:null"
 
@@ -157,7 +157,7 @@ def read(path: str) -> FlagValues:
         InvalidArgument: The file cannot be read.
         Problems: Each line names the file, the line, the key, the value found and those allowed.
     """
-    with refused(f"--config: cannot read '{path}'", "it is not UTF-8 text"):
+    with convert_os_errors(f"--config: cannot read '{path}'", "it is not UTF-8 text"):
         text = Path(path).read_text(encoding="utf-8")
     return parse_file(text, path)
 

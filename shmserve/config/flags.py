@@ -113,7 +113,7 @@ _ROW = re.compile(
 _KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float}
 
 
-def read(text: str) -> dict[str, tuple[Flag, ...]]:
+def parse_flag_table(text: str) -> dict[str, tuple[Flag, ...]]:
     """Return the flags of a table, in the syntax of flags.txt, by their groups."""
     group: list[Flag] = []
     groups = {"": group}
@@ -149,7 +149,7 @@ def _flag(line: str) -> Flag:
     return replace(flag, default=flag.parse(default.strip('"'))) if default else flag
 
 
-GROUPS = read(Path(__file__).with_name("flags.txt").read_text(encoding="utf-8"))
+GROUPS = parse_flag_table(Path(__file__).with_name("flags.txt").read_text(encoding="utf-8"))
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
 # Flags of tritonserver without a counterpart, and the reason or alternative.

@@ -33,7 +33,7 @@ from shmserve.config.flags import (
     served_name,
     workspace_byte_sizes,
 )
-from shmserve.errors import Collected, InvalidArgument, Problems, refused
+from shmserve.errors import Collected, InvalidArgument, Problems, convert_os_errors
 from shmserve.gateway.settings import GrpcSettings, Tls, check_file
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
@@ -358,7 +358,7 @@ def _check_local(text: str) -> None:
 
 
 def _check_folder(path: Path, parsed: Parsed) -> None:
-    with refused(f"--model-repository: cannot read '{path}'"):
+    with convert_os_errors(f"--model-repository: cannot read '{path}'"):
         if path.suffix == ".py" and path.is_file():
             raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
         # A missing folder may be a volume that is mounted later. It is an error of the start, which

@@ -22,6 +22,7 @@ from shmserve.model_config.completion import (
     unknown_backend,
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
+from shmserve.model_config.message_builder import to_dict
 from shmserve.model_config.parse import class_source, from_json, parse_pbtxt, read_json, read_pbtxt
 from shmserve.model_config.rules import (
     LoadProblem,
@@ -31,7 +32,6 @@ from shmserve.model_config.rules import (
     warnings_of,
 )
 from shmserve.model_config.rules.ensembles import GraphProblem, compose
-from shmserve.model_config.syntax.json_format import to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 __all__ = [

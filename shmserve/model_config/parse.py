@@ -16,10 +16,8 @@ from shmserve.ipc.model_spec import (
     TARGET_PARAMETER,
 )
 from shmserve.model_config.diagnostics import Key, Source, member, position_text
-from shmserve.model_config.syntax import Malformed, MessageValue
-from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
-from shmserve.model_config.syntax.message_builder import Builder
-from shmserve.model_config.syntax.text_format import parse
+from shmserve.model_config.message_builder import Builder
+from shmserve.model_config.syntax import Malformed, MessageValue, decode_json, parse, tree_from_json
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 

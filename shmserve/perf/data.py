@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, TransportError
@@ -231,7 +231,7 @@ def _parse_value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
 
 def read_json(path: Path) -> list[Any]:
     """Return the entries of a JSON file: of a list, of its "data", or one per line (.jsonl)."""
-    with refused(f"--data: cannot read '{path}'", "not text"):
+    with convert_os_errors(f"--data: cannot read '{path}'", "not text"):
         text = path.read_text()
     try:
         if path.suffix == ".jsonl":
@@ -260,7 +260,7 @@ def _read_file(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTenso
 
 def run_program(path: Path, *arguments: Any) -> Iterator[Any]:
     """Yield the values of the function `requests` of a Python file."""
-    with refused(f"--data: cannot read '{path}'"), path.open():
+    with convert_os_errors(f"--data: cannot read '{path}'"), path.open():
         pass
     try:
         function = runpy.run_path(str(path)).get("requests")

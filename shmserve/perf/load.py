@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.protocols import Door, Lane
+from shmserve.protocols import Lane, LaneFactory
 from shmserve.protocols.connection import Poller
 
 _MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
@@ -57,7 +57,7 @@ class Records:
     gaps_ns: array[int] = field(default_factory=_column)
     errors: Counter[str] = field(default_factory=Counter)
 
-    def failed(self) -> int:
+    def failed_count(self) -> int:
         """Return the number of failed requests."""
         return sum(self.errors.values())
 
@@ -97,7 +97,7 @@ class LoadSlot:
         self._responses = 0
         self.lane.send(next(self._requests))
 
-    def responded(self) -> None:
+    def on_response(self) -> None:
         """Record a response; implements `LaneObserver`."""
         now_ns = _clock()
         if self._responses:
@@ -107,11 +107,11 @@ class LoadSlot:
         self._last_response_ns = now_ns
         self._responses += 1
 
-    def ended(self, error: str = "", responses: int = -1) -> None:
+    def on_end(self, error: str = "", responses: int = -1) -> None:
         """Record the completion of the request; implements `LaneObserver`."""
         now_ns = _clock()
         if error:
-            self._load.failed(error)
+            self._load.count_error(error)
         else:
             records = self._load.records
             records.scheduled_ns.append(self._scheduled_ns)
@@ -119,7 +119,7 @@ class LoadSlot:
             records.first_ns.append(self._first_ns if self._responses else now_ns)
             records.ended_ns.append(now_ns)
             records.responses.append(self._responses if responses < 0 else responses)
-        self._load.freed(self, now_ns)
+        self._load.finish_slot(self, now_ns)
 
 
 class LoadGenerator:
@@ -128,7 +128,7 @@ class LoadGenerator:
     def __init__(
         self,
         poller: Poller,
-        door: Door,
+        lane_factory: LaneFactory,
         requests: Callable[[int], Sequence[Any]],
         slots: int,
         schedule: Iterator[int] | None,
@@ -148,7 +148,7 @@ class LoadGenerator:
         self._last_completion_ns = 0  # the time of the last completion
         for number in range(slots):
             slot = LoadSlot(self, requests(number))
-            slot.lane = door.lane(slot)
+            slot.lane = lane_factory.lane(slot)
             self._free_slots.append(slot)
         self._lanes = [slot.lane for slot in self._free_slots]
 
@@ -177,7 +177,7 @@ class LoadGenerator:
             self._check_alive()
 
     def _completed(self) -> int:
-        return len(self.records.ended_ns) + self.records.failed()
+        return len(self.records.ended_ns) + self.records.failed_count()
 
     def _check_alive(self) -> None:
         now_ns = _clock()
@@ -200,7 +200,7 @@ class LoadGenerator:
             self._due_ns = self._start_ns + next(self._schedule)
         return self._due_ns - now_ns
 
-    def freed(self, slot: LoadSlot, now_ns: int) -> None:
+    def finish_slot(self, slot: LoadSlot, now_ns: int) -> None:
         """Send the next request on a slot whose request has ended, or free the slot."""
         self._last_completion_ns = now_ns
         if self._is_running and self._schedule is None:
@@ -210,7 +210,7 @@ class LoadGenerator:
         else:
             self._free_slots.append(slot)
 
-    def failed(self, error: str) -> None:
+    def count_error(self, error: str) -> None:
         """Count a failed request."""
         errors = self.records.errors
         name = error if error in errors or len(errors) < _MAX_ERRORS else _OTHER_ERRORS
@@ -221,7 +221,7 @@ class LoadGenerator:
         records = self.records
         # An interrupt can leave an incomplete row, whose last column is then missing.
         return Mark(
-            *(_clock(), len(records.responses), len(records.gaps_ns), records.failed()),
+            *(_clock(), len(records.responses), len(records.gaps_ns), records.failed_count()),
             time.process_time(),
         )
 
@@ -248,18 +248,18 @@ class Probe:
     def __init__(self) -> None:
         self.error: str | None = None
 
-    def responded(self) -> None:
+    def on_response(self) -> None:
         """Ignore a response; implements `LaneObserver`."""
 
-    def ended(self, error: str = "", responses: int = -1) -> None:
+    def on_end(self, error: str = "", responses: int = -1) -> None:
         """Record the result; implements `LaneObserver`."""
         self.error = error
 
 
-def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
+def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: float) -> str:
     """Send a single request, and return its error or "". Raises Unavailable."""
     observer = Probe()
-    lane = door.lane(observer)
+    lane = lane_factory.lane(observer)
     end_ns = _clock() + int(patience_s * 1e9)
     try:
         lane.send(request)

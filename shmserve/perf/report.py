@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.perf.measure import PHASES, Point
 from shmserve.perf.search import Trial
 
@@ -135,7 +135,7 @@ def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def read_report(path: str) -> list[Point]:
     """Return the points of a JSON report; raise InvalidArgument if the file is not a report."""
-    with refused(f"--compare: cannot read '{path}'", "not text"):
+    with convert_os_errors(f"--compare: cannot read '{path}'", "not text"):
         text = Path(path).read_text()
     try:
         report = json.loads(text)

@@ -139,12 +139,12 @@ class Search:
         instances = self._best_or(start).instances
         larger = [number for number in self._space.instances if number > instances]
         smaller = [number for number in self._space.instances if number < instances]
-        if self.best and not self._climb(start, larger):
-            self._climb(start, smaller[::-1])
+        if self.best and not self._raise_instances(start, larger):
+            self._raise_instances(start, smaller[::-1])
         for settings in self._space.variants:
             self._search_batch(replace(self._best_or(start), **settings))
 
-    def _climb(self, start: Candidate, counts: Sequence[int]) -> bool:
+    def _raise_instances(self, start: Candidate, counts: Sequence[int]) -> bool:
         """Raise the number of instances while throughput grows; return whether it grew."""
         for step_count, count in enumerate(counts):
             previous_rate = self._best_rate

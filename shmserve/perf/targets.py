@@ -27,7 +27,7 @@ from shmserve.perf.load import probe
 from shmserve.protocols import (
     Address,
     AdminTransport,
-    Door,
+    LaneFactory,
     OutgoingRequest,
     RegionPart,
     TransportError,
@@ -45,14 +45,14 @@ class LoadTarget:
     """The server and model that a load is sent to.
 
     Attributes:
-        door: Opens lanes of the selected protocol.
+        lane_factory: Opens lanes of the selected protocol.
         requests: Returns the requests of the slots, for a number of slots.
         statistics: Returns the server's statistics by model.
         streams: Whether the model is decoupled.
         where: The target's name in reports.
     """
 
-    door: Door
+    lane_factory: LaneFactory
     requests: Callable[[int], Requests]
     statistics: Callable[[], dict[str, Mapping[str, Any]]]
     streams: bool
@@ -75,22 +75,22 @@ def connect(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStac
     options = data.DataOptions(args.input, args.shape, args.data, args.batch, args.text_length)
     items = data.read_requests(model, options)
     sizes = data.output_sizes(model, args.batch, args.output_byte_size)
-    door: Any
+    lane_factory: Any
     if address is None:
-        door = _open_native_door(args, run_dir, poller, model, sizes)
+        lane_factory = _open_native_lanes(args, run_dir, poller, model, sizes)
     else:
-        door = _open_door(args, address, poller, model.decoupled)
-    stack.callback(door.close)
+        lane_factory = _open_lanes(args, address, poller, model.decoupled)
+    stack.callback(lane_factory.close)
     regions = None
     if args.shared_memory != "none" and address is not None:
         regions = stack.enter_context(Regions(transport, args.shared_memory))
         items = regions.inputs(items)
-    requests = partial(_slot_requests, args, door, items, sizes, regions)
-    _send_probe(args, poller, door, requests(1)(0)[0])
+    requests = partial(_slot_requests, args, lane_factory, items, sizes, regions)
+    _send_probe(args, poller, lane_factory, requests(1)(0)[0])
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
     where = address.where if address else str(run_dir)
-    return LoadTarget(door, requests, statistics, door.streams, where)
+    return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, where)
 
 
 def _describing_transport(args: argparse.Namespace, address: Address | None) -> Any:
@@ -107,14 +107,14 @@ def _describing_transport(args: argparse.Namespace, address: Address | None) -> 
         return servers.create_transport(args)
 
 
-def _open_native_door(
+def _open_native_lanes(
     args: argparse.Namespace,
     run_dir: Path | None,
     poller: Poller,
     model: data.ModelInterface,
     sizes: dict[str, int],
-) -> Door:
-    from shmserve.protocols.native import NativeDoor
+) -> LaneFactory:
+    from shmserve.protocols.native import NativeLaneFactory
 
     assert run_dir is not None
     device = {"none": "", "system": "cpu", "cuda": "cuda:0"}[args.shared_memory]
@@ -127,27 +127,31 @@ def _open_native_door(
         for name, (datatype, dims) in model.outputs.items()
         if datatype != "BYTES"  # BYTES outputs are decoded and have no range
     }
-    return NativeDoor(run_dir, poller, streams=model.decoupled, device=device, output_specs=specs)
+    return NativeLaneFactory(
+        run_dir, poller, streams=model.decoupled, device=device, output_specs=specs
+    )
 
 
-def _open_door(args: argparse.Namespace, address: Address, poller: Poller, streams: bool) -> Door:
+def _open_lanes(
+    args: argparse.Namespace, address: Address, poller: Poller, streams: bool
+) -> LaneFactory:
     credentials = servers.read_credentials(args)
     if address.protocol == "grpc":
-        from shmserve.protocols.grpc import GrpcDoor
+        from shmserve.protocols.grpc import GrpcLaneFactory
 
-        return GrpcDoor(address, credentials, poller, streams=streams)
+        return GrpcLaneFactory(address, credentials, poller, streams=streams)
     if streams:
-        from shmserve.protocols.http import GenerateDoor
+        from shmserve.protocols.http import GenerateLaneFactory
 
-        return GenerateDoor(address, credentials, poller)
-    from shmserve.protocols.http import HttpDoor
+        return GenerateLaneFactory(address, credentials, poller)
+    from shmserve.protocols.http import HttpLaneFactory
 
-    return HttpDoor(address, credentials, poller)
+    return HttpLaneFactory(address, credentials, poller)
 
 
 def _slot_requests(
     args: argparse.Namespace,
-    door: Door,
+    lane_factory: LaneFactory,
     items: Sequence[data.Inputs],
     sizes: dict[str, int],
     regions: Regions | None,
@@ -162,7 +166,7 @@ def _slot_requests(
         count = math.lcm(len(items), length) if length else len(items)
         parts = output_parts[slot] if output_parts else {}
         return [
-            door.encode(
+            lane_factory.encode(
                 OutgoingRequest(
                     *(args.model, args.model_version, "", 0, items[number % len(items)]),
                     list(parts),
@@ -186,11 +190,13 @@ def _rotated(requests: Sequence[Any], slot: int) -> Sequence[Any]:
     return [*requests[shift:], *requests[:shift]]
 
 
-def _send_probe(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:
+def _send_probe(
+    args: argparse.Namespace, poller: Poller, lane_factory: LaneFactory, request: Any
+) -> None:
     """Send one request before the load starts, and raise its error."""
     if args.sequence_length:
         return  # a test request would start a sequence
-    error = probe(poller, door, request, args.patience)
+    error = probe(poller, lane_factory, request, args.patience)
     if error:
         if args.shared_memory != "none":
             error += f" (outputs of unknown size have {args.output_byte_size} bytes in shared "
@@ -201,18 +207,20 @@ def _send_probe(args: argparse.Namespace, poller: Poller, door: Door, request: A
 def _open_openai(
     args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
 ) -> LoadTarget:
-    from shmserve.protocols.http import OPENAI_PATHS, OpenAIDoor, OpenAIRequest
+    from shmserve.protocols.http import OPENAI_PATHS, OpenAILaneFactory, OpenAIRequest
 
     if args.url is None:
         raise InvalidArgument("--openai requires --url http://HOST:PORT")
     address = servers.parse_address(args.url)
     if address.protocol != "http":
         raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
-    door = OpenAIDoor(address, servers.read_credentials(args), poller, OPENAI_PATHS[args.openai])
-    requests = [door.encode(OpenAIRequest(body)) for body in _bodies(args)]
-    _send_probe(args, poller, door, requests[0])
-    where = address.where + door.route
-    return LoadTarget(door, lambda slots: partial(_rotated, requests), dict, True, where)
+    lane_factory = OpenAILaneFactory(
+        address, servers.read_credentials(args), poller, OPENAI_PATHS[args.openai]
+    )
+    requests = [lane_factory.encode(OpenAIRequest(body)) for body in _bodies(args)]
+    _send_probe(args, poller, lane_factory, requests[0])
+    where = address.where + lane_factory.route
+    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, where)
 
 
 def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

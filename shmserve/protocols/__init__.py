@@ -1,6 +1,6 @@
 """The protocol clients that `shmserve client` and the load generator share.
 
-Every protocol has a transport, which blocks, and a door: a factory of lanes, which never block.
+Every protocol has a transport, which blocks, and a lane factory, whose lanes never block.
 
 connection.py      a non-blocking connection, and the event loop of lanes
 grpc.py            gRPC
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shmserve.errors import Unavailable, refused
+from shmserve.errors import Unavailable, convert_os_errors
 from shmserve.protocols.tensors import ModelTensor, decode
 
 NOT_READY = "the server is not ready"
@@ -103,11 +103,11 @@ class Credentials:
 
     def tls(self) -> ssl.SSLContext:
         """Return the TLS context of the PEM files. Raises InvalidArgument if a file is invalid."""
-        with refused(f"--root-cert: cannot use '{self.root_cert}'"):
+        with convert_os_errors(f"--root-cert: cannot use '{self.root_cert}'"):
             context = ssl.create_default_context(cafile=self.root_cert)
         if self.client_cert:
             files = f"'{self.client_cert}' and '{self.client_key}'"
-            with refused(f"--client-cert, --client-key: cannot use {files}"):
+            with convert_os_errors(f"--client-cert, --client-key: cannot use {files}"):
                 context.load_cert_chain(self.client_cert, self.client_key, password=str)
         return context
 
@@ -189,10 +189,10 @@ class AdminTransport(Transport, Protocol):
 class LaneObserver(Protocol):
     """The receiver of a lane's responses and of the ends of its requests."""
 
-    def responded(self) -> None:
+    def on_response(self) -> None:
         """Record a response to a request that may have many."""
 
-    def ended(self, error: str = "", responses: int = -1) -> None:
+    def on_end(self, error: str = "", responses: int = -1) -> None:
         """Record the end of a request, and its error if it failed.
 
         `responses` is the number of responses, if the server reports it.
@@ -203,16 +203,16 @@ class Lane(Protocol):
     """A non-blocking channel that has one request in flight at a time."""
 
     def send(self, request: Any) -> None:
-        """Send a request that the door has encoded."""
+        """Send a request that the factory has encoded."""
 
     def close(self) -> None:
         """Close the lane, including requests in flight."""
 
 
-class Door(Protocol):
+class LaneFactory(Protocol):
     """A factory of lanes to one server over one protocol.
 
-    If a door `streams`, its requests may have many responses.
+    If a factory `streams`, its requests may have many responses.
     """
 
     streams: bool
@@ -224,7 +224,7 @@ class Door(Protocol):
         """Open a lane. Raises Unavailable if the server cannot be reached."""
 
     def close(self) -> None:
-        """Close the door, after its lanes."""
+        """Close the factory, after its lanes."""
 
 
 def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Clients of gRPC (the extra `grpc`): `GrpcTransport` and `GrpcDoor`.
+"""Clients of gRPC (the extra `grpc`): `GrpcTransport` and `GrpcLaneFactory`.
 
-`GrpcTransport` blocks and uses grpcio. The lanes of `GrpcDoor` never block, and serve the load
-generator. They implement the part of HTTP/2 that a gRPC client needs. A unary call is judged by its
-trailers, and messages of a stream are parsed only to find their ends. Several lanes share a
+`GrpcTransport` blocks and uses grpcio. The lanes of `GrpcLaneFactory` never block, and serve the
+load generator. They implement the part of HTTP/2 that a gRPC client needs. A unary call is judged
+by its trailers, and messages of a stream are parsed only to find their ends. Several lanes share a
 connection, and their output in one turn of the loop is one write.
 """
 
@@ -240,7 +240,7 @@ def _decode_response(reply: Any) -> dict[str, Any]:
     return response_json(reply.model_name, reply.model_version, reply.id, parameters, outputs)
 
 
-class GrpcDoor:
+class GrpcLaneFactory:
     """A factory of lanes that call ModelInfer or ModelStreamInfer.
 
     With ModelStreamInfer, each lane has one stream, with one request at a time.
@@ -249,7 +249,7 @@ class GrpcDoor:
     def __init__(
         self, address: Address, credentials: Credentials, poller: Poller, *, streams: bool
     ) -> None:
-        """Prepare the door, whose lanes open the connections.
+        """Prepare the factory, whose lanes open the connections.
 
         Raises InvalidArgument for invalid TLS files.
         """
@@ -301,11 +301,11 @@ class GrpcDoor:
 class GrpcLane:
     """A sequence of unary calls, or of requests on one stream."""
 
-    def __init__(self, door: GrpcDoor, number: int, observer: LaneObserver) -> None:
+    def __init__(self, lane_factory: GrpcLaneFactory, number: int, observer: LaneObserver) -> None:
         self.observer = observer
-        self._door = door
+        self._lane_factory = lane_factory
         self._number = number
-        self._connection = door.connection(number)
+        self._connection = lane_factory.connection(number)
         self._stream = 0
         self._is_busy = False
         self._messages = bytearray()
@@ -314,13 +314,13 @@ class GrpcLane:
         """Send a request."""
         self._is_busy = True
         if not self._stream:
-            self._connection = self._door.connection(self._number)
-            self._stream = self._connection.start(self, self._door.head)
-        self._connection.send(self._stream, message, is_last=not self._door.streams)
+            self._connection = self._lane_factory.connection(self._number)
+            self._stream = self._connection.start(self, self._lane_factory.head)
+        self._connection.send(self._stream, message, is_last=not self._lane_factory.streams)
 
     def receive_data(self, payload: bytes) -> None:
         """Parse the messages in a DATA frame, which may be partial."""
-        if not self._door.streams:
+        if not self._lane_factory.streams:
             return
         messages = self._messages
         messages += payload
@@ -341,15 +341,15 @@ class GrpcLane:
             return
         if message[:1] == _ERROR_TAG:
             self._is_busy = False
-            self.observer.ended(pb.ModelStreamInferResponse.FromString(message).error_message)
+            self.observer.on_end(pb.ModelStreamInferResponse.FromString(message).error_message)
         elif _FINAL_MARK not in message:
-            self.observer.responded()
+            self.observer.on_response()
         else:
             # A final response without outputs only marks the end.
             if pb.ModelStreamInferResponse.FromString(message).infer_response.outputs:
-                self.observer.responded()
+                self.observer.on_response()
             self._is_busy = False
-            self.observer.ended()
+            self.observer.on_end()
 
     def handle_end(self, error: str) -> None:
         """Handle the end of the call or of the stream."""
@@ -357,12 +357,12 @@ class GrpcLane:
         self._messages.clear()
         was_busy, self._is_busy = self._is_busy, False
         if was_busy:
-            self.observer.ended(
-                error or ("the server ended the stream" if self._door.streams else "")
+            self.observer.on_end(
+                error or ("the server ended the stream" if self._lane_factory.streams else "")
             )
 
     def close(self) -> None:
-        """Ignore later responses; the door closes the connection."""
+        """Ignore later responses; the factory closes the connection."""
         self._is_busy = False
 
 

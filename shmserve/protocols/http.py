@@ -1,9 +1,9 @@
-"""Clients of HTTP/1.1: `HttpTransport`, and `HttpDoor` with its subclasses.
+"""Clients of HTTP/1.1: `HttpTransport`, and `HttpLaneFactory` with its subclasses.
 
-`HttpTransport` blocks and uses a connection per exchange. The lanes of the doors never block, and
-serve the load generator. Both send all tensors as binary data. A lane encodes a request once. Of a
-response it parses only the length, except for errors and server-sent events (`generate_stream`, the
-routes of OpenAI).
+`HttpTransport` blocks and uses a connection per exchange. The lanes of the factories never block,
+and serve the load generator. Both send all tensors as binary data. A lane encodes a request once.
+It parses only the length of a response, except for errors and server-sent events
+(`generate_stream`, the routes of OpenAI).
 """
 
 from __future__ import annotations
@@ -314,13 +314,13 @@ def _error_text(content: bytes) -> str:
         return ""
 
 
-class HttpDoor:
+class HttpLaneFactory:
     """A factory of lanes for inference over HTTP, with one response per request."""
 
     streams = False
 
     def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
-        """Prepare the door. Raises InvalidArgument for invalid TLS files."""
+        """Prepare the factory. Raises InvalidArgument for invalid TLS files."""
         tls = create_tls_context(address, credentials, "http/1.1")
         self.connect = partial(ClientConnection, address, tls, poller)
         self._host = address.target or "localhost"
@@ -353,10 +353,10 @@ class HttpDoor:
 class HttpLane:
     """A connection with one exchange at a time, reopened after the server has closed it."""
 
-    def __init__(self, door: HttpDoor, observer: LaneObserver) -> None:
+    def __init__(self, lane_factory: HttpLaneFactory, observer: LaneObserver) -> None:
         self.observer = observer
-        self._door = door
-        self._connection: ClientConnection = door.connect(self)
+        self._lane_factory = lane_factory
+        self._connection: ClientConnection = lane_factory.connect(self)
         self._is_busy = False
         self._in_body = False
         self._remaining = 0  # bytes of the body that have not been received
@@ -368,7 +368,7 @@ class HttpLane:
     def send(self, request: bytes) -> None:
         """Send a request."""
         if not self._connection.open:
-            self._connection = self._door.connect(self)
+            self._connection = self._lane_factory.connect(self)
         self._is_busy = True
         self._connection.write(request)
 
@@ -435,11 +435,11 @@ class HttpLane:
         if self._is_ok:
             self.handle_success()
         else:
-            self.observer.ended(_describe_error(self._error))
+            self.observer.on_end(_describe_error(self._error))
 
     def handle_success(self) -> None:
         """Handle the end of a successful response."""
-        self.observer.ended()
+        self.observer.on_end()
 
     def lost(self, reason: str) -> None:
         """Report the exchange in flight, if any, as failed."""
@@ -450,7 +450,7 @@ class HttpLane:
             b"",
         )
         if was_busy:
-            self.observer.ended(reason)
+            self.observer.on_end(reason)
 
     def close(self) -> None:
         """Close the connection."""
@@ -474,9 +474,12 @@ class EventLane(HttpLane):
     """A lane for server-sent events. `is_response(event)` selects the events that count."""
 
     def __init__(
-        self, door: HttpDoor, observer: LaneObserver, is_response: Callable[[bytes], Any]
+        self,
+        lane_factory: HttpLaneFactory,
+        observer: LaneObserver,
+        is_response: Callable[[bytes], Any],
     ) -> None:
-        super().__init__(door, observer)
+        super().__init__(lane_factory, observer)
         self._is_response = is_response
         self._partial_event = b""
         self._error_event = b""
@@ -493,7 +496,7 @@ class EventLane(HttpLane):
             if content.startswith(b'{"error"'):
                 self._error_event = content
             elif self._is_response(content):
-                self.observer.responded()
+                self.observer.on_response()
             token_count = _find_completion_tokens(content)
             if token_count is not None:
                 self._token_count = int(token_count[1])
@@ -502,10 +505,10 @@ class EventLane(HttpLane):
         """Handle the end of the events."""
         error_event, token_count = self._error_event, self._token_count
         self._partial_event, self._error_event, self._token_count = b"", b"", -1
-        self.observer.ended(error_event.decode(errors="replace")[:_MAX_ERROR_LENGTH], token_count)
+        self.observer.on_end(error_event.decode(errors="replace")[:_MAX_ERROR_LENGTH], token_count)
 
 
-class GenerateDoor(HttpDoor):
+class GenerateLaneFactory(HttpLaneFactory):
     """A factory of lanes for `generate_stream`: inputs as JSON, any number of responses."""
 
     streams = True
@@ -522,7 +525,7 @@ class GenerateDoor(HttpDoor):
         return EventLane(self, observer, bool)
 
 
-class OpenAIDoor(HttpDoor):
+class OpenAILaneFactory(HttpLaneFactory):
     """A factory of lanes for text generation by the OpenAI routes.
 
     Each chunk with text is a response. The usage at the end contains the number of tokens.
@@ -533,7 +536,7 @@ class OpenAIDoor(HttpDoor):
     def __init__(
         self, address: Address, credentials: Credentials, poller: Poller, route: str
     ) -> None:
-        """Prepare the door for a route. Raises InvalidArgument for invalid TLS files."""
+        """Prepare the factory for a route. Raises InvalidArgument for invalid TLS files."""
         super().__init__(address, credentials, poller)
         self.route = route
 

@@ -1,7 +1,7 @@
-"""Clients on the server's host: `NativeTransport` and `NativeDoor`.
+"""Clients on the server's host: `NativeTransport` and `NativeLaneFactory`.
 
-`NativeTransport` blocks and uses `shmserve.client`. The lanes of `NativeDoor` use its channel in
-the event loop of the load generator.
+`NativeTransport` blocks and uses `shmserve.client`. The lanes of `NativeLaneFactory` use its
+channel in the event loop of the load generator.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _encode_output(name: str, datatype: str, array: Array) -> dict[str, Any]:
     return output_json(name, datatype, array.shape, raw)
 
 
-class NativeDoor:
+class NativeLaneFactory:
     """A factory of lanes for a program on the server's host.
 
     Tensors are in a region on the `device` "cpu" or "cuda:0"; with "" they are copied.
@@ -130,7 +130,7 @@ class NativeDoor:
         self.regions: list[Region] = []
 
     def _watch(self, fd: int) -> None:
-        self.poller.watch(fd, lambda _: self.channel.take((fd,)))
+        self.poller.watch(fd, lambda _: self.channel.process_events((fd,)))
 
     def flush_soon(self) -> None:
         """Send queued requests at the end of this turn of the loop."""
@@ -179,47 +179,49 @@ class NativeDoor:
 
 
 class NativeLane:
-    """A lane on the request channel of the door."""
+    """A lane on the request channel of the factory."""
 
-    def __init__(self, door: NativeDoor, observer: LaneObserver) -> None:
-        self._door = door
+    def __init__(self, lane_factory: NativeLaneFactory, observer: LaneObserver) -> None:
+        self._lane_factory = lane_factory
         self._observer = observer
 
     def send(self, request: Call) -> None:
         """Queue a request."""
-        door = self._door
-        built_request = door.session.pack(door.connection, request, stream=door.streams)
-        if door.streams:
-            pending = ClientStream(door.channel, built_request)
+        lane_factory = self._lane_factory
+        built_request = lane_factory.session.pack(
+            lane_factory.connection, request, stream=lane_factory.streams
+        )
+        if lane_factory.streams:
+            pending = ClientStream(lane_factory.channel, built_request)
             pending.on_item = partial(self._on_responses, pending)
-            door.channel.start(pending)
+            lane_factory.channel.start(pending)
         else:
-            door.channel.submit(built_request, self._on_completed)
-        door.flush_soon()
+            lane_factory.channel.submit(built_request, self._on_completed)
+        lane_factory.flush_soon()
 
     def _on_completed(self, request: ClientRequest) -> None:
         outcome, request.outcome = request.outcome, None
-        self._observer.ended(outcome.message if isinstance(outcome, ShmserveError) else "")
+        self._observer.on_end(outcome.message if isinstance(outcome, ShmserveError) else "")
 
     def _on_responses(self, pending: ClientStream) -> None:
         error = ""
         while pending.items:
             try:
                 pending.take()
-                self._observer.responded()
+                self._observer.on_response()
             except ShmserveError as failure:
                 error = failure.message
             credit = pending.read()
             if credit:
-                self._door.channel.schedulers.credit(pending, credit)
-                self._door.flush_soon()
+                self._lane_factory.channel.schedulers.credit(pending, credit)
+                self._lane_factory.flush_soon()
         if pending.finished:
             pending.on_item = _ignore_item
             pending.abandon()
-            self._observer.ended(error)
+            self._observer.on_end(error)
 
     def close(self) -> None:
-        """Do nothing: the door closes the channel."""
+        """Do nothing: the factory closes the channel."""
 
 
 def _ignore_item() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmserve.client import discovery
-from shmserve.errors import InvalidArgument, Unavailable, how_to_install, refused
+from shmserve.errors import InvalidArgument, Unavailable, convert_os_errors, how_to_install
 from shmserve.protocols import Address, AdminTransport, Credentials, Transport
 from shmserve.protocols.http import HttpTransport
 
@@ -59,7 +59,7 @@ def read_credentials(args: argparse.Namespace) -> Credentials:
 
 def read_token(path: str) -> str:
     """Return the first token of a file, which may be the token file of the server."""
-    with refused(f"--token-file: cannot read '{path}'", "not text"):
+    with convert_os_errors(f"--token-file: cannot read '{path}'", "not text"):
         lines = Path(path).read_text().splitlines()
     for words in (line.partition("#")[0].split() for line in lines):
         if words:

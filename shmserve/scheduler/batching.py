@@ -32,7 +32,7 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.ipc.messages.unions import SupervisorToBatching
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
@@ -142,7 +142,7 @@ class BatchingCore(Core[ScheduledRequest]):
         request.lookup = lookup
         self._responses.register(request)
         if dispatch.tracks_requests:
-            dispatch.enqueued(request, sequence_key)
+            dispatch.on_enqueued(request, sequence_key)
         if submit.callers:
             self._check_callers(request, now_ns)
 
@@ -231,7 +231,7 @@ class BatchingCore(Core[ScheduledRequest]):
         service_time = self.executions.service_time
         return service_time.drain_s(len(self._queue), self._pool.ready_count)
 
-    def cancel(self, request: ScheduledRequest, now_ns: int, listening: bool = False) -> None:
+    def cancel(self, request: ScheduledRequest, now_ns: int, keeps_reading: bool = False) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
                 self._withdraw(request, now_ns)
@@ -239,16 +239,16 @@ class BatchingCore(Core[ScheduledRequest]):
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
             case State.EXECUTING | State.RESPONDING:
-                if not listening:
-                    request.meet(Event.CANCEL)
-                self.executions.cancel(request, listening)
+                if not keeps_reading:
+                    request.transition(Event.CANCEL)
+                self.executions.cancel(request, keeps_reading)
             case _:
                 pass  # the outcome is decided already
 
     def _withdraw(self, request: ScheduledRequest, now_ns: int) -> None:
         if request.state is State.QUEUED:
             self._queue.remove(request)
-            self._dispatch.removed(request, now_ns)
+            self._dispatch.on_removed(request, now_ns)
 
     def credit(self, request: ScheduledRequest, responses: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
@@ -345,8 +345,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if now_ns >= timers.due_ns:
             self._expire(now_ns)
         if now_ns >= pool.due_ns:
-            for slot in pool.overdue(now_ns):
-                self.results.overrun(slot, now_ns)
+            for slot in pool.overdue_slots(now_ns):
+                self.results.kill_overrun(slot, now_ns)
         if pool.failure:
             self._fail_waiting(pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
@@ -365,7 +365,7 @@ class BatchingCore(Core[ScheduledRequest]):
         return wake_ns
 
     def _expire(self, now_ns: int) -> None:
-        for request in self._queue.expired(now_ns):
+        for request in self._queue.take_expired(now_ns):
             self._time_out(request, now_ns)
 
     def _time_out(self, request: ScheduledRequest, now_ns: int) -> None:
@@ -375,7 +375,7 @@ class BatchingCore(Core[ScheduledRequest]):
             case State.QUEUED:
                 text = self._dispatch.expired_text(request, now_ns)
                 self._queue.remove(request)
-                self._dispatch.removed(request, now_ns, expired=True)
+                self._dispatch.on_removed(request, now_ns, expired=True)
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
                 self.executions.cancel(request)
@@ -389,7 +389,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def _fail_waiting(self, reason: str, now_ns: int) -> None:
         for request in self._queue.all():
             self._queue.remove(request)
-            self._dispatch.removed(request, now_ns, keep_dependents=True)
+            self._dispatch.on_removed(request, now_ns, keep_dependents=True)
             self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     def gauges(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.tensors.signature import stopping_text
 from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.router import trailing_pid
-from shmserve.scheduler.requests.queue import believable
+from shmserve.scheduler.requests.queue import plausible_arrival_ns
 from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
@@ -109,7 +109,7 @@ class Reports:
     def report(self, now_ns: int) -> dict[str, Any]:
         """Return the report of the statistics."""
         gauges = self._count_malformed()
-        gauges["families"] = model_metrics.plain(self._metrics.total())
+        gauges["families"] = model_metrics.to_lists(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
     def answer(self, client: Client[Any], number: int, now_ns: int) -> None:
@@ -232,8 +232,8 @@ class Core(Protocol[R]):
     def serve_cached(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         """Serve a request from the cache; it has passed `check`."""
 
-    def cancel(self, request: R, now_ns: int, listening: bool = False) -> None:
-        """Cancel a request; `listening` as in `Cancel`."""
+    def cancel(self, request: R, now_ns: int, keeps_reading: bool = False) -> None:
+        """Cancel a request; `keeps_reading` as in `Cancel`."""
 
     def credit(self, request: R, responses: int, now_ns: int) -> None:
         """Record that the client has read responses."""
@@ -326,7 +326,7 @@ class Front(Generic[R]):
             case Cancel():
                 request = client.requests.get(message.id)
                 if request is not None:
-                    self._core.cancel(request, now_ns, message.listening)
+                    self._core.cancel(request, now_ns, message.keeps_reading)
             case Credit():
                 request = client.requests.get(message.id)
                 if request is not None:
@@ -373,7 +373,7 @@ class Front(Generic[R]):
 
     def _refuse(self, client: Client[R], submit: Submit, error: ShmserveError, now_ns: int) -> None:
         if not isinstance(error, InvalidArgument):
-            arrived_ns = believable(submit.arrived_ns, now_ns)
+            arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
             self._core.statistics.count_failure(arrived_ns, Reason.REJECTED, now_ns)
         if isinstance(error, QueueFull):
             self._overload.refuse()

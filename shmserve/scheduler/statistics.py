@@ -40,7 +40,7 @@ replaced (its base), and current values:
     is_ensemble     only in the report of an ensemble
     cache           {"bytes", "bound", "entries", "evicted", "lent_bytes"} of the response cache;
                     empty without a cache
-    families        the model's own metrics, as model_metrics.plain has them
+    families        the model's own metrics, as model_metrics.to_lists has them
 
 `Statistics.snapshot` returns the table without the base, the base as "base", and the rows of this
 version alone: batch_sizes, responses, last_ns (the last execution, monotonic).

@@ -60,13 +60,13 @@ class ControlApi:
             case RegionInUse(memory_id, used):
                 self._regions.draining.record_use(pid, memory_id, used)
             case RegionReleased(memory_id):
-                self._regions.draining.released(pid, memory_id)
+                self._regions.draining.record_release(pid, memory_id)
             case RegionAbandoned(memory_id):
                 self._context.background(self._regions.withdraw_leased(pid, memory_id))
             case MemoryChecked():
-                self._handles.checked(pid, message)
+                self._handles.handle_response(pid, message)
             case ReadyChecked():
-                self._readiness.checked(pid, message)
+                self._readiness.handle_response(pid, message)
 
     def _on_request(self, pid: int, message: Any) -> None:
         self._context.background(self._respond(pid, message))

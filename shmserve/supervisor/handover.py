@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shmserve.common.peers import credentials
-from shmserve.common.tasks import either, in_background
+from shmserve.common.tasks import in_background, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.transport.router import Listener, open_listening_socket
@@ -96,7 +96,7 @@ class Handover:
             len(self._regions.active()),
         )
         accepted = asyncio.ensure_future(self._accepted.wait())
-        await either(accepted, predecessor.ended)
+        await wait_any(accepted, predecessor.ended)
         accepted.cancel()
         in_background(self._await_predecessor_exit(predecessor), self._tasks)
 

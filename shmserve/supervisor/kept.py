@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from shmserve.common.auth_tokens import encode_restrictions
 from shmserve.common.host import cuda_devices
-from shmserve.common.tasks import either, settle
+from shmserve.common.tasks import settle, wait_any
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart
@@ -215,7 +215,7 @@ class Gateways(PermanentProcesses):
         self.begin_drain(has_successor=has_successor)
         for child in self._children():
             if (drained := self._drained.get(child.pid)) is not None:
-                await either(drained, child.exited)
+                await wait_any(drained, child.exited)
 
     async def stop(self) -> None:
         """Stop all gateways and close the sockets."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common.tasks import either, end_all
+from shmserve.common.tasks import end_all, wait_any
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.supervision import SetTokens
@@ -180,7 +180,7 @@ class Reload:
             return
         models = asyncio.gather(*await self._poller.scan())
         superseded = asyncio.ensure_future(self._requested.wait())
-        await either(models, superseded)
+        await wait_any(models, superseded)
         superseded.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:

@@ -13,35 +13,35 @@ from tests.differential.scripts import GROUPS
 from tests.differential.servers import Missing, products, run_group
 
 
-def chosen(names: list[str]) -> list[Group]:
+def select_scripts(names: list[str]) -> list[Group]:
     """Return the groups with only the scripts that are named directly or by their group."""
     groups = []
     for group in GROUPS:
-        kept = [
+        selected = [
             script for script in group.scripts if not names or {script.name, group.name} & {*names}
         ]
-        if kept:
-            groups.append(replace(group, scripts=kept))
+        if selected:
+            groups.append(replace(group, scripts=selected))
     return groups
 
 
 def main(names: list[str]) -> int:
     """Play the scripts and print the differences; return the number of scripts that differ."""
     try:
-        ours, theirs = products()
+        shmserve, triton = products()
     except Missing as missing:
         print(f"skipped: {missing}")
         return 0
     mismatch_count = total = 0
-    for group in chosen(names):
-        records = [run_group(product, group) for product in (ours, theirs)]
+    for group in select_scripts(names):
+        records = [run_group(product, group) for product in (shmserve, triton)]
         for script in group.scripts:
             total += 1
-            mine, other = (recorded[script.name] for recorded in records)
-            if isinstance(mine, str) or isinstance(other, str):
-                texts = [text for text in (mine, other) if isinstance(text, str)]
+            own_record, triton_record = (recorded[script.name] for recorded in records)
+            if isinstance(own_record, str) or isinstance(triton_record, str):
+                texts = [text for text in (own_record, triton_record) if isinstance(text, str)]
             else:
-                texts = judge(differences(mine, other), script.known)
+                texts = judge(differences(own_record, triton_record), script.known)
             mismatch_count += bool(texts)
             print(f"{'differs' if texts else 'agrees '}  {group.name}/{script.name}", flush=True)
             for text in texts:

@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from tests.differential.script import Send
 
-_TIMES = {"ns", "last_inference", "memory_usage"}
+_TIME_FIELDS = {"ns", "last_inference", "memory_usage"}
 
 
 class Call:
@@ -87,20 +87,20 @@ class Caller:
         updated after the responses.
         """
         with grpc.InferenceServerClient(self._address) as client:
-            last: Any = None
+            previous: Any = None
             while True:
                 statistics = client.get_inference_statistics(model, as_json=True)
-                if statistics == last:
-                    return _counts(statistics["model_stats"][0])
-                last = statistics
+                if statistics == previous:
+                    return _without_times(statistics["model_stats"][0])
+                previous = statistics
                 time.sleep(0.15)
 
 
 def _inputs(request: Send) -> list[grpc.InferInput]:
     fields: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(request.inputs)
     if request.value is not None:
-        full = [request.value] * (request.rows * request.columns)
-        fields["INPUT0"] = ("INT32", (request.rows, request.columns), full)
+        elements = [request.value] * (request.rows * request.columns)
+        fields["INPUT0"] = ("INT32", (request.rows, request.columns), elements)
     calls = []
     for name, (datatype, shape, values) in fields.items():
         infer_input = grpc.InferInput(name, list(shape), datatype)
@@ -120,13 +120,15 @@ def _read_output(result: grpc.InferResult, output: Any) -> list[Any]:
     return [output.datatype, list(output.shape), values]
 
 
-def _counts(found: Any) -> Any:
+def _without_times(source: Any) -> Any:
     """Return the counts without times, and without empty or zero fields, which protobuf may
     omit.
     """
-    if isinstance(found, dict):
-        kept = {key: _counts(value) for key, value in found.items() if key not in _TIMES}
-        return {key: value for key, value in kept.items() if value not in ({}, [], "0", 0)}
-    if isinstance(found, list):
-        return [_counts(part) for part in found]
-    return found
+    if isinstance(source, dict):
+        counts = {
+            key: _without_times(value) for key, value in source.items() if key not in _TIME_FIELDS
+        }
+        return {key: value for key, value in counts.items() if value not in ({}, [], "0", 0)}
+    if isinstance(source, list):
+        return [_without_times(part) for part in source]
+    return source

@@ -8,7 +8,7 @@ from typing import Any
 from tests.differential.player import Record
 from tests.differential.script import Known
 
-_NOTHING = "(nothing)"
+_NO_VALUE = "(nothing)"
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class Difference:
     theirs: Any
 
     def __str__(self) -> str:
-        ours, theirs = (_shown(self.where, side) for side in (self.ours, self.theirs))
-        return f"{self.where}:\n    shmserve {ours}\n    Triton   {theirs}"
+        own_text, triton_text = (
+            _format_value(self.where, side) for side in (self.ours, self.theirs)
+        )
+        return f"{self.where}:\n    shmserve {own_text}\n    Triton   {triton_text}"
 
 
-def _shown(where: str, value: Any) -> str:
+def _format_value(where: str, value: Any) -> str:
     """Return a value for the report. Batches of other sizes are shown as the ids of their
     requests.
     """
@@ -33,32 +35,38 @@ def _shown(where: str, value: Any) -> str:
     return str(value)
 
 
-def differences(ours: Record, theirs: Record) -> list[Difference]:
+def differences(own_record: Record, triton_record: Record) -> list[Difference]:
     """Return all differences, each at the deepest path that differs."""
-    return list(_walk("", asdict(ours), asdict(theirs)))
+    return list(_compare_values("", asdict(own_record), asdict(triton_record)))
 
 
-def judge(found: Sequence[Difference], known: Sequence[Known]) -> list[str]:
+def judge(found_differences: Sequence[Difference], known_differences: Sequence[Known]) -> list[str]:
     """Return the unexpected results: unknown differences, and known ones that no longer occur."""
     wrong_cases = [
         str(difference)
-        for difference in found
-        if not any(fnmatchcase(difference.where, one.where) for one in known)
+        for difference in found_differences
+        if not any(fnmatchcase(difference.where, entry.where) for entry in known_differences)
     ]
     return wrong_cases + [
-        f"{one.where}: no difference any more, although: {one.reason}"
-        for one in known
-        if not any(fnmatchcase(difference.where, one.where) for difference in found)
+        f"{entry.where}: no difference any more, although: {entry.reason}"
+        for entry in known_differences
+        if not any(fnmatchcase(difference.where, entry.where) for difference in found_differences)
     ]
 
 
-def _walk(where: str, ours: Any, theirs: Any) -> Iterator[Difference]:
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in sorted(ours.keys() | theirs.keys()):
-            below = f"{where}.{key}".lstrip(".")
-            yield from _walk(below, ours.get(key, _NOTHING), theirs.get(key, _NOTHING))
-    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        for index, pair in enumerate(zip(ours, theirs, strict=True)):
-            yield from _walk(f"{where}.{index}", *pair)
-    elif ours != theirs:
-        yield Difference(where, ours, theirs)
+def _compare_values(where: str, own_value: Any, triton_value: Any) -> Iterator[Difference]:
+    if isinstance(own_value, dict) and isinstance(triton_value, dict):
+        for key in sorted(own_value.keys() | triton_value.keys()):
+            child_path = f"{where}.{key}".lstrip(".")
+            yield from _compare_values(
+                child_path, own_value.get(key, _NO_VALUE), triton_value.get(key, _NO_VALUE)
+            )
+    elif (
+        isinstance(own_value, list)
+        and isinstance(triton_value, list)
+        and len(own_value) == len(triton_value)
+    ):
+        for index, pair in enumerate(zip(own_value, triton_value, strict=True)):
+            yield from _compare_values(f"{where}.{index}", *pair)
+    elif own_value != triton_value:
+        yield Difference(where, own_value, triton_value)

@@ -13,7 +13,7 @@ from tests.support.gates import Gate, Visit
 
 _PATIENCE_S = 20.0
 # How long a state must last to be taken for settled, in looks that wait so long for an execution.
-_LOOKS, _LOOK_S = 4, 0.02
+_STEADY_LOOKS, _LOOK_S = 4, 0.02
 _SETTLED_S = 5.0
 _PENDING = re.compile(
     r'^nv_inference_pending_request_count\{[^}]*model="([^"]+)"[^}]*\} ([0-9.]+)', re.MULTILINE
@@ -76,9 +76,11 @@ class Player:
                 self._calls[step.label] = self._caller.send_request(step)
                 self._settle(str(step))
             case Release():
-                held = [visit for visit in self._held if step.label in _labels(visit)]
-                assert held, f"{step} of {list(map(_labels, self._held))}, {self._outcomes()}"
-                self._let_go(held[0])
+                matching_visits = [visit for visit in self._held if step.label in _labels(visit)]
+                assert matching_visits, (
+                    f"{step} of {list(map(_labels, self._held))}, {self._outcomes()}"
+                )
+                self._let_go(matching_visits[0])
                 self._settle(str(step))
             case Drain():
                 self._until(self._all_done, str(step))
@@ -94,12 +96,12 @@ class Player:
     def _all_done(self) -> bool:
         return all(call.done for call in self._calls.values())
 
-    def _until(self, over: Callable[[], bool], what: str, hold: bool = False) -> None:
+    def _until(self, is_over: Callable[[], bool], awaited: str, hold: bool = False) -> None:
         end = time.monotonic() + _PATIENCE_S
-        while not over():
+        while not is_over():
             if time.monotonic() > end:
-                left = [label for label, call in self._calls.items() if not call.done]
-                raise TimeoutError(f"{what}: no response to {left}")
+                unanswered = [label for label, call in self._calls.items() if not call.done]
+                raise TimeoutError(f"{awaited}: no response to {unanswered}")
             if not hold:
                 while self._held:
                     self._let_go(self._held[0])
@@ -116,19 +118,23 @@ class Player:
         except TimeoutError:
             return
         self._held.append(visit)
-        self._record.batches.append(_comparable(visit))
+        self._record.batches.append(_report_without_random_inputs(visit))
 
     def _settle(self, step: str) -> None:
         """Wait until each request waits, executes or is done, and that lasts."""
-        end = time.monotonic() + (_SETTLED_S if step else 3 * _LOOKS * _LOOK_S)
-        last, lasted = (-1, -1, -1), 0
-        while lasted < _LOOKS:
+        end = time.monotonic() + (_SETTLED_S if step else 3 * _STEADY_LOOKS * _LOOK_S)
+        previous_state, steady_looks = (-1, -1, -1), 0
+        while steady_looks < _STEADY_LOOKS:
             self._look()
-            done = sum(call.done for call in self._calls.values())
-            held = {label for visit in self._held for label in _labels(visit)}
-            state = (self._pending(), len(held), done)
-            lasted = lasted + 1 if state == last and sum(state) == len(self._calls) else 0
-            last = state
+            answered_count = sum(call.done for call in self._calls.values())
+            held_labels = {label for visit in self._held for label in _labels(visit)}
+            state = (self._pending(), len(held_labels), answered_count)
+            steady_looks = (
+                steady_looks + 1
+                if state == previous_state and sum(state) == len(self._calls)
+                else 0
+            )
+            previous_state = state
             if time.monotonic() > end:
                 self._record.unsettled += [step] * bool(step)
                 return
@@ -139,7 +145,7 @@ class Player:
         return sum(int(float(count)) for name, count in ports if name in self._queues)
 
 
-def _comparable(visit: Visit) -> dict[str, Any]:
+def _report_without_random_inputs(visit: Visit) -> dict[str, Any]:
     """Return an execution's report without the random inputs of null rows."""
     message = {key: value for key, value in visit.message.items() if key not in ("pid", "rows")}
     for row in message["batch"]:

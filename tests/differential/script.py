@@ -117,19 +117,23 @@ class Group:
     flags: Sequence[str] = ()
 
 
-def tensor(name: str, datatype: str = "INT32", dims: Sequence[int] = (-1,), more: str = "") -> str:
-    return f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {more} }}'
+def tensor(
+    name: str, datatype: str = "INT32", dims: Sequence[int] = (-1,), extra_fields: str = ""
+) -> str:
+    return (
+        f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {extra_fields} }}'
+    )
 
 
 def recorder(
     name: str,
-    more: str = "",
+    settings: str = "",
     *,
     inputs: Sequence[str] = (tensor("INPUT0"),),
     outputs: Sequence[str] = (tensor("OUTPUT0"),),
     max_batch_size: int = 8,
     instances: int = 1,
-    one: str = "",
+    method_body: str = "",
     files: Mapping[str, bytes] | None = None,
 ) -> Model:
     """Return a Python model that waits at the gate."""
@@ -139,6 +143,6 @@ def recorder(
         input [ {", ".join(inputs)} ]
         output [ {", ".join(outputs)} ]
         instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
-        {more}
+        {settings}
     """
-    return Model(name, config, one, files or {})
+    return Model(name, config, method_body, files or {})

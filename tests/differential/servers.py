@@ -16,7 +16,7 @@ from tests.differential.player import Player, Record
 from tests.differential.script import Group, Model
 from tests.support.gates import Gate
 
-PEERS = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-peers"))
+PEERS_FOLDER = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-peers"))
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Watched:
 
 def triton() -> TritonFiles:
     """Return the folder of Triton; raise `Missing` if there is none."""
-    return find_triton(PEERS)
+    return find_triton(PEERS_FOLDER)
 
 
 def products() -> list[servers.Product]:
@@ -65,9 +65,11 @@ def run_group(product: servers.Product, group: Group) -> dict[str, Record | str]
                     try:
                         records[script.name] = player.run()
                     except (OSError, AssertionError) as error:
-                        died = server.process.poll()
-                        ended = "" if died is None else f" (it has ended, with {died})"
-                        records[script.name] = f"{product.name}{ended}: {error}"
+                        exit_status = server.process.poll()
+                        exit_note = (
+                            "" if exit_status is None else f" (it has ended, with {exit_status})"
+                        )
+                        records[script.name] = f"{product.name}{exit_note}: {error}"
         return records
 
 

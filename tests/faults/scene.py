@@ -16,7 +16,7 @@ import psutil
 from tests.support.leaks import resident_bytes, server_descriptors, unix_sockets
 from tests.support.load import Load
 from tests.support.request_pool import RequestPool, request_pool
-from tests.support.servers import Server, lasting
+from tests.support.servers import Server, without_short_lived
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, json_input
 
@@ -78,20 +78,20 @@ class State:
 
     def differences(self, now: State, more_memory: int) -> list[str]:
         observations = []
-        if now.titles != lasting(self.titles):
+        if now.titles != without_short_lived(self.titles):
             observations.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
         for title, count in now.descriptors.items():
-            before = self.descriptors.get(title, 0)
-            if count > before + _MORE_DESCRIPTORS:
-                observations.append(f"descriptors of {title}: {before} became {count}")
+            previous = self.descriptors.get(title, 0)
+            if count > previous + _MORE_DESCRIPTORS:
+                observations.append(f"descriptors of {title}: {previous} became {count}")
         if now.sockets > self.sockets + _MORE_DESCRIPTORS:
             observations.append(f"unix sockets: {self.sockets} became {now.sockets}")
         total, now_total = sum(self.resident.values()), sum(now.resident.values())
         if now_total > total + _MORE_MEMORY + more_memory:
             grown = [
-                f"{title} {before >> 20} -> {size >> 20}"
+                f"{title} {previous >> 20} -> {size >> 20}"
                 for title, size in now.resident.items()
-                if size > (before := self.resident.get(title, 0)) + _WORTH_A_WORD
+                if size > (previous := self.resident.get(title, 0)) + _WORTH_A_WORD
             ]
             observations.append(
                 f"memory: {total >> 20} MiB became {now_total >> 20} MiB ({', '.join(grown)})"
@@ -111,17 +111,20 @@ class Scene:
     def process(self, title: str) -> psutil.Process:
         return self.server.find_one(title)
 
-    def replaced(self, old: psutil.Process, title: str) -> None:
+    def replaced(self, old_process: psutil.Process, title: str) -> None:
         """Wait until a new process has the title."""
-        wait_replaced(self.server, old, title)
+        wait_replaced(self.server, old_process, title)
 
 
 def wait_replaced(
-    server: Server, old: psutil.Process, title: str, within_s: float = RECOVERY_S + STOP_GRACE_S
+    server: Server,
+    old_process: psutil.Process,
+    title: str,
+    within_s: float = RECOVERY_S + STOP_GRACE_S,
 ) -> None:
     until(
         f"{title} is replaced",
-        lambda: any(process.pid != old.pid for process in server.find(title)),
+        lambda: any(process.pid != old_process.pid for process in server.find(title)),
         within_s,
     )
 
@@ -135,31 +138,33 @@ def scene(server: Server, more_memory: int = 0, regions: int = 1) -> Iterator[Sc
         more_memory: The bytes that the server may have allocated permanently.
         regions: The number of clients that pass tensors through shared memory.
     """
-    before = State.of(server)
+    state_before = State.of(server)
     with request_pool(server) as pool, Load(server, memory=regions) as load, server.http() as http:
         yield Scene(server, pool, load, http)
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
-    assert_is_as_it_was(server, before, more_memory)
+    assert_is_as_it_was(server, state_before, more_memory)
 
 
-def assert_is_as_it_was(server: Server, before: State, more_memory: int) -> None:
+def assert_is_as_it_was(server: Server, state_before: State, more_memory: int) -> None:
     """Check that the server soon has its former resources, except for `more_memory` bytes."""
     differences: list[str] = []
 
-    def as_before() -> bool:
-        differences[:] = before.differences(State.of(server), more_memory)
+    def is_as_before() -> bool:
+        differences[:] = state_before.differences(State.of(server), more_memory)
         return not differences
 
     try:
-        until("the server is what it was", as_before, _SETTLE_S)
+        until("the server is what it was", is_as_before, _SETTLE_S)
     except AssertionError:
         raise AssertionError("; ".join(differences)) from None
 
 
-def assert_recovers(stage: Scene, since: float, within_s: float = RECOVERY_S) -> None:
+def assert_recovers(stage: Scene, fault_time: float, within_s: float = RECOVERY_S) -> None:
     """Check that each client soon has a correct response to a request sent after `since`.
 
     No response may have been wrong.
     """
-    took = stage.load.wait_answered(since, max(0.01, since + within_s - time.monotonic()))
-    assert took <= within_s, f"took {took:.2f} s"
+    recovery_s = stage.load.wait_answered(
+        fault_time, max(0.01, fault_time + within_s - time.monotonic())
+    )
+    assert recovery_s <= within_s, f"took {recovery_s:.2f} s"

@@ -35,11 +35,11 @@ def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
     _, started = start_processes(server)
     members = server.tree()
     assert set(started) < set(members)
-    before = set(os.listdir("/dev/shm"))
+    names_before = set(os.listdir("/dev/shm"))
     with Load(server, simple=2, memory=0) as load:
         server.kill()
         assert_nothing_is_left(server, members)
-    assert not created_since(before)
+    assert not created_since(names_before)
     assert all(answer.is_disconnected for answer in load.troubles())
 
 
@@ -117,13 +117,13 @@ def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) ->
 
 def test_hang_up_ends_a_server_whose_terminal_is_closed(serve: Callable[..., Server]) -> None:
     """In other cases, SIGHUP reloads the configuration."""
-    terminal, theirs = os.openpty()
+    terminal, server_end = os.openpty()
     reasons = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
         "os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.argv[2], sys.argv[2:])"
     )
-    server = serve(prefix=(sys.executable, "-c", reasons, os.ttyname(theirs)))
-    os.close(theirs)
+    server = serve(prefix=(sys.executable, "-c", reasons, os.ttyname(server_end)))
+    os.close(server_end)
     members = server.tree()
     os.kill(server.pid, signal.SIGHUP)
     server.wait_log("no flag has changed")
@@ -137,31 +137,37 @@ def test_a_run_directory_that_a_killed_server_left(serve: Callable[..., Server])
 
     The next server starts in the same directory, on the same ports.
     """
-    first = serve("--gateways=2")
-    members = first.tree()
+    first_server = serve("--gateways=2")
+    members = first_server.tree()
     kill_together(members)
     psutil.wait_procs(members, timeout=5)
-    first.process.wait()
+    first_server.process.wait()
     leftovers = (
-        sorted(path.name for path in first.run_dir.iterdir()) if first.run_dir.exists() else []
+        sorted(path.name for path in first_server.run_dir.iterdir())
+        if first_server.run_dir.exists()
+        else []
     )
-    second = serve(run_dir=first.run_dir, ports=(first.http_port, first.metrics_port))
-    with Load(second) as load:
+    second_server = serve(
+        run_dir=first_server.run_dir, ports=(first_server.http_port, first_server.metrics_port)
+    )
+    with Load(second_server) as load:
         pass
     assert load.troubles() == []
-    second.stop()
-    assert not first.run_dir.exists(), leftovers
+    second_server.stop()
+    assert not first_server.run_dir.exists(), leftovers
 
 
 def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
     """A new server on the same run directory and ports waits until the children of the killed
     one have exited. Repeated three times, because it is a race.
     """
-    first = last = serve()
+    first_server = latest_server = serve()
     for _ in range(3):
-        last.kill()
-        last = serve(run_dir=first.run_dir, ports=(first.http_port, first.metrics_port))
-        with Load(last, simple=1, memory=0) as load:
+        latest_server.kill()
+        latest_server = serve(
+            run_dir=first_server.run_dir, ports=(first_server.http_port, first_server.metrics_port)
+        )
+        with Load(latest_server, simple=1, memory=0) as load:
             pass
         assert load.troubles() == []
 

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from tests.faults.scene import RECOVERY_S, State, assert_is_as_it_was, wait_replaced
-from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy
+from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy_step
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
 
-ELEMENTS = 50_000
+ELEMENT_COUNT = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
-ONE = 'return self.response(Y=self.input(request, "X") + 1)'
-LOADS = """\
+ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
+INITIALIZE_METHOD = """\
     def initialize(self, args):
         import fcntl
         with open(os.environ["GO"]) as go:
@@ -45,17 +45,21 @@ def load_lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("ensembles") / "models"
-    add_model(repository, "first", ONE)
+    add_model(repository, "first", ADD_ONE)
     code = repository / "first" / "1" / "model.py"
-    _, begins, rest = code.read_text().partition("    def initialize(")
-    code.write_text(code.read_text().replace(begins + rest.partition("execute(")[0], LOADS, 1))
-    fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
-    add_model(repository, "second", ONE, *fixed)
-    add_model(repository, "third", ONE)
-    steps = [xy("first", "IN", "a"), xy("second", "a", "b"), xy("third", "b", "OUT")]
+    _, separator, code_after = code.read_text().partition("    def initialize(")
+    code.write_text(
+        code.read_text().replace(
+            separator + code_after.partition("execute(")[0], INITIALIZE_METHOD, 1
+        )
+    )
+    fixed = [tensor("X", dims=[ELEMENT_COUNT])], [tensor("Y", dims=[ELEMENT_COUNT])]
+    add_model(repository, "second", ADD_ONE, *fixed)
+    add_model(repository, "third", ADD_ONE)
+    steps = [xy_step("first", "IN", "a"), xy_step("second", "a", "b"), xy_step("third", "b", "OUT")]
     add_ensemble(repository, "pipe", steps)
-    add_model(repository, "grows", ONE)
-    add_ensemble(repository, "last", [xy("grows", "IN", "OUT")])
+    add_model(repository, "grows", ADD_ONE)
+    add_ensemble(repository, "last", [xy_step("grows", "IN", "OUT")])
     return repository
 
 
@@ -96,26 +100,26 @@ class Asking:
         for thread in self._threads:
             thread.join()
 
-    def _send_requests(self, which: int) -> None:
-        values = np.arange(ELEMENTS, dtype=np.float32) * (which + 1)
-        tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
+    def _send_requests(self, client_index: int) -> None:
+        values = np.arange(ELEMENT_COUNT, dtype=np.float32) * (client_index + 1)
+        tensors = [("IN", "FP32", [ELEMENT_COUNT], values.tobytes())]
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
             while not self._stopped.is_set():
-                began = time.monotonic()
+                sent_at = time.monotonic()
                 reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
                 if reply.status != 200:
                     self.wrong.append(f"{reply.status} {reply.error}")
                 elif (reply.tensors()["OUT"] != values + 3).any():
                     self.wrong.append("wrong values")
                 else:
-                    self.right[which].append(began)
+                    self.right[client_index].append(sent_at)
 
-    def wait_right(self, since: float, within_s: float = 10.0) -> None:
+    def wait_right(self, fault_time: float, within_s: float = 10.0) -> None:
         """Wait until each client has a correct response to a request sent after `since`."""
         until(
             "every client has a right answer",
-            lambda: all(times and times[-1] > since for times in self.right),
+            lambda: all(times and times[-1] > fault_time for times in self.right),
             within_s,
         )
 
@@ -137,17 +141,17 @@ def test_a_process_dies(server: Server, separate_server: Server, mode: str, vict
     server = {"hosted": server, "separate": separate_server}[mode]
     with Asking(server):  # memory that the first requests allocate permanently is not a leak
         pass
-    before = State.of(server)
-    with Asking(server) as asking:
+    state_before = State.of(server)
+    with Asking(server) as asking_clients:
         for _ in range(3):
-            old = server.find_one(victim)
-            old.kill()
-            killed = time.monotonic()
-            wait_replaced(server, old, victim, 5.0)
-            asking.wait_right(killed)
-    assert asking.wrong == []
+            old_process = server.find_one(victim)
+            old_process.kill()
+            killed_at = time.monotonic()
+            wait_replaced(server, old_process, victim, 5.0)
+            asking_clients.wait_right(killed_at)
+    assert asking_clients.wrong == []
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
-    assert_is_as_it_was(server, before, 0)
+    assert_is_as_it_was(server, state_before, 0)
 
 
 @pytest.mark.parametrize("mode", ["hosted", "separate"])
@@ -168,19 +172,21 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         return binary_request([tensor], outputs=requested_outputs)
 
     with (
-        contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
+        contextlib.closing(http.client.HTTPConnection(server.url)) as slow_connection,
         server.http() as other_http,
     ):
-        slow.request("POST", "/v2/models/last/infer", *slow_request(1))
+        slow_connection.request("POST", "/v2/models/last/infer", *slow_request(1))
         # The body is too large for the socket and waits for its reader.
-        response = slow.getresponse()
-        old = server.find_one("ensemble last")
-        old.kill()
-        wait_replaced(server, old, "ensemble last", 5.0)
+        response = slow_connection.getresponse()
+        old_process = server.find_one("ensemble last")
+        old_process.kill()
+        wait_replaced(server, old_process, "ensemble last", 5.0)
         until("it is ready", lambda: server.answers("/v2/models/last/ready"), RECOVERY_S)
         for factor in range(2, 6):
-            right = values * factor + 1
-            assert (other_http.infer("last", *slow_request(factor)).tensors()["OUT"] == right).all()
+            expected = values * factor + 1
+            assert (
+                other_http.infer("last", *slow_request(factor)).tensors()["OUT"] == expected
+            ).all()
         output = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
         assert (output == values + 1).all()
 
@@ -191,12 +197,12 @@ def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
     Requests wait meanwhile.
     """
     ready = "/v2/models/pipe/ready"
-    with open(load_lock) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(load_lock) as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         server.find_one("worker first.0").kill()
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
         assert not server.answers("/v2/health/ready")
     until("it is ready again", lambda: server.answers(ready), RECOVERY_S)
-    with Asking(server) as asking:
+    with Asking(server) as asking_clients:
         pass
-    assert asking.wrong == []
+    assert asking_clients.wrong == []

@@ -29,7 +29,7 @@ from tests.faults.scene import (
     start_processes,
 )
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, runs, wait_exited
+from tests.support.servers import Server, is_running, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, in_region, raw_connection, shm_input
 
@@ -86,12 +86,12 @@ def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
     """Stop a zygote, then kill one of its processes; a replacement must still start."""
 
     def commit(stage: Scene) -> None:
-        old = stage.process(zygote)
-        old.suspend()
+        old_process = stage.process(zygote)
+        old_process.suspend()
         victim = stage.process(child)
         victim.kill()
         stage.replaced(victim, child)
-        assert not runs(old)
+        assert not is_running(old_process)
 
     return commit
 
@@ -157,9 +157,9 @@ def kill_with_requests_inside(stage: Scene) -> None:
     pending = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     os.kill(visit.pid, signal.SIGKILL)
-    again = stage.server.gate.next()
-    assert again.pid != visit.pid
-    again.release()
+    next_visit = stage.server.gate.next()
+    assert next_visit.pid != visit.pid
+    next_visit.release()
     assert pending.result().tensors()["OUTPUT0"].tolist() == [[1]]
 
 
@@ -169,14 +169,14 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
     stage.server.gate.next().release()
     assert pending.result().status == 200
     counters = ("nv_inference_request_success", "shmserve_request_seconds_bucket")
-    before = [stage.server.samples(name) for name in counters]
+    samples_before = [stage.server.samples(name) for name in counters]
     kill("scheduler gated")(stage)
 
-    def here_again() -> bool:
+    def has_counters() -> bool:
         return bool(stage.server.metric(counters[0], model="gated"))
 
-    until("it is heard of again", here_again, RECOVERY_S)
-    for name, samples in zip(counters, before, strict=True):
+    until("it is heard of again", has_counters, RECOVERY_S)
+    for name, samples in zip(counters, samples_before, strict=True):
         now = stage.server.samples(name)
         assert [s for s in now if s[0]["model"] == "gated"] == [
             s for s in samples if s[0]["model"] == "gated"
@@ -185,7 +185,7 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
 
 def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     """Kill a scheduler with a queue and a batch; all requests are submitted again."""
-    running = stage.pool.number("gated", 1)
+    running_request = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     waiting = stage.pool.number("gated", 2)
     stage.server.wait_pending("gated", 1)
@@ -193,9 +193,9 @@ def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     victim.kill()
     stage.replaced(victim, "scheduler gated")
     visit.release()
-    while not (running.done() and waiting.done()):
+    while not (running_request.done() and waiting.done()):
         stage.server.gate.release_arrivals(0.05)
-    assert running.result().tensors()["OUTPUT0"].tolist() == [[1]]
+    assert running_request.result().tensors()["OUTPUT0"].tolist() == [[1]]
     assert waiting.result().tensors()["OUTPUT0"].tolist() == [[2]]
 
 
@@ -223,15 +223,15 @@ def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
     """
 
     def commit(stage: Scene) -> None:
-        good, bad, fine = in_one_batch(stage, "ok", command, "ok")
-        assert is_right(good), good
-        assert is_right(fine), fine
-        assert bad.status == 500 or (bad.status == 503 and not error), bad
-        assert error in bad.error
-        assert_text_is_for_clients(bad.error, stage.server)
-        since = time.monotonic()
+        first_reply, bad_reply, second_reply = in_one_batch(stage, "ok", command, "ok")
+        assert is_right(first_reply), first_reply
+        assert is_right(second_reply), second_reply
+        assert bad_reply.status == 500 or (bad_reply.status == 503 and not error), bad_reply
+        assert error in bad_reply.error
+        assert_text_is_for_clients(bad_reply.error, stage.server)
+        sent_at = time.monotonic()
         assert is_right(stage.http.infer("crimes", crime("ok")))
-        assert time.monotonic() - since < RECOVERY_S
+        assert time.monotonic() - sent_at < RECOVERY_S
 
     return commit
 
@@ -246,8 +246,8 @@ def model_hangs(stage: Scene) -> None:
         r"its stacks: wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
     )
     for requests in (3, 1):
-        why = f"an execution of {requests} requests exceeded the limit of 3 seconds"
-        assert re.search(rf"instance 'crimes_0_0' is killed: {why}; {memory_range}", log), log
+        reason = f"an execution of {requests} requests exceeded the limit of 3 seconds"
+        assert re.search(rf"instance 'crimes_0_0' is killed: {reason}; {memory_range}", log), log
 
 
 def model_forks(stage: Scene) -> None:
@@ -270,9 +270,9 @@ def assert_text_is_for_clients(text: str, server: Server) -> None:
 
 def infer_head(model: str, length: int, *lines: str) -> bytes:
     """Return the head of a request with a body of `length` bytes."""
-    first = f"POST /v2/models/{model}/infer HTTP/1.1"
+    request_line = f"POST /v2/models/{model}/infer HTTP/1.1"
     return "\r\n".join(
-        (first, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
+        (request_line, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
     ).encode()
 
 
@@ -285,9 +285,9 @@ def infer_text(model: str, request: dict) -> bytes:
 def hang_up_at_every_byte(stage: Scene) -> None:
     """Disconnect at every position of a request, and while it is executed."""
     text = infer_text("crimes", crime("ok"))
-    for cut in range(1, len(text), 17):
+    for length in range(1, len(text), 17):
         with raw_connection(stage.server.http_port) as connection:
-            connection.sendall(text[:cut])
+            connection.sendall(text[:length])
     for _ in range(20):
         with raw_connection(stage.server.http_port) as connection:
             connection.sendall(text)
@@ -297,18 +297,18 @@ def hang_up_in_a_batch(stage: Scene) -> None:
     """Disconnect one client of a running batch; the others receive their responses."""
     holder = stage.pool.infer("crimes", crime("gate"))
     visit = stage.server.gate.next()
-    stays = [stage.pool.infer("crimes", crime("ok"))]
+    remaining_requests = [stage.pool.infer("crimes", crime("ok"))]
     stage.server.wait_pending("crimes", 1)
     with raw_connection(stage.server.http_port) as connection:
         connection.sendall(infer_text("crimes", crime("gate")))
         stage.server.wait_pending("crimes", 2)
-        stays.append(stage.pool.infer("crimes", crime("ok")))
+        remaining_requests.append(stage.pool.infer("crimes", crime("ok")))
         stage.server.wait_pending("crimes", 3)
         visit.release()
         visit = stage.server.gate.next()
     visit.release()
     assert is_right(holder.result())
-    assert all(is_right(answer.result()) for answer in stays)
+    assert all(is_right(answer.result()) for answer in remaining_requests)
 
 
 def hang_up_instead_of_reading(stage: Scene) -> None:
@@ -339,7 +339,7 @@ def hang_up_instead_of_reading(stage: Scene) -> None:
 # --- regions that changed after registration ---
 
 
-def through(name: str, count: int = len(NUMBERS)) -> dict:
+def region_request(name: str, count: int = len(NUMBERS)) -> dict:
     """Return a request from the first half of a region into its second half."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [count], name, 4 * count)],
@@ -347,17 +347,17 @@ def through(name: str, count: int = len(NUMBERS)) -> dict:
     }
 
 
-def truncate(to: int) -> Callable[[Scene], None]:
+def truncate(new_size: int) -> Callable[[Scene], None]:
     """Return a fault that truncates a registered region; only its client receives an error."""
 
     def commit(stage: Scene) -> None:
         with SharedObject(2 * NUMBERS.nbytes) as shared_object:
             shared_object.write(NUMBERS)
             stage.http.register("cut", shared_object.key, 2 * NUMBERS.nbytes).ok()
-            assert stage.http.infer("identity", through("cut")).status == 200
-            shared_object.truncate(to)
+            assert stage.http.infer("identity", region_request("cut")).status == 200
+            shared_object.truncate(new_size)
             for _ in range(3):
-                reply = stage.http.infer("identity", through("cut"))
+                reply = stage.http.infer("identity", region_request("cut"))
                 assert reply.status in (400, 500, 503)
                 assert_text_is_for_clients(reply.error, stage.server)
             stage.http.unregister("cut").ok()
@@ -391,7 +391,7 @@ def give_pages_back(stage: Scene) -> None:
         shared_object.write(NUMBERS)
         stage.http.register("holes", shared_object.key, 2 * NUMBERS.nbytes).ok()
         for _ in range(20):
-            pending = stage.pool.infer("identity", through("holes"))
+            pending = stage.pool.infer("identity", region_request("holes"))
             shared_object.punch()
             assert pending.result().status == 200
         stage.http.unregister("holes").ok()
@@ -403,13 +403,13 @@ def unlink_while_used(stage: Scene) -> None:
         shared_object.write(NUMBERS)
         stage.http.register("gone", shared_object.key, 2 * NUMBERS.nbytes).ok()
         shared_object.path.unlink()
-        for again in range(2):
-            shared_object.write(NUMBERS + again)
-            stage.http.infer("identity", through("gone")).ok()
+        for increment in range(2):
+            shared_object.write(NUMBERS + increment)
+            stage.http.infer("identity", region_request("gone")).ok()
             assert (
-                shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + again
+                shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + increment
             ).all()
-            if not again:
+            if not increment:
                 kill("worker identity.0")(stage)
         stage.http.unregister("gone").ok()
 
@@ -418,7 +418,7 @@ def unregister_while_used(stage: Scene) -> None:
     """Unregister a region in use: the call returns at once, and requests in flight use the
     region to their end, even after its name is registered again.
     """
-    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other:
+    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other_object:
         shared_object.write(np.full(1024, 5, np.int32))
         stage.http.register("r", shared_object.key, 2 * 4096).ok()
         request = {
@@ -428,12 +428,12 @@ def unregister_while_used(stage: Scene) -> None:
         pending = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
-        stage.http.infer("identity", through("r", 1024)).ok()
-        stage.http.register("r", other.key, 2 * 4096).ok()
+        stage.http.infer("identity", region_request("r", 1024)).ok()
+        stage.http.register("r", other_object.key, 2 * 4096).ok()
         visit.release()
         assert pending.result().status == 200
         assert (shared_object.read(np.int32, 1024, 4096) == 5).all()
-        assert not other.read(np.int32, 2048).any()
+        assert not other_object.read(np.int32, 2048).any()
         stage.http.unregister("r").ok()
 
 
@@ -444,10 +444,10 @@ def leave_processes_behind(stage: Scene) -> None:
     _, alive = psutil.wait_procs(started, timeout=RECOVERY_S)
     assert not alive
 
-    def here_again() -> bool:
+    def is_ready_again() -> bool:
         return stage.server.answers("/v2/models/crimes/ready")
 
-    until("it is here again", here_again, LONGEST_PAUSE_S + RECOVERY_S)
+    until("it is here again", is_ready_again, LONGEST_PAUSE_S + RECOVERY_S)
 
 
 CRIMES: dict[str, Crime] = {
@@ -509,17 +509,17 @@ CRIMES: dict[str, Crime] = {
 
 @pytest.mark.parametrize("name", CRIMES)
 @pytest.mark.usefixtures("state_before")
-def test_crime(server: Server, name: str) -> None:
+def test_recovery_from_a_crime(server: Server, name: str) -> None:
     crime = CRIMES[name]
     with scene(server, crime.more_memory) as stage:
         crime.commit(stage)
         assert_recovers(stage, time.monotonic(), crime.within_s)
-        lost = [
+        unexpected_answers = [
             answer
             for answer in stage.load.troubles()
             if not (crime.connections and answer.is_disconnected)
         ]
-        assert lost == []
+        assert unexpected_answers == []
 
 
 def test_no_resources_remain_after_all_faults(server: Server, state_before: State) -> None:

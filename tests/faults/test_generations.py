@@ -31,11 +31,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     repositories.add(folder, "simple", "gated", "identity")
     repositories.add_slow(folder, "slow")
-    twin = repositories.add_slow(folder, "twin")
-    config = twin / "config.pbtxt"
+    twin_folder = repositories.add_slow(folder, "twin")
+    config = twin_folder / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
-    two = repositories.add_as(folder, "two", "gated")
-    (two / "1").rename(two / "2")
+    model_folder = repositories.add_as(folder, "two", "gated")
+    (model_folder / "1").rename(model_folder / "2")
     repositories.add_as(folder, "once", "gated")
     return folder
 
@@ -60,7 +60,7 @@ def state(server: Server, name: str, version: str = "1") -> str:
     return str(row["state"])
 
 
-def attached(server: Server) -> int:
+def count_attached(server: Server) -> int:
     """Return the number of connections between workers and schedulers."""
     with open("/proc/net/unix") as table:
         rows = [line.split() for line in table]
@@ -103,9 +103,9 @@ def test_a_process_that_dies_while_its_generation_drains(
     if (process, verb) == ("scheduler", "unload"):
         assert pending.result().status == 503
     else:
-        again = server.gate.next()
-        assert again.pid != visit.pid
-        again.release()
+        next_visit = server.gate.next()
+        assert next_visit.pid != visit.pid
+        next_visit.release()
         assert values(pending.result()) == [7]
     change(pool, "gated", "unload").result().ok()
     until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
@@ -115,14 +115,16 @@ def test_a_process_that_dies_while_its_generation_drains(
 def test_an_instance_that_dies_while_another_loads(server: Server, pool: RequestPool) -> None:
     """The instance restarts, and the load succeeds with both instances."""
     pending = change(pool, "twin")
-    first, second = server.gate.next(), server.gate.next()
-    before = attached(server)
-    first.release()
-    until("the first offers itself to its scheduler", lambda: attached(server) > before)
+    first_visit, second_visit = server.gate.next(), server.gate.next()
+    attached_before = count_attached(server)
+    first_visit.release()
+    until(
+        "the first offers itself to its scheduler", lambda: count_attached(server) > attached_before
+    )
     state(server, "twin")  # the supervisor has received the worker's registration, too
-    os.kill(first.pid, signal.SIGKILL)
+    os.kill(first_visit.pid, signal.SIGKILL)
     server.gate.next().release()
-    second.release()
+    second_visit.release()
     pending.result().ok()
     assert server.answers("/v2/models/twin/ready")
     until("both are there", lambda: len(server.find("worker twin")) == 2)
@@ -135,9 +137,9 @@ def test_an_unload_waits_for_the_load_that_runs(
 ) -> None:
     """The load succeeds, and then the model is unloaded."""
     if served:
-        first = change(pool, "slow")
+        first_load = change(pool, "slow")
         server.gate.next().release()
-        first.result().ok()
+        first_load.result().ok()
     pending = change(pool, "slow")
     loading = server.gate.next()
     unload = change(pool, "slow", "unload")
@@ -149,9 +151,9 @@ def test_an_unload_waits_for_the_load_that_runs(
     unload.result().ok()
     assert not server.find("worker slow")
     until("its scheduler has ended", lambda: state(server, "slow") == "UNAVAILABLE")
-    again = change(pool, "slow")
+    second_load = change(pool, "slow")
     server.gate.next().release()
-    again.result().ok()
+    second_load.result().ok()
     change(pool, "slow", "unload").result().ok()
 
 
@@ -164,14 +166,14 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
     executing = server.gate.next()
     change(pool, "slow", "unload").result().ok()
     assert state(server, "slow") == "UNLOADING"
-    loaded = change(pool, "slow")
+    load_request = change(pool, "slow")
     loading = server.gate.next()
     executing.release()
     assert values(pending.result()) == [7]
     until("the old one has ended", lambda: len(server.find("scheduler slow")) == 1)
     assert state(server, "slow") == "LOADING"
     loading.release()
-    loaded.result().ok()
+    load_request.result().ok()
     assert server.answers("/v2/models/slow/ready")
     assert state(server, "slow") == "READY"
     change(pool, "slow", "unload").result().ok()
@@ -180,7 +182,7 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
 def test_a_version_replaces_another_while_models_change(server: Server, repository: Path) -> None:
     """Readiness can be queried at every moment of the replacement."""
     with request_pool(server) as pool:
-        before = len(server.log())
+        log_length = len(server.log())
         change(pool, "two").result().ok()
         (repository / "two" / "2").rename(repository / "two" / "1")
         with silent_local_client(server) as changes:
@@ -190,7 +192,7 @@ def test_a_version_replaces_another_while_models_change(server: Server, reposito
             server.find_one("worker simple").kill()
             until("it is known", lambda: not server.answers("/v2/models/simple/ready"))
         pending.result().ok()
-        assert "Traceback" not in server.log()[before:]
+        assert "Traceback" not in server.log()[log_length:]
         assert state(server, "two", "1") == "READY"
         until("the old one has ended", lambda: state(server, "two", "2") == "UNAVAILABLE")
         change(pool, "two", "unload").result().ok()
@@ -202,13 +204,13 @@ def test_a_model_that_broke_is_loaded_again(
 ) -> None:
     """The model and the server are ready afterwards."""
     code = repository / "once" / "1" / "model.py"
-    good = code.read_text()
+    good_code = code.read_text()
     change(pool, "once").result().ok()
     code.write_text("raise SystemError('not again')")
     server.find_one("worker once").kill()
     until("it has failed", lambda: state(server, "once") == "UNAVAILABLE")
     assert not server.answers("/v2/health/ready")
-    code.write_text(good)
+    code.write_text(good_code)
     change(pool, "once").result().ok()
     assert state(server, "once") == "READY"
     assert server.answers("/v2/models/once/ready")
@@ -221,21 +223,21 @@ def test_a_generation_that_fails_during_takeover(
 ) -> None:
     """The load fails, and the old generation continues to serve."""
     code = repository / "slow" / "1" / "model.py"
-    good = code.read_text()
+    good_code = code.read_text()
     loading = change(pool, "slow")
-    old = server.gate.next()
-    old.release()
+    old_visit = server.gate.next()
+    old_visit.release()
     loading.result().ok()
     loading = change(pool, "slow")
-    new = server.gate.next()
+    new_visit = server.gate.next()
     code.write_text("raise SystemError('not again')")
     # The new client does not wait for changes published earlier.
     with silent_local_client(server) as changes:
-        new.release()
+        new_visit.release()
         changes("slow")
         pending = pool.number("slow", 7)
-        assert server.gate.next().pid == new.pid
-        os.kill(new.pid, signal.SIGKILL)
+        assert server.gate.next().pid == new_visit.pid
+        os.kill(new_visit.pid, signal.SIGKILL)
         until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
     reply = loading.result()
     assert reply.status == 400, "all know it, and the model is broken"
@@ -244,10 +246,10 @@ def test_a_generation_that_fails_during_takeover(
     assert server.answers("/v2/models/slow/ready")
     pending = pool.number("slow", 8)
     visit = server.gate.next()
-    assert visit.pid == old.pid
+    assert visit.pid == old_visit.pid
     visit.release()
     assert values(pending.result()) == [8]
-    code.write_text(good)
+    code.write_text(good_code)
     change(pool, "slow", "unload").result().ok()
     until("both have ended", lambda: not server.find("scheduler slow"))
 

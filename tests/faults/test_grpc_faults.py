@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, Start, stopped, wait_exited
+from tests.support.servers import Server, Start, suspend, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
@@ -40,7 +40,7 @@ def test_the_gateway_dies(server: Server, ending: str) -> None:
             request_of("gated", np.ones((1, 1), np.int32), "INT32"), timeout=20
         )
         visit = server.gate.next()
-        gateway.kill() if ending == "kill" else stopped(gateway)
+        gateway.kill() if ending == "kill" else suspend(gateway)
         assert http.get("/v2/health/ready").status == 200
         assert wait_exited(gateway, WITHIN_S)
         assert pending.exception().code() is grpc.StatusCode.UNAVAILABLE

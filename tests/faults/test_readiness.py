@@ -61,14 +61,14 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
     folder = repositories.add_as(repository, "once", "gated")
     repositories.add(repository, "simple")
     mark = tmp_path / "loaded"
-    once = f"""\
+    crashing_code = f"""\
     def initialize(self, args):
         if os.path.exists({str(mark)!r}):
             os._exit(9)
         open({str(mark)!r}, "w").close()
 
     def execute("""
-    repositories.insert(folder, once)
+    repositories.insert(folder, crashing_code)
     with running(repository) as server, server.http() as http, request_pool(server) as pool:
         server.gate.close()
         waiting = pool.number("once", 1)
@@ -106,7 +106,7 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
     repository.mkdir()
     folder = repositories.add_as(repository, "bad", "simple")
     code = folder / "1" / "model.py"
-    good = code.read_text()
+    good_code = code.read_text()
     repositories.insert(folder, "    def execute(self, _):\n        os.abort()\n\n    def was(")
     code.write_text(f"import os\n{code.read_text()}")
     repositories.add(repository, "simple")
@@ -118,20 +118,20 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
         with server.http() as http:
             statuses: list[int] = []
 
-            def given_up() -> bool:
+            def is_given_up() -> bool:
                 statuses.append(http.infer("bad", request).status)
                 assert http.infer("simple", request).status == 200
                 return statuses[-1] == 503
 
-            until("it is given up", given_up)
+            until("it is given up", is_given_up)
             assert statuses == [500] * 5 + [503]  # each request is retried once
             rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
             assert rows["bad"]["state"] == "UNAVAILABLE"
-            why = "its process ended 10 times in a row (signal 6), and it executed no request"
-            assert why in rows["bad"]["reason"]
-            assert f"instance 'bad_0_0' is not restarted: {why}" in server.log()
+            reason = "its process ended 10 times in a row (signal 6), and it executed no request"
+            assert reason in rows["bad"]["reason"]
+            assert f"instance 'bad_0_0' is not restarted: {reason}" in server.log()
             assert http.get("/v2/models/bad/ready").status == 400
-            code.write_text(good)
+            code.write_text(good_code)
             if mode == "explicit":
                 http.load("bad").ok()
             until("it serves", lambda: http.infer("bad", request).status == 200)

@@ -13,7 +13,7 @@ from tests.support.servers import Server, running
 from tests.support.wire.raw_http import json_input
 
 _LARGE = 250_000  # number of elements, 1 MB in total
-_TIMES = 40
+_REPETITIONS = 40
 
 
 def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
         repository,
         "large",
         'return self.response(Y=self.input(request, "X") + 1)',
-        more="response_cache { enable: true }",
+        settings="response_cache { enable: true }",
     )
     with running(repository, "--cache-config=local,size=100000") as server:
 
@@ -40,17 +40,17 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(send_request, range(8)))
-            before = resident_bytes(server)["scheduler large"]
-            list(pool.map(send_request, range(_TIMES)))
-            assert resident_bytes(server)["scheduler large"] < before + (16 << 20)
+            bytes_before = resident_bytes(server)["scheduler large"]
+            list(pool.map(send_request, range(_REPETITIONS)))
+            assert resident_bytes(server)["scheduler large"] < bytes_before + (16 << 20)
         assert server.metric("shmserve_cache_entries", model="large") == 0
-        assert server.metric("nv_cache_num_misses_per_model", model="large") == 8 + _TIMES
+        assert server.metric("nv_cache_num_misses_per_model", model="large") == 8 + _REPETITIONS
         for _ in range(2):
             send_request(1, size=4)
         assert server.metric("nv_cache_num_hits_per_model", model="large") == 1
 
 
-_LIMITED = """
+_LIMITED_GROUP = """
 instance_group [ { kind: KIND_CPU count: 1
   rate_limiter { resources [ { name: "R" count: 1 } ] } } ]
 """
@@ -64,7 +64,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
     for name in ("holder", "other"):
         config = repositories.add_as(repository, name, "gated") / "config.pbtxt"
         lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
-        config.write_text("\n".join([*lines, _LIMITED]))
+        config.write_text("\n".join([*lines, _LIMITED_GROUP]))
 
     def send_request(server: Server, model: str, value: int) -> int:
         with server.http() as http:
@@ -75,18 +75,18 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
         gate = server.gate
         with ThreadPoolExecutor(2) as pool:
             holder = pool.submit(send_request, server, "holder", 1)
-            held = gate.next()
-            assert held.message["batch"] == [1]
-            other = pool.submit(send_request, server, "other", 2)
+            holder_visit = gate.next()
+            assert holder_visit.message["batch"] == [1]
+            other_request = pool.submit(send_request, server, "other", 2)
             server.wait_pending("other", 1)
             server.find_one(victim).kill()
-            first = gate.next()
-            first.release()
-            held.release()  # after the death of the scheduler alone, the worker still runs
-            second = gate.next()
-            second.release()
-            assert sorted([*first.batch, *second.batch]) == [1, 2]
-            assert (holder.result(), other.result()) == (200, 200)
+            first_visit = gate.next()
+            first_visit.release()
+            holder_visit.release()  # after the death of the scheduler alone, the worker still runs
+            second_visit = gate.next()
+            second_visit.release()
+            assert sorted([*first_visit.batch, *second_visit.batch]) == [1, 2]
+            assert (holder.result(), other_request.result()) == (200, 200)
         gate.close()
         server.wait_ready()
         for model in ("holder", "other"):

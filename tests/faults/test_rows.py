@@ -63,9 +63,9 @@ class Stage:
             self.http.register(name, shared_object.key, size, offset).ok()
             yield shared_object
 
-    def through(self, name: str, **where: int) -> int:
+    def infer_in_region(self, name: str, **where: int) -> int:
         """Return the status of a request from a region into the same region."""
-        return self.http.infer("identity", through(name, **where)).status
+        return self.http.infer("identity", region_request(name, **where)).status
 
     def replaced(self, title: str) -> None:
         """Kill a worker and wait for its replacement."""
@@ -78,7 +78,7 @@ class Stage:
         self.server.wait_ready()
 
 
-def through(
+def region_request(
     name: str, size: int = SIZE, input_offset: int = 0, output_offset: int = SIZE
 ) -> dict[str, Any]:
     """Return a request from a region into the same region."""
@@ -88,7 +88,7 @@ def through(
     }
 
 
-def gated(value: int, region: str, offset: int = 0) -> dict[str, Any]:
+def gated_request(value: int, region: str, offset: int = 0) -> dict[str, Any]:
     """Return a request that writes 64 bytes of `value` into a region once the gate is released."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
     inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
@@ -111,16 +111,16 @@ def unregister_in_flight(stage: Stage) -> None:
     The call returns at once; the region stays listed and usable until its last request ends.
     """
     with stage.region("r") as own_region:
-        pending = stage.pool.infer("gated", gated(5, "r"))
+        pending = stage.pool.infer("gated", gated_request(5, "r"))
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         assert [region["name"] for region in stage.http.regions().json()] == ["r"]
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         visit.release()
         assert pending.result().status == 200
         assert (own_region.read(np.int32, 16) == 5).all()
         until("it is not listed", lambda: stage.http.regions().json() == [])
-        assert stage.through("r") == 404
+        assert stage.infer_in_region("r") == 404
 
 
 def unregister_under_load(stage: Stage) -> None:
@@ -164,8 +164,10 @@ shared.path.unlink()
 def client_crashes_and_returns(stage: Stage) -> None:
     """Restart a killed client, with the old object and with a new one; both work at once."""
     for attempt in ("first", "again", "anew", "last"):
-        ran = run_python("-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), attempt)
-        assert ran.stdout.strip() == "200", (attempt, ran.stderr)
+        completed = run_python(
+            "-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), attempt
+        )
+        assert completed.stdout.strip() == "200", (attempt, completed.stderr)
 
 
 def client_dies_and_leaves_a_region(stage: Stage) -> None:
@@ -181,24 +183,24 @@ def client_dies_and_leaves_a_region(stage: Stage) -> None:
             wait_regions(stage, ["kept", "leased"])
         wait_regions(stage, ["kept"])
         body["lifetime"] = "forever"
-        refused = stage.http.post("/v2/systemsharedmemory/region/leased/register", body)
-        assert refused.status == 400
+        refused_reply = stage.http.post("/v2/systemsharedmemory/region/leased/register", body)
+        assert refused_reply.status == 400
 
 
 def numbers_that_overflow(stage: Stage) -> None:
     """Use offsets and sizes near all limits; each request is rejected or correct."""
     edges = [0, 1, PAGE, 2 * SIZE, 2**31, 2**32, 2**53, 2**63, 2**64]
-    near = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
+    numbers = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
     with SharedObject(2 * SIZE) as shared_object:
-        for offset in near:
-            for size in near:
+        for offset in numbers:
+            for size in numbers:
                 fits = size > 0 and offset + size <= 2 * SIZE
                 reply = stage.http.register("r", shared_object.key, size, offset)
                 assert (reply.status == 200) == fits, (offset, size, reply)
                 if fits:
                     stage.http.unregister("r").ok()
         stage.http.register("r", shared_object.key, 2 * SIZE).ok()
-        for offset in near:
+        for offset in numbers:
             inputs = [shm_input("INPUT0", "FP32", [16], "r", 64, offset)]
             status = stage.http.infer("identity", {"inputs": inputs}).status
             assert (status == 200) == (offset + 64 <= 2 * SIZE), offset
@@ -207,7 +209,7 @@ def numbers_that_overflow(stage: Stage) -> None:
 def offset_of_the_last_page(stage: Stage) -> None:
     """Check that the registered offset is added only once."""
     with stage.region("r", PAGE, 1023 * PAGE) as region:
-        assert stage.through("r", size=64, output_offset=PAGE - 64) == 200
+        assert stage.infer_in_region("r", size=64, output_offset=PAGE - 64) == 200
         assert (region.read(np.float32, 16, 1024 * PAGE - 64) == VALUES[:16]).all()
 
 
@@ -215,24 +217,24 @@ def offsets_that_no_page_begins_at(stage: Stage) -> None:
     """Register an object at offsets that are not aligned to pages."""
     for offset in (1, 8, 4095):
         with stage.region("r", 2 * SIZE, offset) as region:
-            assert stage.through("r") == 200
+            assert stage.infer_in_region("r") == 200
             assert (region.read(np.uint8, SIZE, offset + SIZE).view(np.float32) == VALUES).all()
             stage.http.unregister("r").ok()
 
 
-def truncated(stage: Stage) -> None:
+def truncate_while_used(stage: Stage) -> None:
     """Truncate an object before it is read, and before the output is written; only its client
     fails.
     """
     with stage.region("r") as region:
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         worker = stage.server.find_one("worker identity.0")
         region.truncate(SIZE)
-        assert stage.through("r") == 400
+        assert stage.infer_in_region("r") == 400
         region.truncate(2 * SIZE)
         assert stage.server.find_one("worker identity.0") == worker
     with stage.region("s") as region:
-        pending = stage.pool.infer("gated", gated(5, "s", SIZE))
+        pending = stage.pool.infer("gated", gated_request(5, "s", SIZE))
         visit = stage.server.gate.next()
         region.truncate(0)
         visit.release()
@@ -252,7 +254,7 @@ def shared_memory_is_full(stage: Stage) -> None:
 
 def killed_servers_leave_nothing(stage: Stage) -> None:
     """Kill all processes at once; no object, socket or process remains."""
-    before = set(os.listdir("/dev/shm"))
+    names_before = set(os.listdir("/dev/shm"))
     for _ in range(2):
         server = Server([stage.models]).wait_ready()
         members = server.tree()
@@ -263,10 +265,10 @@ def killed_servers_leave_nothing(stage: Stage) -> None:
             # it.
             server.assert_exited(members, within_s=1.0)
         server.discard(members)
-        assert not created_since(before)
+        assert not created_since(names_before)
 
 
-ATTACH = """
+ATTACH_SCRIPT = """
 import sys
 from multiprocessing import shared_memory
 shared_memory.SharedMemory(sys.argv[1]).close()
@@ -276,10 +278,12 @@ shared_memory.SharedMemory(sys.argv[1]).close()
 def somebody_attaches_and_unlinks(stage: Stage) -> None:
     """Attach with Python before 3.13, which unlinks an object when the attached program exits."""
     with stage.region("r") as region:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", ATTACH, region.name], check=True)
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", ATTACH_SCRIPT, region.name], check=True
+        )
         with contextlib.suppress(FileNotFoundError):
             region.path.unlink()
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
 
 
@@ -287,10 +291,10 @@ def unlinked_while_registered(stage: Stage) -> None:
     """Unlink a registered object; it remains usable, also for new workers."""
     with stage.region("r") as region:
         region.path.unlink()
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         stage.replaced("worker identity.0")
         region.write(VALUES + 1)
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
 
 
@@ -301,7 +305,7 @@ def another_object_of_the_same_name(stage: Stage) -> None:
         try:
             region.unlink()
             region.create()
-            assert stage.through("r") == 200
+            assert stage.infer_in_region("r") == 200
             assert not region.read(np.uint8, 2 * SIZE).any()
             assert (np.frombuffer(os.pread(keeper, SIZE, SIZE), np.float32) == VALUES).all()
         finally:
@@ -318,7 +322,7 @@ def keys_with_tricks(stage: Stage) -> None:
         os.mkfifo(pipe)
         folder.mkdir()
         try:
-            bad = [
+            bad_keys = [
                 "",
                 "/",
                 "//",
@@ -329,11 +333,16 @@ def keys_with_tricks(stage: Stage) -> None:
                 f"{shared_object.key}\0x",
                 "/é",
             ]
-            bad += ["/" + "k" * 251, "/a b", "/a\n", *(f"/{p.name}" for p in (link, pipe, folder))]
-            for key in bad:
-                refused = stage.http.register("r", key, 64)
-                assert refused.status in (400, 500), key
-                assert refused.error, key
+            bad_keys += [
+                "/" + "k" * 251,
+                "/a b",
+                "/a\n",
+                *(f"/{p.name}" for p in (link, pipe, folder)),
+            ]
+            for key in bad_keys:
+                refused_reply = stage.http.register("r", key, 64)
+                assert refused_reply.status in (400, 500), key
+                assert refused_reply.error, key
             for key in (shared_object.name, shared_object.key, "//" + shared_object.name):
                 stage.http.register("r", key, SIZE).ok()
         finally:
@@ -350,7 +359,7 @@ def objects_of_others(stage: Stage) -> None:
     for key in ("/sem.x", "/nccl-x", "/triton_python_backend_shm_region_1"):
         assert "reserved prefix" in stage.http.register("r", key, 64).error
     with stage.region("r"):
-        pending = stage.pool.infer("gated", gated(1, "r"))
+        pending = stage.pool.infer("gated", gated_request(1, "r"))
         visit = stage.server.gate.next()
         names = set()
         for process in stage.server.tree():
@@ -381,33 +390,35 @@ def users_on_one_host(stage: Stage) -> None:
 
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
-    with SharedObject(SIZE) as mine, SharedObject(SIZE) as hers:
-        os.fchown(hers.fd, ALICE, ALICE)
-        refused = as_user(ALICE, lambda: register_region("mine", mine.key))
-        assert refused.status == 403
-        assert f"it belongs to uid {os.geteuid()} (mode 0600)" in refused.error
-        assert as_user(ALICE, lambda: register_region("hers", hers.key)).status == 200
-        missing = as_user(ALICE, lambda: register_region("none", "/not-there"))
-        assert missing.status == 500
-        assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
+    with SharedObject(SIZE) as own_object, SharedObject(SIZE) as her_object:
+        os.fchown(her_object.fd, ALICE, ALICE)
+        refused_reply = as_user(ALICE, lambda: register_region("mine", own_object.key))
+        assert refused_reply.status == 403
+        assert f"it belongs to uid {os.geteuid()} (mode 0600)" in refused_reply.error
+        assert as_user(ALICE, lambda: register_region("hers", her_object.key)).status == 200
+        missing_reply = as_user(ALICE, lambda: register_region("none", "/not-there"))
+        assert missing_reply.status == 500
+        assert missing_reply.error.startswith("Unable to open shared memory region: '/not-there'")
 
 
 def another_mount(stage: Stage) -> None:
     """Register an object of a client with a different /dev/shm; the error explains this."""
-    refused = stage.http.register("r", "/of-another-container", 64)
-    assert refused.status == 500
-    assert refused.error.startswith("Unable to open shared memory region: '/of-another-container'")
-    assert "another container must share its shared memory mount" in refused.error
+    refused_reply = stage.http.register("r", "/of-another-container", 64)
+    assert refused_reply.status == 500
+    assert refused_reply.error.startswith(
+        "Unable to open shared memory region: '/of-another-container'"
+    )
+    assert "another container must share its shared memory mount" in refused_reply.error
 
 
 def outputs_in_one_place(stage: Stage) -> None:
     """Write the outputs of two concurrent requests to the same bytes; the second request fails."""
     with stage.region("r") as region:
-        pending = stage.pool.infer("gated", gated(5, "r"))
+        pending = stage.pool.infer("gated", gated_request(5, "r"))
         visit = stage.server.gate.next()
-        refused = stage.http.infer("gated", gated(6, "r", 60))
-        assert refused.status == 400
-        assert "overlaps one of a request in flight" in refused.error
+        refused_reply = stage.http.infer("gated", gated_request(6, "r", 60))
+        assert refused_reply.status == 400
+        assert "overlaps one of a request in flight" in refused_reply.error
         visit.release()
         assert pending.result().status == 200
         assert (region.read(np.int32, 16) == 5).all()
@@ -418,10 +429,10 @@ def before_it_is_registered(stage: Stage) -> None:
     names.
     """
     with stage.region("secret-name"):
-        refused = stage.http.infer("identity", through("r"))
-        assert refused.status == 404
-        assert "(1 are registered; register it before the request" in refused.error
-        assert "secret-name" not in refused.error
+        refused_reply = stage.http.infer("identity", region_request("r"))
+        assert refused_reply.status == 404
+        assert "(1 are registered; register it before the request" in refused_reply.error
+        assert "secret-name" not in refused_reply.error
 
 
 def output_larger_than_its_place(stage: Stage) -> None:
@@ -437,10 +448,10 @@ def output_larger_than_its_place(stage: Stage) -> None:
         }
         assert "should be at least 64 bytes" in stage.http.infer("simple", request).error
         assert stage.server.metric("nv_inference_exec_count", model="simple") == executed
-        small = through("r")
-        small["outputs"][0]["parameters"]["shared_memory_byte_size"] = SIZE - 4
-        assert stage.http.infer("identity", small).status == 500
-        assert stage.through("r") == 200
+        small_output = region_request("r")
+        small_output["outputs"][0]["parameters"]["shared_memory_byte_size"] = SIZE - 4
+        assert stage.http.infer("identity", small_output).status == 500
+        assert stage.infer_in_region("r") == 200
 
 
 def pinned_memory(stage: Stage) -> None:
@@ -461,17 +472,17 @@ def pinned_memory(stage: Stage) -> None:
         pinned = stage.http.post(path, {**body, "pin": True})
         assert (pinned.status, "the server has none" in pinned.error) == (400, True)
         stage.http.post(path, {**body, "pin": False}).ok()
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         assert (shared_object.read(np.float32, len(VALUES), SIZE) == VALUES).all()
     with shmserve.client.connect(stage.server.run_dir) as client:
         forms = {"INPUT0": ((64,), "FP32"), "OUTPUT0": ((64,), "FP32")}
         with pytest.raises(shmserve.client.InvalidArgument, match="the server has none"):
             client.allocate(forms, pin=True)
-        free = re.search(r"HugePages_Free: *[1-9]", Path("/proc/meminfo").read_text())
-        if not free:
+        free_pages = re.search(r"HugePages_Free: *[1-9]", Path("/proc/meminfo").read_text())
+        if not free_pages:
             with pytest.raises(shmserve.client.Unavailable, match="too few huge pages of"):
                 client.allocate(forms, huge_pages=True)
-        region = client.allocate(forms, huge_pages=free is not None)
+        region = client.allocate(forms, huge_pages=free_pages is not None)
         region["INPUT0"][:] = VALUES[:64]
         assert (client.infer("identity", region)["OUTPUT0"] == VALUES[:64]).all()
 
@@ -480,11 +491,11 @@ def registrations_that_fail(stage: Stage) -> None:
     """Fail 1,000 registrations; no descriptor is leaked."""
     with SharedObject(SIZE) as shared_object:
         stage.http.register("r", shared_object.key, SIZE + 1)
-        before = descriptors(stage.server.pid)
+        descriptors_before = descriptors(stage.server.pid)
         for number in range(500):
             assert stage.http.register("r", shared_object.key, SIZE + 1 + number).status == 400
             assert stage.http.register("r", f"/nothing-{number}", 1).status == 500
-        assert descriptors(stage.server.pid) == before
+        assert descriptors(stage.server.pid) == descriptors_before
 
 
 def status_shows_ones_own(stage: Stage) -> None:
@@ -509,7 +520,7 @@ ROWS: dict[int, Callable[[Stage], None]] = {
     5: numbers_that_overflow,
     6: offset_of_the_last_page,
     7: offsets_that_no_page_begins_at,
-    8: truncated,
+    8: truncate_while_used,
     9: shared_memory_is_full,
     10: killed_servers_leave_nothing,
     11: somebody_attaches_and_unlinks,
@@ -535,7 +546,7 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.parametrize(
     "number", ROWS, ids=[f"row {number}: {row.__name__}" for number, row in ROWS.items()]
 )
-def test_row(server: Server, folder: Path, number: int) -> None:
+def test_recovery_from_a_region_fault(server: Server, folder: Path, number: int) -> None:
     with server.http() as http, request_pool(server) as pool:
         try:
             ROWS[number](Stage(server, http, pool, folder / "socket", folder / "models"))

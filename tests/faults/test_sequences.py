@@ -26,18 +26,18 @@ from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 IDLE_S = 3
-IDLE = f"max_sequence_idle_microseconds: {IDLE_S}000000"
-DIES = -99  # the model exits when it receives this value
-MANY = 8_000
-STREAMED = 400
-MEMORY = 160 << 20  # bytes that this many requests may leave allocated in three processes
+IDLE_TIME = f"max_sequence_idle_microseconds: {IDLE_S}000000"
+FATAL_VALUE = -99  # the model exits when it receives this value
+SEQUENCE_COUNT = 8_000
+STREAMED_COUNT = 400
+MEMORY_TOLERANCE = 160 << 20  # bytes that this many requests may leave allocated in three processes
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server of a model with two instances of two slots."""
     repository = tmp_path_factory.mktemp("sequences")
-    config = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(2)}"
+    config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls()} }} {instances(2)}"
     repositories.add_as(repository, "summing", "sequencer", config)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
         started.gate.close()
@@ -74,8 +74,8 @@ class CalledModels:
         return self
 
     def __exit__(self, *_: object) -> None:
-        before = self.done
-        until("the others are served", lambda: self.done > before + 3)
+        done_before = self.done
+        until("the others are served", lambda: self.done > done_before + 3)
         self._stop.set()
         self._thread.join()
 
@@ -99,10 +99,12 @@ class CalledModels:
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
     """Yield a client, and check afterwards that no sequences are left."""
-    before = State.of(server)
-    with shmserve.client.connect(server.run_dir) as connected:
-        yield connected
-    until("all is as it was", lambda: not before.differences(State.of(server), MEMORY))
+    state_before = State.of(server)
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
+    until(
+        "all is as it was", lambda: not state_before.differences(State.of(server), MEMORY_TOLERANCE)
+    )
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 
@@ -112,18 +114,18 @@ def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.clie
     """
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert add(client, sequence, sequence, start=True) == sequence
-    with pytest.raises(ShmserveError) as raised:
-        add(client, 1, DIES)
+    with pytest.raises(ShmserveError) as error_info:
+        add(client, 1, FATAL_VALUE)
     assert (
         "the model's worker died, and the state of sequence 1 is lost with it: begin the sequence "
         "again, with the START flag"
-    ) in str(raised.value)
-    with pytest.raises(shmserve.client.InvalidArgument) as refused:
+    ) in str(error_info.value)
+    with pytest.raises(shmserve.client.InvalidArgument) as error_info:
         add(client, 3, 1)
     assert (
         "must specify the START flag on the first request of the sequence; the state of this one "
         "was lost when the model's worker died"
-    ) in str(refused.value)
+    ) in str(error_info.value)
     assert [add(client, 2, 10), add(client, 4, 10)] == [12, 14]
     assert [add(client, 1, 5, start=True), add(client, 3, 6, start=True)] == [5, 6]
     for sequence in (1, 2, 3, 4):
@@ -158,7 +160,7 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
     assert [add(client, 80, 1, start=True), add(client, 80, 1, end=True)] == [1, 2]
 
 
-def test_a_client_opens_very_many_and_ends_none(
+def test_a_client_opens_many_sequences_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
@@ -167,7 +169,7 @@ def test_a_client_opens_very_many_and_ends_none(
     with shmserve.client.connect(server.run_dir) as greedy:
         futures: list[Future[Result]] = []
         total = 1
-        for sequence in range(MANY):
+        for sequence in range(SEQUENCE_COUNT):
             futures.append(
                 greedy.infer_async("summing", arrays, sequence=10_000 + sequence, start=True)
             )
@@ -188,7 +190,7 @@ def test_a_client_opens_very_many_and_ends_none(
     assert not called_models.wrong and not called_models.lost
 
 
-def test_a_stream_opens_very_many_and_ends_none(
+def test_a_stream_opens_many_sequences_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
@@ -197,36 +199,43 @@ def test_a_stream_opens_very_many_and_ends_none(
     tensor.set_data_from_numpy(np.zeros((1, 1), np.int32))
     with (
         grpc.InferenceServerClient(server.grpc_url) as greedy,
-        http.InferenceServerClient(server.url.removeprefix("http://")) as other,
+        http.InferenceServerClient(server.url.removeprefix("http://")) as other_client,
     ):
         greedy.start_stream(lambda result, error: results.put(error))
-        for sequence in range(1, STREAMED):
+        for sequence in range(1, STREAMED_COUNT):
             greedy.async_stream_infer(
                 "summing", [tensor], sequence_id=sequence, sequence_start=True
             )
         for _ in range(4):  # the sequences that received slots
             assert results.get(timeout=30) is None
-        began = time.monotonic()
+        began_at = time.monotonic()
         infer_input = http.InferInput("INPUT0", [1, 1], "INT32")
         sums = []
         for at in range(3):
             infer_input.set_data_from_numpy(np.full((1, 1), at + 1, np.int32))
             flags = {"sequence_start": at == 0, "sequence_end": at == 2}
-            result = other.infer("summing", [infer_input], sequence_id=1_000_000, **flags)
+            result = other_client.infer("summing", [infer_input], sequence_id=1_000_000, **flags)
             sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
         assert sums == [1, 3, 6]
-        assert time.monotonic() - began < 4 * IDLE_S  # much less than STREAMED / 4 * IDLE_S
+        assert time.monotonic() - began_at < 4 * IDLE_S  # much less than STREAMED / 4 * IDLE_S
         greedy.stop_stream(cancel_requests=True)
 
 
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
     """Both clients use the same sequence, as in Triton."""
-    with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as called_models:
+    with (
+        shmserve.client.connect(server.run_dir) as other_client,
+        CalledModels(server) as called_models,
+    ):
         assert add(client, 5, 1, start=True) == 1
-        assert [add(other, 5, 10), add(client, 5, 100), add(other, 5, 1000)] == [11, 111, 1111]
+        assert [add(other_client, 5, 10), add(client, 5, 100), add(other_client, 5, 1000)] == [
+            11,
+            111,
+            1111,
+        ]
         # A START from either client restarts the sequence for both clients.
-        assert [add(other, 5, 7, start=True), add(client, 5, 1)] == [7, 8]
+        assert [add(other_client, 5, 7, start=True), add(client, 5, 1)] == [7, 8]
         assert add(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):
-            add(other, 5, 1)
+            add(other_client, 5, 1)
     assert not called_models.wrong and not called_models.lost

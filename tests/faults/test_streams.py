@@ -12,9 +12,9 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.streams import ended, failed, send_repeat, stream
+from tests.support.wire.streams import count_responses, final_error, send_repeat, stream
 
-LONG = [0] * 3000
+LONG_VALUES = [0] * 3000
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,14 @@ def live(server: Server) -> float:
 )
 def test_a_process_dies(repeating_server: Server, process: str, expected_error: str) -> None:
     with stream(repeating_server) as (client, results):
-        send_repeat(client, LONG, delay_ms=10)
+        send_repeat(client, LONG_VALUES, delay_ms=10)
         results.get(timeout=30)
         victim = repeating_server.find_one(process)
         victim.kill()
-        assert expected_error in failed(results)
+        assert expected_error in final_error(results)
         # New requests on the same stream reach the successor.
         send_repeat(client, [1, 2, 3])
-        assert ended(results) == 3
+        assert count_responses(results) == 3
     until("nothing is left at a worker", lambda: live(repeating_server) == 0)
 
 
@@ -63,15 +63,15 @@ def test_a_disconnecting_client_does_not_affect_another_stream(repeating_server:
     with stream(repeating_server) as (client, results):
         send_repeat(client, list(range(200)), delay_ms=5)
         results.get(timeout=30)
-        with stream(repeating_server) as (other, other_results):
-            send_repeat(other, LONG, delay_ms=10)
+        with stream(repeating_server) as (other_stream, other_results):
+            send_repeat(other_stream, LONG_VALUES, delay_ms=10)
             other_results.get(timeout=30)
             assert live(repeating_server) == 2
         until("its request has ended at the worker", lambda: live(repeating_server) == 1)
-        assert ended(results) == 199
+        assert count_responses(results) == 199
 
 
-def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(
+def test_a_client_that_does_not_read_blocks_only_its_own_stream(
     repeating_server: Server,
 ) -> None:
     gate = threading.Event()
@@ -84,9 +84,9 @@ def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(
         client.stop_stream()
         client.start_stream(take)
         send_repeat(client, [7] * 5000)
-        with stream(repeating_server) as (other, other_results):
-            send_repeat(other, list(range(500)))
-            assert ended(other_results) == 500
+        with stream(repeating_server) as (other_stream, other_results):
+            send_repeat(other_stream, list(range(500)))
+            assert count_responses(other_results) == 500
         gate.set()
         for _ in range(5001):
             results.get(timeout=30)
@@ -97,15 +97,15 @@ def test_unloading_waits_for_the_last_response(repeating_server: Server) -> None
         send_repeat(client, list(range(60)), delay_ms=10)
         results.get(timeout=30)
         http.unload("repeat").ok()
-        assert ended(results) == 59
+        assert count_responses(results) == 59
     until("its worker is gone", lambda: not repeating_server.find("worker repeat.0"))
 
 
 def test_stopping_the_server_ends_a_stream(repeating_server: Server) -> None:
     with stream(repeating_server) as (client, results):
-        send_repeat(client, LONG, delay_ms=20)
+        send_repeat(client, LONG_VALUES, delay_ms=20)
         results.get(timeout=30)
         members = repeating_server.tree()
         repeating_server.stop(20)
-        assert failed(results)
+        assert final_error(results)
     repeating_server.assert_exited(members)

@@ -8,7 +8,7 @@ from tests.support.waiting import until
 from tests.support.workspace_models import add, request_body
 
 MB = 1 << 20
-DEATHS = 3
+DEATH_COUNT = 3
 
 
 def test_the_holder_of_a_workspace_dies(tmp_path: Path) -> None:
@@ -25,11 +25,11 @@ def test_the_holder_of_a_workspace_dies(tmp_path: Path) -> None:
             return server.answers("/v2/models/holder/ready")
 
         with ThreadPoolExecutor(4) as pool:
-            right = [pool.submit(send_requests, 40) for _ in range(4)]
-            for _ in range(DEATHS):
+            futures = [pool.submit(send_requests, 40) for _ in range(4)]
+            for _ in range(DEATH_COUNT):
                 with server.http() as http:
                     assert http.infer("holder", request_body(-9)).status in (500, 503)
                 until("it is ready again", is_ready)
-            assert [future.result() for future in right] == [[0] * 40] * 4
+            assert [future.result() for future in futures] == [[0] * 40] * 4
         with server.http() as http:  # all of the pool is free again
             http.infer("holder", request_body(1)).ok()

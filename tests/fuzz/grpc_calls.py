@@ -69,10 +69,10 @@ class _Client:
 
     def _stream(self) -> int:
         """Return a stream that the client has not ended if there is one; at times any stream."""
-        which = self.number()
-        if which > 0xF8 or not self._open:
-            return 1 + 2 * (which % max(1, self._next // 2))
-        return self._open[which % len(self._open)]
+        stream_number = self.number()
+        if stream_number > 0xF8 or not self._open:
+            return 1 + 2 * (stream_number % max(1, self._next // 2))
+        return self._open[stream_number % len(self._open)]
 
     def _end(self, stream: int) -> None:
         if stream in self._open:
@@ -93,9 +93,9 @@ class _Client:
         if choice > 0xF0:
             self.rest.setdefault(stream, bytearray()).extend(b"\x07" + bytes(4))
         elif choice > 0xD0:
-            small = gzip.compress(data, 1)
+            compressed = gzip.compress(data, 1)
             self.rest.setdefault(stream, bytearray()).extend(
-                struct.pack(">BI", 1, len(small)) + small
+                struct.pack(">BI", 1, len(compressed)) + compressed
             )
         else:
             self.rest.setdefault(stream, bytearray()).extend(message(data))
@@ -104,8 +104,8 @@ class _Client:
     def send(self) -> None:
         stream, choice = self._stream(), self.number()
         size = (1, 5, 6, 100, 16384, 16384, 16384)[choice % 7]
-        rest = self.rest.get(stream, bytearray())
-        piece, rest[:size] = bytes(rest[:size]), b""
+        unsent = self.rest.get(stream, bytearray())
+        piece, unsent[:size] = bytes(unsent[:size]), b""
         if choice > 0xE0:
             self._end(stream)
         self.scene.send(frame(DATA, END_STREAM if choice > 0xE0 else 0, stream, piece))
@@ -126,8 +126,8 @@ class _Client:
             self._end(stream)
             scene.send(frame(RESET, 0, stream, bytes(4)))
         elif kind == 17:
-            more = struct.pack(">I", (1, 500, 2**20)[self.number() % 3])
-            scene.send(frame(WINDOW, 0, (0, self._stream())[self.number() % 2], more))
+            increment = struct.pack(">I", (1, 500, 2**20)[self.number() % 3])
+            scene.send(frame(WINDOW, 0, (0, self._stream())[self.number() % 2], increment))
         elif kind == 18:
             size = (0, 10, 65535, 2**20)[self.number() % 4]
             scene.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)))
@@ -157,8 +157,8 @@ class _Client:
         for kind, _, stream, payload in self.scene.transport.frames():
             if kind == DATA:
                 self.received[stream] += payload
-        for stream, received in self.received.items():
-            assert b"".join(map(message, self.sent[stream])).startswith(received)
+        for stream, received_bytes in self.received.items():
+            assert b"".join(map(message, self.sent[stream])).startswith(received_bytes)
 
 
 async def _run_scenario(data: bytes) -> None:

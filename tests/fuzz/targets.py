@@ -60,35 +60,40 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames, zmtp
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.hosting.local_clients import LocalClientRules
 from tests.fuzz.grpc_calls import grpc
 from tests.fuzz.http2.target import http2
 
 _LIMIT = 1 << 16
-_OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
-_TENSOR = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
+_INTERNALS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
+_TENSOR_CONFIG = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
 _MODEL = {"name": "m", "backend": "python", "max_batch_size": 4, "output": []}
 _SIGNATURES = [
-    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR, {**_TENSOR, "name": "INPUT1"}]}), "1"),
-    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR]}), "1"),
     Signature(
-        ModelSpec.of({**_MODEL, "input": [{**_TENSOR, "data_type": "TYPE_STRING", "dims": [1]}]}),
+        ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG, {**_TENSOR_CONFIG, "name": "INPUT1"}]}),
+        "1",
+    ),
+    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG]}), "1"),
+    Signature(
+        ModelSpec.of(
+            {**_MODEL, "input": [{**_TENSOR_CONFIG, "data_type": "TYPE_STRING", "dims": [1]}]}
+        ),
         "1",
     ),
 ]
 
 
 @contextlib.contextmanager
-def _refused(sent: bytes) -> Iterator[None]:
+def _check_error_text(request_bytes: bytes) -> Iterator[None]:
     """Check an error's text: it may quote the client's bytes, but no internal names."""
     message = ""
     try:
         yield
     except ShmserveError as error:
         message = error.message
-    found = _OURS.search(message)
-    assert found is None or found[0].encode() in sent, message
+    match = _INTERNALS.search(message)
+    assert match is None or match[0].encode() in request_bytes, message
 
 
 class _Bytes:
@@ -98,8 +103,8 @@ class _Bytes:
         self.rest = data
 
     def number(self, size: int) -> int:
-        taken, self.rest = self.rest[:size], self.rest[size:]
-        return int.from_bytes(taken, "little")
+        number_bytes, self.rest = self.rest[:size], self.rest[size:]
+        return int.from_bytes(number_bytes, "little")
 
 
 # --- HTTP requests
@@ -109,14 +114,14 @@ def http(data: bytes) -> None:
     """Parse a request: its target, headers and body."""
     drawn_bytes = _Bytes(data)
     kind = drawn_bytes.number(1) % 5
-    with _refused(data):
+    with _check_error_text(data):
         if kind == 0:
             _inference(drawn_bytes)
         elif kind == 1:
             _compressed(drawn_bytes)
         elif kind == 2:
-            found = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
-            assert found is None or len(found[1]) < 3
+            route = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
+            assert route is None or len(route[1]) < 3
         elif kind == 3:
             text = drawn_bytes.rest.decode("latin-1")
             size = header_size(text, 1000)
@@ -127,9 +132,9 @@ def http(data: bytes) -> None:
             check_encoding(text)
 
 
-def _inference(given: _Bytes) -> None:
-    tail_size = given.number(1)
-    body = given.rest
+def _inference(drawn_bytes: _Bytes) -> None:
+    tail_size = drawn_bytes.number(1)
+    body = drawn_bytes.rest
     signature = _SIGNATURES[tail_size % 3]
     if not body:
         raw_request(signature, bytes(tail_size))
@@ -160,13 +165,13 @@ def _tensor(tensor: Any) -> TensorRef:
 
 def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
     """Check that a large JSON document is parsed to the same in steps."""
-    again = parse_request(loads_large(body), tail_size, "m", _LIMIT)
-    assert (again.id, len(again.inputs)) == (wire.id, len(wire.inputs))
-    for one, other in zip(wire.inputs, again.inputs, strict=True):
-        if isinstance(other.data, Numbers) and other.count:
-            arguments = (other.datatype, other.count, other.name)
-            pieces = tensors.decode_parts(other.data.parts(), *arguments)
-            assert b"".join(pieces) == tensor_bytes(one)
+    reparsed = parse_request(loads_large(body), tail_size, "m", _LIMIT)
+    assert (reparsed.id, len(reparsed.inputs)) == (wire.id, len(wire.inputs))
+    for original_input, reparsed_input in zip(wire.inputs, reparsed.inputs, strict=True):
+        if isinstance(reparsed_input.data, Numbers) and reparsed_input.count:
+            arguments = (reparsed_input.datatype, reparsed_input.count, reparsed_input.name)
+            pieces = tensors.decode_parts(reparsed_input.data.parts(), *arguments)
+            assert b"".join(pieces) == tensor_bytes(original_input)
 
 
 def _same_with_other_numbers(body: bytes) -> None:
@@ -178,12 +183,14 @@ def _same_with_other_numbers(body: bytes) -> None:
     wire = parse_request(loads(body), 0, "m", _LIMIT)
     if not is_worth_caching(cache, fingerprint) and is_worth_caching(cache, fingerprint):
         store_template(cache, fingerprint, wire, _Inline())  # type: ignore[arg-type]
-    other = body.translate(_OTHER_DIGITS)
-    found: Any = fill_known_template(cache, Fingerprint(other, 0), other, len(other))
-    if found is not None:
-        wire = parse_request(loads(other), 0, "m", _LIMIT)
+    changed_body = body.translate(_OTHER_DIGITS)
+    filled_template: Any = fill_known_template(
+        cache, Fingerprint(changed_body, 0), changed_body, len(changed_body)
+    )
+    if filled_template is not None:
+        wire = parse_request(loads(changed_body), 0, "m", _LIMIT)
         inline = [tensor for tensor in wire.inputs if tensor.data is not None]
-        assert found == b"".join(map(tensor_bytes, inline))
+        assert filled_template == b"".join(map(tensor_bytes, inline))
 
 
 _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
@@ -206,12 +213,12 @@ class _Inline:
         return _Built(b"".join(datas))
 
 
-def _compressed(given: _Bytes) -> None:
-    step = given.number(1) + 1
+def _compressed(drawn_bytes: _Bytes) -> None:
+    step = drawn_bytes.number(1) + 1
     inflater = Inflater(_LIMIT)
     size = 0
-    for at in range(0, len(given.rest), step):
-        for piece in inflater.feed(given.rest[at : at + step]):
+    for at in range(0, len(drawn_bytes.rest), step):
+        for piece in inflater.feed(drawn_bytes.rest[at : at + step]):
             size += len(piece)
             assert size <= _LIMIT
     inflater.finish()
@@ -223,10 +230,10 @@ def _compressed(given: _Bytes) -> None:
 def register(data: bytes) -> None:
     """Parse a registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
-    with _refused(data):
-        found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
-        if found is not None and found[1][0]:
-            check_region_name(found[1][0])
+    with _check_error_text(data):
+        route = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
+        if route is not None and route[1][0]:
+            check_region_name(route[1][0])
         raw = loads(body)
         key, offset, size, *flags = handlers.decode_registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
@@ -241,14 +248,14 @@ def register(data: bytes) -> None:
 
 # --- ranges
 
-_EDGES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
+_EDGE_VALUES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
 
 
-def _edge(given: _Bytes) -> int:
-    kind = given.number(1)
+def _edge(drawn_bytes: _Bytes) -> int:
+    kind = drawn_bytes.number(1)
     if kind < 200:
-        return _EDGES[kind % len(_EDGES)] + (kind // len(_EDGES)) % 5 - 2
-    return given.number(9)
+        return _EDGE_VALUES[kind % len(_EDGE_VALUES)] + (kind // len(_EDGE_VALUES)) % 5 - 2
+    return drawn_bytes.number(9)
 
 
 def ranges(data: bytes) -> None:
@@ -268,27 +275,27 @@ def ranges(data: bytes) -> None:
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
-    with _refused(b""):
+    with _check_error_text(b""):
         memory_range = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= memory_range.offset
         assert memory_range.offset + memory_range.byte_size <= start + extent
     _spans(drawn_bytes)
 
 
-def _spans(given: _Bytes) -> None:
+def _spans(drawn_bytes: _Bytes) -> None:
     spans = WrittenRanges()
-    taken: list[tuple[int, int]] = []
-    while given.rest:
-        start, size = given.number(1), given.number(1) % 16 + 1
+    used_spans: list[tuple[int, int]] = []
+    while drawn_bytes.rest:
+        start, size = drawn_bytes.number(1), drawn_bytes.number(1) % 16 + 1
         span = (start, start + size)
-        free = all(span[1] <= s or e <= span[0] for s, e in taken)
-        if start % 5 == 0 and taken:
-            spans.remove(taken.pop(size % len(taken)))
+        is_free = all(span[1] <= s or e <= span[0] for s, e in used_spans)
+        if start % 5 == 0 and used_spans:
+            spans.remove(used_spans.pop(size % len(used_spans)))
             continue
-        assert spans.add(span) == free
-        if free:
-            taken.append(span)
-    assert sorted(taken) == spans.ranges
+        assert spans.add(span) == is_free
+        if is_free:
+            used_spans.append(span)
+    assert sorted(used_spans) == spans.ranges
 
 
 # --- messages between processes, which the native client speaks too
@@ -298,32 +305,32 @@ def wire(data: bytes) -> None:
     """Check that a frame, its request and its response are unpacked as they were packed, or
     malformed.
     """
-    kind, rest = data[:1], data[1:]
+    kind, content = data[:1], data[1:]
     try:
         if kind == b"i":
-            inference = unpack_inference(*_packed(rest))
+            inference = unpack_inference(*_unpack_message(content))
             for tensor in inference.inputs:
                 _check_place(tensor.data)
-            again = pack_inference(inference)
-            assert pack_inference(unpack_inference(*again)) == again
+            repacked = pack_inference(inference)
+            assert pack_inference(unpack_inference(*repacked)) == repacked
         elif kind == b"a":
-            answer = unpack_inferred(*_packed(rest))
+            answer = unpack_inferred(*_unpack_message(content))
             for tensor in answer.outputs:
                 _check_place(tensor.data)
-            again = pack_inferred(answer)
-            assert pack_inferred(unpack_inferred(*again)) == again
+            repacked = pack_inferred(answer)
+            assert pack_inferred(unpack_inferred(*repacked)) == repacked
         elif kind == b"b":
-            count = int.from_bytes(rest[:1], "little")
-            with _refused(data):
-                assert decode_bytes(rest[1:], (count,), "n", "m").size == count
+            count = int.from_bytes(content[:1], "little")
+            with _check_error_text(data):
+                assert decode_bytes(content[1:], (count,), "n", "m").size == count
         else:
-            frame = frames.pack(frames.unpack(rest))
+            frame = frames.pack(frames.unpack(content))
             assert frames.pack(frames.unpack(frame)) == frame
     except MalformedMessage:
         pass
 
 
-def _packed(raw: bytes) -> Packed:
+def _unpack_message(raw: bytes) -> Packed:
     """Return the schema and data of a message. Raises MalformedMessage for anything else."""
     try:
         schema, data = msgpack.unpackb(raw)
@@ -342,46 +349,46 @@ def _check_place(data: bytes | Range) -> None:
 
 # --- messages of local clients to a scheduler
 
-_SEALS = Capabilities(b"k" * KEY_SIZE)
-_GUEST = FIRST_LOCAL_CLIENT + 7
+_CAPABILITIES = Capabilities(b"k" * KEY_SIZE)
+_GUEST_NUMBER = FIRST_LOCAL_CLIENT + 7
 _HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"fuzz")
 
 
 def native(data: bytes) -> None:
     """Read the bytes of a local client's connection: its messages and its identity."""
-    kind, rest = data[:1], data[1:]
+    kind, content = data[:1], data[1:]
     if kind == b"z":
-        _decoded(_Bytes(rest))
+        _check_decoding(_Bytes(content))
     elif kind == b"i":
-        number = _SEALS.local_client(rest)
-        assert not number or rest.startswith(f"{number}.{_SEALS.token(number)}".encode())
+        number = _CAPABILITIES.local_client(content)
+        assert not number or content.startswith(f"{number}.{_CAPABILITIES.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):
-            _check_local_request(Submit(1, *_packed(rest), 0, 0, 0, 0))
+            _check_local_request(Submit(1, *_unpack_message(content), 0, 0, 0, 0))
     else:
         with contextlib.suppress(MalformedMessage):
-            for message in frames.unpack(rest):
+            for message in frames.unpack(content):
                 if type(message) is Submit:
                     _check_local_request(message)
 
 
-def _decoded(given: _Bytes) -> None:
+def _check_decoding(drawn_bytes: _Bytes) -> None:
     """Check that any split of a stream is decoded to the same messages and to no more bytes."""
-    step = given.number(1) + 1
-    stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
-    uncut, cut = zmtp.Decoder(), zmtp.Decoder()
-    taken = uncut.feed(stream)
+    step = drawn_bytes.number(1) + 1
+    stream = _HANDSHAKE * (drawn_bytes.number(1) % 2) + drawn_bytes.rest
+    uncut, cut_decoder = zmtp.Decoder(), zmtp.Decoder()
+    frames_uncut = uncut.feed(stream)
     pieces = []
     for at in range(0, len(stream), step):
-        if not cut.violation:
-            pieces += cut.feed(stream[at : at + step])
+        if not cut_decoder.violation:
+            pieces += cut_decoder.feed(stream[at : at + step])
     assert uncut.buffered_bytes <= len(stream)
-    assert sum(map(len, taken)) <= len(stream)
-    assert pieces == taken
-    assert (cut.violation, cut.dropped) == (uncut.violation, uncut.dropped)
-    assert cut.properties == uncut.properties
+    assert sum(map(len, frames_uncut)) <= len(stream)
+    assert pieces == frames_uncut
+    assert (cut_decoder.violation, cut_decoder.dropped) == (uncut.violation, uncut.dropped)
+    assert cut_decoder.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
-        for frame in taken:
+        for frame in frames_uncut:
             frames.unpack(frame)
 
 
@@ -390,11 +397,11 @@ def _check_local_request(submit: Submit) -> None:
     schema.
     """
     for signature in _SIGNATURES:
-        rules = LocalClientRules(_SEALS, signature)
+        rules = LocalClientRules(_CAPABILITIES, signature)
         counted = []
         for _ in range(2):
-            with _refused(submit.schema), contextlib.suppress(MalformedMessage):
-                counted.append(rules.validate(_GUEST, submit, 0))
+            with _check_error_text(submit.schema), contextlib.suppress(MalformedMessage):
+                counted.append(rules.validate(_GUEST_NUMBER, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
             assert (checked.id, checked.schema, checked.data) == (
@@ -407,12 +414,12 @@ def _check_local_request(submit: Submit) -> None:
             for tensor in inference.inputs:
                 _check_place(tensor.data)
                 if isinstance(tensor.data, Range):
-                    assert _SEALS.owns(_GUEST, tensor.data.memory)
+                    assert _CAPABILITIES.owns(_GUEST_NUMBER, tensor.data.memory)
                 elif item := ITEM_SIZE[tensor.datatype]:
                     assert len(tensor.data) == item * math.prod(tensor.shape)
             for output in inference.outputs:
-                assert output.memory_range is None or _SEALS.owns(
-                    _GUEST, output.memory_range.memory
+                assert output.memory_range is None or _CAPABILITIES.owns(
+                    _GUEST_NUMBER, output.memory_range.memory
                 )
 
 

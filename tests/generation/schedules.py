@@ -33,12 +33,12 @@ from tests.support.generative_worker import GenerativeWorker
 from tests.support.hf_folders import write_folder
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-_ENDS = (0,)
+_END_TOKENS = (0,)
 _TOKENS = range(3, 320)
-_REQUESTS = 120  # number of requests from which the schedules draw
-_LONGEST, _MOST = 48, 8  # tokens of a prompt, and behind it
-_NOTHING = array("i")
-_SAMPLED: tuple[dict[str, Any], ...] = (
+_REQUEST_COUNT = 120  # number of requests from which the schedules draw
+_MAX_PROMPT_TOKENS, _MAX_NEW_TOKENS = 48, 8  # tokens of a prompt, and behind it
+_NO_TOKENS = array("i")
+_SAMPLED_SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9},
     {"temperature": 1.4, "top_k": 40, "top_p": 0.9},
@@ -77,8 +77,10 @@ class ModelWorker(GenerativeWorker):
         super().__init__(*sizes)
         cache = KvCache(model.architecture, *sizes)
         self._prompts: dict[int, Prompt] = {}
-        passes = Passes(model, cache)
-        self.engine = NotingEngine(passes, None, self._prompts, lambda _: None, lambda *_: None)
+        model_passes = Passes(model, cache)
+        self.engine = NotingEngine(
+            model_passes, None, self._prompts, lambda _: None, lambda *_: None
+        )
         self.engine.bits = {}
         self.known: Any = self.engine._sequences
 
@@ -89,9 +91,9 @@ class ModelWorker(GenerativeWorker):
                 parameters = GenerationParameters(
                     max_tokens=self.most[begin.key],
                     seed=sum(tokens),
-                    **_SAMPLED[sum(tokens) % len(_SAMPLED)],
+                    **_SAMPLED_SETTINGS[sum(tokens) % len(_SAMPLED_SETTINGS)],
                 )
-                self._prompts[begin.key] = Prompt(begin.key, tokens, parameters, _ENDS)
+                self._prompts[begin.key] = Prompt(begin.key, tokens, parameters, _END_TOKENS)
         return self.engine.step(step)
 
 
@@ -124,13 +126,16 @@ def model(family: str) -> Transformer:
 def requests() -> list[PlannedRequest]:
     """Return all requests of the schedules, many with a common prefix."""
     draw = random.Random(1)
-    beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
+    prompt_beginnings = [draw.choices(_TOKENS, k=_MAX_PROMPT_TOKENS) for _ in range(4)]
     requests: list[PlannedRequest] = []
-    for _ in range(_REQUESTS):
-        begin = draw.choice(beginnings)[: draw.choice((0, 16, 32, 40))]
-        prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
-        most = draw.randint(1, _MOST)
-        requests.append(PlannedRequest(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
+    for _ in range(_REQUEST_COUNT):
+        begin = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
+        prompt = [
+            *begin,
+            *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(begin))),
+        ]
+        max_tokens = draw.randint(1, _MAX_NEW_TOKENS)
+        requests.append(PlannedRequest(tuple(prompt), max_tokens, draw.choice((1, 1, 1, 2, 4))))
     return requests
 
 
@@ -140,19 +145,19 @@ def run_alone(
 ) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
     """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
-    ended: dict[int, tuple[list[int], str]] = {}
+    ended_samples: dict[int, tuple[list[int], str]] = {}
     for sample in range(request.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
         if request.samples > 1 and len(request.prompt) > 1:
             # Each sample computes the last token itself, after the shared prefix.
             rig.submit(request.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(request.prompt, request.most, {sample: _NOTHING}, samples=1)
+        generation = rig.submit(request.prompt, request.most, {sample: _NO_TOKENS}, samples=1)
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]
-        ended[sample] = rig.ended[generation.key, sample]
-    return bits, ended
+        ended_samples[sample] = rig.ended[generation.key, sample]
+    return bits, ended_samples
 
 
 @dataclass
@@ -169,7 +174,7 @@ class Schedule:
         self._family = draw.choice(FAMILIES)
         self._seats = draw.choice((8, 8, 8, 32))
         block_size = draw.choice((1, 4, 16))
-        all_blocks = self._seats * -(-(_LONGEST + _MOST) // block_size)
+        all_blocks = self._seats * -(-(_MAX_PROMPT_TOKENS + _MAX_NEW_TOKENS) // block_size)
         settings = EngineSettings(
             block_size=block_size,
             max_batch_size=self._seats,
@@ -190,17 +195,17 @@ class Schedule:
         rig, draw = self._rig, self._draw
         submitted: dict[int, PlannedRequest] = {}
         cancelled: set[int] = set()
-        left = self._seats
-        while left or rig.engine.live_sequences:
-            while left and draw.random() < 0.7:
-                left -= 1
+        unsubmitted = self._seats
+        while unsubmitted or rig.engine.live_sequences:
+            while unsubmitted and draw.random() < 0.7:
+                unsubmitted -= 1
                 request = draw.choice(requests())
                 submitted[rig.submit_request(request).key] = request
             if submitted and draw.random() < 0.1:
                 key = draw.choice(list(submitted))
                 cancelled.add(key)
                 rig.engine.cancel(rig.generations[key])
-            rig.turn()
+            rig.run_turn()
         rig.drain()
         for key, request in submitted.items():
             self._compare(key, request, key in cancelled)
@@ -215,19 +220,23 @@ class Schedule:
 
     def _compare(self, key: int, request: PlannedRequest, cancelled: bool) -> None:
         expected, texts = run_alone(self._family, request)
-        found = self._rig.bits.get(key, {})
-        for at, bits in found.items():
+        recorded_bits = self._rig.bits.get(key, {})
+        for at, bits in recorded_bits.items():
             assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"
-        self.counts["logits"] += len(found)
+        self.counts["logits"] += len(recorded_bits)
         for sample, text in texts.items():
-            ended = self._rig.ended.get((key, sample))
-            assert ended == text or (cancelled and ended is None), (self._family, request, sample)
+            ended_sample = self._rig.ended.get((key, sample))
+            assert ended_sample == text or (cancelled and ended_sample is None), (
+                self._family,
+                request,
+                sample,
+            )
 
 
-def run(size: int, first: int = 0) -> str:
+def run(size: int, first_seed: int = 0) -> str:
     """Run this number of schedules. Raises AssertionError at the first that differs."""
     counts: Counter[str] = Counter()
-    for seed in range(first, first + size):
+    for seed in range(first_seed, first_seed + size):
         schedule = Schedule(seed)
         try:
             schedule.run()

@@ -10,17 +10,17 @@ from typing import Any
 from tests.rigs.llm_rig import llm_rig
 from tests.support.hf_folders import write_folder
 
-_DEEPEST = 4
-_TOGETHER = 20
-_MOST = 480  # tokens of an answer: a random model takes its time
+_MAX_DEPTH = 4
+_CONCURRENT_REQUESTS = 20
+_MAX_TOKENS = 480  # tokens of an answer: a random model takes its time
 _WORDS = ("red", "green", "naïve", 'a "b"', "東京", "")
-_NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
+_NGRAM_SETTINGS = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
 
 
-def drawn(draw: random.Random, depth: int) -> dict[str, Any]:
+def draw_schema(draw: random.Random, depth: int) -> dict[str, Any]:
     """Draw a schema whose values have at most this depth and are short."""
-    kinds = [_string, _integer, _chosen, _plain]
-    return draw.choice([_object, _object, _array, _either] if depth else kinds)(draw, depth)
+    kinds = [_string, _integer, _enum_schema, _plain]
+    return draw.choice([_object, _object, _array, _any_of_schema] if depth else kinds)(draw, depth)
 
 
 def _object(draw: random.Random, depth: int) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def _array(draw: random.Random, depth: int) -> dict[str, Any]:
     return {"type": "array", "items": _inner(draw, depth), **sizes}
 
 
-def _either(draw: random.Random, depth: int) -> dict[str, Any]:
+def _any_of_schema(draw: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [_inner(draw, depth) for _ in range(2)]}
 
 
 def _inner(draw: random.Random, depth: int) -> dict[str, Any]:
-    return drawn(draw, draw.randint(0, depth - 1))
+    return draw_schema(draw, draw.randint(0, depth - 1))
 
 
 def _string(draw: random.Random, _: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _integer(draw: random.Random, _: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 1000)}
 
 
-def _chosen(draw: random.Random, _: int) -> dict[str, Any]:
+def _enum_schema(draw: random.Random, _: int) -> dict[str, Any]:
     values = [*draw.sample(_WORDS, 2), 7, None, True]
     return {"enum": draw.sample(values, draw.randint(1, 4))}
 
@@ -86,8 +86,10 @@ def problem(value: Any, schema: dict[str, Any]) -> str:
         problems = [problem(value, option) for option in schema["anyOf"]]
         return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"
     if "enum" in schema:
-        known = any(type(value) is type(option) and value == option for option in schema["enum"])
-        return "" if known else f"{value!r} is not in {schema['enum']}"
+        is_listed = any(
+            type(value) is type(option) and value == option for option in schema["enum"]
+        )
+        return "" if is_listed else f"{value!r} is not in {schema['enum']}"
     if type(value) not in _TYPES[schema["type"]]:
         return f"{value!r} is no {schema['type']}"
     return _CHECKS.get(schema["type"], lambda *_: "")(value, schema)
@@ -130,12 +132,12 @@ def answers(
     path: Path, rig: Path, schemas: list[dict[str, Any]], speculates: bool
 ) -> tuple[list[str], int]:
     """Return the answer to each schema, generated concurrently, and the number of tokens."""
-    engine = {"kv_cache_blocks": 128 * len(schemas), **(_NGRAM if speculates else {})}
+    engine = {"kv_cache_blocks": 128 * len(schemas), **(_NGRAM_SETTINGS if speculates else {})}
     with llm_rig(rig, path, engine, draft=3 if speculates else 0) as scheduler:
         for key, schema in enumerate(schemas, 1):
             form = {"type": "json_schema", "json_schema": {"schema": schema}}
             scheduler.add(
-                key, input_ids=[5, 9, key], seed=key, max_tokens=_MOST, response_format=form
+                key, input_ids=[5, 9, key], seed=key, max_tokens=_MAX_TOKENS, response_format=form
             )
         scheduler.run()
         keys = range(1, len(schemas) + 1)
@@ -145,19 +147,19 @@ def answers(
         return [scheduler.text(key) for key in keys], sum(len(scheduler.tokens(k)) for k in keys)
 
 
-def run(size: int, first: int = 0) -> str:
+def run(size: int, first_seed: int = 0) -> str:
     """Check this number of schemas. Raises AssertionError for an invalid answer."""
-    draw = random.Random(first)
-    expected = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
+    draw = random.Random(first_seed)
+    expected = [draw_schema(draw, number % (_MAX_DEPTH + 1)) for number in range(size)]
     tokens = 0
     with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:
         path = write_folder(Path(folder) / "model")
-        for begin in range(0, size, _TOGETHER):
-            schemas = expected[begin : begin + _TOGETHER]
+        for begin in range(0, size, _CONCURRENT_REQUESTS):
+            schemas = expected[begin : begin + _CONCURRENT_REQUESTS]
             rig = Path(folder) / f"rig{begin}"
-            texts, count = answers(path, rig, schemas, begin // _TOGETHER % 2 == 1)
+            texts, count = answers(path, rig, schemas, begin // _CONCURRENT_REQUESTS % 2 == 1)
             tokens += count
             for schema, text in zip(schemas, texts, strict=True):
                 violation = problem(json.loads(text), schema)
                 assert not violation, f"{violation}: {text} by {schema}"
-    return f"{size} schemas up to {_DEEPEST} deep: all answers are valid ({tokens} tokens)"
+    return f"{size} schemas up to {_MAX_DEPTH} deep: all answers are valid ({tokens} tokens)"

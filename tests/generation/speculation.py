@@ -34,8 +34,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_k": 2},
     {"temperature": 1.5, "min_p": 0.2},
 )
-_TOGETHER = 10_000  # texts
-LEAST = 1e-4  # smallest accepted p-value
+_BATCH_TEXTS = 10_000  # texts
+MIN_P_VALUE = 1e-4  # smallest accepted p-value
 
 
 def chain(seed: int) -> torch.Tensor:
@@ -53,32 +53,32 @@ def rows(
     ]
 
 
-def spoken(
+def speculate_texts(
     target: torch.Tensor, draft: torch.Tensor, parameters: GenerationParameters, seeds: range
 ) -> list[tuple[int, ...]]:
     """Return texts of LENGTH + 1 tokens, for which the draft proposed LENGTH tokens."""
     proposals = [Proposal() for _ in seeds]
     for _ in range(LENGTH):
-        sampled = rows([each.tokens for each in proposals], parameters, seeds)
+        sampled = rows([entry.tokens for entry in proposals], parameters, seeds)
         chances = distribution(draft[[row.tokens[-1] for row in sampled]], sampled)
-        drawn = pick(chances, [row.draw(PROPOSAL) for row in sampled])
-        for proposal, token, chance in zip(proposals, drawn, chances, strict=True):
+        drawn_tokens = pick(chances, [row.draw(PROPOSAL) for row in sampled])
+        for proposal, token, chance in zip(proposals, drawn_tokens, chances, strict=True):
             proposal.tokens.append(token)
             proposal.probabilities.append(chance)
     by_length = [
         rows([p.tokens[:size] for p in proposals], parameters, seeds) for size in range(LENGTH + 1)
     ]
     checked = [row for text in zip(*by_length, strict=True) for row in text]
-    checks = [Check(index * (LENGTH + 1), each) for index, each in enumerate(proposals)]
+    checks = [Check(index * (LENGTH + 1), entry) for index, entry in enumerate(proposals)]
     texts = verify(target[[row.tokens[-1] for row in checked]], checked, checks)
     for _ in range(LENGTH):
         sampled = rows(texts, parameters, seeds)
-        more, _ = sample(target[[row.tokens[-1] for row in sampled]], sampled)
-        texts = [[*text, token] for text, token in zip(texts, more, strict=True)]
+        next_tokens, _ = sample(target[[row.tokens[-1] for row in sampled]], sampled)
+        texts = [[*text, token] for text, token in zip(texts, next_tokens, strict=True)]
     return [tuple(text[: LENGTH + 1]) for text in texts]
 
 
-def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
+def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
     """Return the p-value of the texts under the distribution of the target alone.
 
     Raises AssertionError for a text that the target never generates.
@@ -86,12 +86,12 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
     target, draft = chain(1), chain(2)
     parameters = GenerationParameters(**settings)
     counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(first, first + texts, _TOGETHER):
-        seeds = range(seed, min(seed + _TOGETHER, first + texts))
-        counts.update(spoken(target, draft, parameters, seeds))
+    for seed in range(first_seed, first_seed + texts, _BATCH_TEXTS):
+        seeds = range(seed, min(seed + _BATCH_TEXTS, first_seed + texts))
+        counts.update(speculate_texts(target, draft, parameters, seeds))
     step = distribution(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS).double().tolist()
     joint = {
-        text: math.prod(step[before][token] for before, token in itertools.pairwise((0, *text)))
+        text: math.prod(step[previous][token] for previous, token in itertools.pairwise((0, *text)))
         for text in itertools.product(range(SYMBOLS), repeat=LENGTH + 1)
     }
     assert all(joint[text] for text in counts)
@@ -105,11 +105,11 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
     return float(chisquare(observed, expected, sum_check=False).pvalue)
 
 
-def run(size: int, first: int = 0) -> str:
+def run(size: int, first_seed: int = 0) -> str:
     """Check this number of texts at each of the settings. Raises AssertionError."""
-    p_values = {str(settings): chance(settings, size, first) for settings in SETTINGS}
+    p_values = {str(settings): chance(settings, size, first_seed) for settings in SETTINGS}
     for settings, figures in p_values.items():
-        assert figures > LEAST, f"{settings}: p = {figures:g}"
+        assert figures > MIN_P_VALUE, f"{settings}: p = {figures:g}"
     summary = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
     return (
         f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {summary}"

@@ -21,11 +21,11 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
 
-_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generation"
+_EXAMPLE_FOLDER = Path(__file__).resolve().parents[2] / "examples" / "generation"
 _MAX_INCREASE = 0.01  # the allowed increase of perplexity
 _ROWS, _LENGTH = 24, 128  # the size of the text for perplexity
-_PROMPTS, _MOST = 4, 24  # the number and length of greedy texts
-_CLOSE = 1e-4
+_PROMPTS, _MAX_TOKENS = 4, 24  # the number and length of greedy texts
+_TOLERANCE = 1e-4
 
 
 def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
@@ -44,13 +44,15 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
 
 def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
     """Check that greedy continuations equal those of transformers. Raises AssertionError."""
-    starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
-    prompts = {key: tokens[at : at + 5 + 9 * key] for key, at in enumerate(starts, 1)}
+    prompt_starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
+    prompts = {key: tokens[at : at + 5 + 9 * key] for key, at in enumerate(prompt_starts, 1)}
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     shuffle = random.Random(5)
     with llm_rig(rig, path, {"kv_cache_blocks": 512}, chunk=16, shuffle=shuffle) as scheduler:
         for key, prompt in prompts.items():
-            scheduler.add(key, input_ids=prompt, temperature=0, max_tokens=_MOST, ignore_eos=True)
+            scheduler.add(
+                key, input_ids=prompt, temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True
+            )
             scheduler.step()
             scheduler.swap(next(iter(scheduler.running.values())))
         scheduler.run()
@@ -60,26 +62,30 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
             logits = reference(torch.tensor([prompt + generated[key]])).logits[
                 0, len(prompt) - 1 : -1
             ]
-        best = logits.amax(-1)
-        mine = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
-        assert bool((best - mine < _CLOSE).all()), f"a greedy text differs behind {prompt}"
+        best_logits = logits.amax(-1)
+        chosen_logits = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
+        assert bool((best_logits - chosen_logits < _TOLERANCE).all()), (
+            f"a greedy text differs behind {prompt}"
+        )
 
 
-def run(size: int, first: int = 0) -> str:
+def run(size: int, first_token: int = 0) -> str:
     """Train for this number of seconds, and check the model. Raises AssertionError."""
-    sys.path.insert(0, str(_EXAMPLE))
+    sys.path.insert(0, str(_EXAMPLE_FOLDER))
     import train  # type: ignore[import-not-found,unused-ignore]
 
     with tempfile.TemporaryDirectory(prefix="shmserve-trained-") as folder:
         path = Path(folder) / "reference"
         train.write(path, float(size), draft=False)
         text = train.text()
-        tokens = train.tokenizer_of(text).encode(text).ids[first:]
+        tokens = train.tokenizer_of(text).encode(text).ids[first_token:]
         check_greedy(path, Path(folder) / "rig", tokens)
         exact, rounded = (perplexity(path, kind, tokens) for kind in ("fp32", "int8"))
-    more = rounded / exact - 1
-    assert abs(more) < _MAX_INCREASE, f"perplexity {exact:.3f}, and {rounded:.3f} with int8 weights"
+    relative_increase = rounded / exact - 1
+    assert abs(relative_increase) < _MAX_INCREASE, (
+        f"perplexity {exact:.3f}, and {rounded:.3f} with int8 weights"
+    )
     return (
         f"trained for {size} s: greedy texts are transformers'; perplexity {exact:.3f}, and "
-        f"{rounded:.3f} with int8 weights ({more:+.2%})"
+        f"{rounded:.3f} with int8 weights ({relative_increase:+.2%})"
     )

@@ -7,7 +7,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 
 
-def arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:
+def receive_arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:
     """Return the messages that `link` receives, as soon as there are any; [] after a timeout.
 
     A socket also wakes up for handshakes. Messages that are already there are returned even after
@@ -29,8 +29,8 @@ def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
     connection.push()
 
 
-def framed(body: bytes) -> bytes:
+def encode_zmtp(body: bytes) -> bytes:
     """Return a ZMTP message of one part."""
-    short = len(body) < 256
-    size = len(body).to_bytes(1 if short else 8, "big")
-    return (b"\0" if short else b"\2") + size + body
+    is_short = len(body) < 256
+    size = len(body).to_bytes(1 if is_short else 8, "big")
+    return (b"\0" if is_short else b"\2") + size + body

@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.dynamic import Batcher
 from shmserve.scheduler.settings import Batching
-from tests.rigs.batching_simulation import MS, Arriving, Run, Simulation, fixed_run, scattered
+from tests.rigs.batching_simulation import (
+    MS,
+    Arriving,
+    Run,
+    Simulation,
+    exponential_pauses,
+    fixed_run,
+)
 
-LARGEST = 32
+MAX_BATCH_SIZE = 32
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 DELAYS_MS = (0, 2, 5, 10, 20)
 
@@ -57,55 +64,57 @@ class Curve:
         return max(size / ms for size, ms in enumerate(self.ms, 1)) * 1000 / factor
 
 
-def by(ms: Callable[[int], float]) -> tuple[float, ...]:
+def scale_curve(ms: Callable[[int], float]) -> tuple[float, ...]:
     """Return a curve whose execution times of all sizes are scaled."""
-    return tuple(ms(size) for size in range(1, LARGEST + 1))
+    return tuple(ms(size) for size in range(1, MAX_BATCH_SIZE + 1))
 
 
 def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
     """Return a curve with `low_ms` up to the size `at`, `high_ms` above it, and `each_ms` per
     row.
     """
-    return by(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
+    return scale_curve(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
 
 
-NAMED = (
+NAMED_CURVES = (
     Curve("step at 4", step(4, 15, 60), 0.1),
     Curve("step at 8", step(8, 20, 100)),
     Curve("step at 12", step(12, 25, 90), 0.1),
-    Curve("two steps", by(lambda size: 10 if size <= 4 else 25 if size <= 16 else 90), 0.1),
-    Curve("plateau", by(lambda size: 5 + 3 * min(size, 8)), 0.1),
-    Curve("falling", by(lambda size: 45 - size), 0.1),
+    Curve(
+        "two steps", scale_curve(lambda size: 10 if size <= 4 else 25 if size <= 16 else 90), 0.1
+    ),
+    Curve("plateau", scale_curve(lambda size: 5 + 3 * min(size, 8)), 0.1),
+    Curve("falling", scale_curve(lambda size: 45 - size), 0.1),
     Curve("fallen", step(7, 40, 15), 0.1),
-    Curve("tiles of 8", by(lambda size: 4 + 12 * ((size + 7) // 8)), 0.1),
-    Curve("line", by(lambda size: 10 + 0.5 * size), 0.3),
-    Curve("growing faster", by(lambda size: 6 + 0.12 * size**2), 0.1),
+    Curve("tiles of 8", scale_curve(lambda size: 4 + 12 * ((size + 7) // 8)), 0.1),
+    Curve("line", scale_curve(lambda size: 10 + 0.5 * size), 0.3),
+    Curve("growing faster", scale_curve(lambda size: 6 + 0.12 * size**2), 0.1),
     Curve("slower", step(8, 15, 70), 0.1, drift=2.0),
-    Curve("faster", by(lambda size: 30 + size), 0.1, drift=0.5),
-    Curve("bimodal", by(lambda size: 8 + size / 2), 0.1, 0.1, 3.0),
+    Curve("faster", scale_curve(lambda size: 30 + size), 0.1, drift=0.5),
+    Curve("bimodal", scale_curve(lambda size: 8 + size / 2), 0.1, 0.1, 3.0),
     Curve("bimodal step", step(8, 15, 90), 0.0, 0.05, 2.0),
 )
 
 
-def drawn(seed: int) -> Curve:
+def draw_curve(seed: int) -> Curve:
     chance = random.Random(seed)
     base, at = chance.uniform(4, 30), chance.randint(2, 20)
-    factor, each = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
-    later = chance.randint(at + 1, LARGEST)
+    factor, slope = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
+    second_size = chance.randint(at + 1, MAX_BATCH_SIZE)
     kinds: dict[str, Callable[[int], float]] = {
-        "step": lambda size: base * (1 if size <= at else factor) + each * size,
+        "step": lambda size: base * (1 if size <= at else factor) + slope * size,
         "steps": lambda size: (
-            base * (1 if size <= at else factor if size <= later else factor * 2.5)
+            base * (1 if size <= at else factor if size <= second_size else factor * 2.5)
         ),
         "plateau": lambda size: base + base / 4 * min(size, at),
-        "falling": lambda size: base * (1 + factor / 2 * (LARGEST - size) / LARGEST),
+        "falling": lambda size: base * (1 + factor / 2 * (MAX_BATCH_SIZE - size) / MAX_BATCH_SIZE),
         "fallen": lambda size: base * (factor if size < at else 1),
         "tiles": lambda size: base / 2 + base * ((size + at - 1) // at),
-        "line": lambda size: base + each * size,
+        "line": lambda size: base + slope * size,
         "growing": lambda size: base + base / 50 * size ** (1 + factor / 5),
     }
     kind = chance.choice(sorted(kinds))
-    curve = Curve(f"{kind} {seed}", by(kinds[kind]), chance.choice([0.0, 0.1, 0.3]))
+    curve = Curve(f"{kind} {seed}", scale_curve(kinds[kind]), chance.choice([0.0, 0.1, 0.3]))
     match chance.randrange(6):
         case 0:
             return replace(curve, drift=chance.uniform(0.5, 2.0))
@@ -127,13 +136,13 @@ class Load:
     def run(self, batcher: Batcher, curve: Curve, seed: int) -> Run:
         simulation = Simulation(batcher, curve.timer(seed, self.length_s))
         if self.clients:
-            pause = scattered(self.pause_ms, seed)
+            pause = exponential_pauses(self.pause_ms, seed)
             return simulation.closed_loop(self.clients, self.requests, pause)
         return simulation.open_loop(self.per_second, self.requests, seed)
 
     def run_fixed(self, size: int, delay_ms: int, curve: Curve, seed: int) -> Run:
         if self.clients:
-            pause = scattered(self.pause_ms, seed)
+            pause = exponential_pauses(self.pause_ms, seed)
             arriving = Arriving.closed_loop(self.clients, self.requests, pause)
         else:
             arriving = Arriving.open_loop(self.per_second, self.requests, seed)
@@ -143,13 +152,13 @@ class Load:
 def loads(curve: Curve, seed: int, count: int) -> Iterator[Load]:
     """Return three loads: two with fixed rates, and clients that wait for their responses."""
     chance = random.Random(seed)
-    most = curve.most_per_second
+    max_rate = curve.most_per_second
     for part in (chance.uniform(0.2, 0.5), chance.uniform(0.5, 0.85)):
-        rate = part * most
+        rate = part * max_rate
         yield Load(rate, requests=count, length_s=count / rate)
     clients = chance.choice([2, 4, 8, 12, 16, 24, 40])
     pause = chance.uniform(0.02, 1) * curve.ms[0]
-    yield Load(0, clients, pause, count, 2 * count / most)
+    yield Load(0, clients, pause, count, 2 * count / max_rate)
 
 
 @dataclass(frozen=True)
@@ -202,11 +211,11 @@ def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Comp
     if not target_ms:
         factor = random.Random(seed).choice([1.15, 1.3, 1.6, 2.0, 3.0])
         target_ms = factor * min(result.p99_ms for result in fixed)
-    within = [result for result in fixed if result.p99_ms <= target_ms]
-    best = max(within, key=lambda each: each.per_second)
-    rules = Batching(LARGEST, frozenset({LARGEST}), 0, int(target_ms * MS))
+    results_within_target = [result for result in fixed if result.p99_ms <= target_ms]
+    best_result = max(results_within_target, key=lambda result: result.per_second)
+    rules = Batching(MAX_BATCH_SIZE, frozenset({MAX_BATCH_SIZE}), 0, int(target_ms * MS))
     adaptive = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
-    return Compared(curve.name, load, target_ms, adaptive, best)
+    return Compared(curve.name, load, target_ms, adaptive, best_result)
 
 
 def main() -> None:
@@ -214,23 +223,23 @@ def main() -> None:
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 36))
     parser.add_argument("--requests", type=int, default=12_000)
     args = parser.parse_args()
-    curves = [*enumerate(NAMED), *((seed, drawn(seed)) for seed in range(*args.seeds))]
-    done = [
+    curves = [*enumerate(NAMED_CURVES), *((seed, draw_curve(seed)) for seed in range(*args.seeds))]
+    results = [
         compare(curve, load, 3 * seed + number)
         for seed, curve in curves
         for number, load in enumerate(loads(curve, seed, args.requests))
     ]
-    for result in done:
+    for result in results:
         if not result.holds:
             print(result)
     for kind in (0, 1):
-        some = [result for result in done if bool(result.load.clients) == bool(kind)]
+        picked = [result for result in results if bool(result.load.clients) == bool(kind)]
         print(
             f"{'clients' if kind else 'Poisson'}: "
-            f"{sum(result.holds for result in some)} of {len(some)}; "
-            f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in some)}; "
-            f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in some):.2f} of the target, "
-            f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in some):.2f}"
+            f"{sum(result.holds for result in picked)} of {len(picked)}; "
+            f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in picked)}; "
+            f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in picked):.2f} of the target, "
+            f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in picked):.2f}"
         )
 
 

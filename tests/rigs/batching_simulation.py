@@ -47,8 +47,13 @@ class Run:
         """Return a percentile of the latencies without the first tenth, during which the batcher
         learns.
         """
-        kept = sorted(self.latencies[len(self.latencies) // 10 :])
-        return kept[min(len(kept) - 1, int(len(kept) * percent / 100))] / MS
+        steady_latencies = sorted(self.latencies[len(self.latencies) // 10 :])
+        return (
+            steady_latencies[
+                min(len(steady_latencies) - 1, int(len(steady_latencies) * percent / 100))
+            ]
+            / MS
+        )
 
 
 class Arriving:
@@ -119,16 +124,16 @@ class Simulation:
             self._at(at, self._arrive)
         return self._run_events()
 
-    def _at(self, ns: float, what: Callable[..., None], about: Any = None) -> None:
-        heapq.heappush(self._events, (int(ns), next(self._order), what, about))
+    def _at(self, ns: float, callback: Callable[..., None], argument: Any = None) -> None:
+        heapq.heappush(self._events, (int(ns), next(self._order), callback, argument))
 
     def _run_events(self) -> Run:
         while self._events:
-            self._now, _, what, about = heapq.heappop(self._events)
-            what(about)
+            self._now, _, callback, argument = heapq.heappop(self._events)
+            callback(argument)
             while self._events and self._events[0][0] == self._now:
-                _, _, what, about = heapq.heappop(self._events)
-                what(about)
+                _, _, callback, argument = heapq.heappop(self._events)
+                callback(argument)
             self._plan()
         assert not self._queue
         self._run.ended_ns = self._now
@@ -146,14 +151,14 @@ class Simulation:
         while self._free and self._queue:
             match self._batcher.decide(self._now, self._queue, 0):
                 case Batch(count=count, reason=reason):
-                    taken = [self._queue.popleft() for _ in range(count)]
+                    batch = [self._queue.popleft() for _ in range(count)]
                     self._free -= 1
                     self._run.sizes.append(count)
                     self._run.reasons.append(reason)
                     self._at(
                         self._now + self._time_ns(count, self._now),
                         self._finish,
-                        (self._now, taken),
+                        (self._now, batch),
                     )
                 case WaitUntil(ns=ns):
                     assert ns > self._now
@@ -162,18 +167,20 @@ class Simulation:
                 case None:
                     raise AssertionError("there are requests")
 
-    def _finish(self, about: tuple[int, list[Item]]) -> None:
-        began, taken = about
+    def _finish(self, started_batch: tuple[int, list[Item]]) -> None:
+        began_ns, batch = started_batch
         self._free += 1
-        self._waiting_count -= len(taken)
-        latencies = [self._now - item.enqueued_ns for item in taken]
+        self._waiting_count -= len(batch)
+        latencies = [self._now - item.enqueued_ns for item in batch]
         self._run.latencies += latencies
-        took = self._now - began
-        self._batcher.record_batch(self._now, self._waiting_count, len(taken), took, latencies)
+        duration_ns = self._now - began_ns
+        self._batcher.record_batch(
+            self._now, self._waiting_count, len(batch), duration_ns, latencies
+        )
         if self._think is not None:
-            for _ in taken[: self._to_come]:
+            for _ in batch[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)
-            self._to_come -= len(taken[: self._to_come])
+            self._to_come -= len(batch[: self._to_come])
 
 
 def fixed_run(
@@ -215,13 +222,13 @@ def linear(
     return lambda size, _: (setup_ms + each_ms * size) * MS * (1 + noise * chance.random() ** 2)
 
 
-def about(ms: float, seed: int = 2) -> Callable[[], float]:
+def uniform_pauses(ms: float, seed: int = 2) -> Callable[[], float]:
     """Return a distribution of pauses between half and one and a half of `ms`."""
     chance = random.Random(seed)
     return lambda: ms * MS * (0.5 + chance.random())
 
 
-def scattered(ms: float, seed: int = 3) -> Callable[[], float]:
+def exponential_pauses(ms: float, seed: int = 3) -> Callable[[], float]:
     """Return a distribution of pauses with this mean, many short ones and some long ones."""
     chance = random.Random(seed)
     return lambda: chance.expovariate(1 / ms) * MS

@@ -10,7 +10,7 @@ from shmserve.ipc.messages.control_requests import Answered, FindModel, LoadMode
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 from tests.rigs.worker_rig import model_config, tensor_config
 from tests.support.messages import inference_of
 
@@ -48,7 +48,7 @@ class Peer:
 
     def _listen(self, patience_s: float) -> None:
         if not self._waiting:
-            for peer, message in arrived(self._router, patience_s):
+            for peer, message in receive_arrived(self._router, patience_s):
                 self._peer = peer
                 self._waiting.append(message)
 
@@ -89,11 +89,11 @@ class CalledModels:
         self._routers.append(Router(self.endpoint(name)))
         return Peer(self._routers[-1])
 
-    def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> FindModel:
+    def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **fields: Any) -> FindModel:
         """Answer the next query for a model: its scheduler is `name`."""
         question = self.supervisor.next(FindModel)
         answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
-        self.supervisor.send(Answered(question.id, {**answer, **more}))
+        self.supervisor.send(Answered(question.id, {**answer, **fields}))
         return question
 
     def close(self) -> None:

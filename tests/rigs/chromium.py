@@ -119,9 +119,9 @@ class Page:
             if not node.get("ignored")
         ]
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
+    def picture(self, path: Path, *, whole_page: bool = True) -> None:
         """Return a screenshot in the PNG format."""
-        picture = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
+        picture = self._call("Page.captureScreenshot", captureBeyondViewport=whole_page)
         path.write_bytes(base64.b64decode(picture["data"]))
 
 
@@ -129,11 +129,11 @@ class Page:
 def browser(folder: Path) -> Iterator[Page]:
     """Yield a page of a new browser whose files are in `folder`."""
     assert CHROMIUM
-    theirs, writing = os.pipe()
+    child_end, writing = os.pipe()
     reading, answers = os.pipe()
 
     def inherit() -> None:
-        ends = os.dup(theirs), os.dup(answers)  # the duplicates may have the numbers 3 or 4
+        ends = os.dup(child_end), os.dup(answers)  # the duplicates may have the numbers 3 or 4
         for number, end in enumerate(ends, 3):
             os.dup2(end, number)
 
@@ -143,11 +143,11 @@ def browser(folder: Path) -> Iterator[Page]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=(3, 4, theirs, answers),
+        pass_fds=(3, 4, child_end, answers),
         preexec_fn=inherit,
         env={**os.environ, "TMPDIR": sockets, "HOME": str(folder)},
     )
-    os.close(theirs)
+    os.close(child_end)
     os.close(answers)
     try:
         yield Page(reading, writing)

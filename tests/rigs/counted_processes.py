@@ -68,16 +68,16 @@ from shmserve.scheduler.hosting.host import Host
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.workers.backends.python import PythonBackend
 from tests.rigs import gateway_rig, worker_rig
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 from tests.support.wire import http2
-from tests.support.wire.http2 import OPENED
+from tests.support.wire.http2 import CLIENT_OPENING
 
 BATCH = 8
 _WARM_UPS = 4
 _NOT_COUNTED = (str(Path(__file__).parent), str(Path(uvloop.__file__).parent))
 _REGION = "counted"
-_PLACE = 600_000
-REGION_SIZE = 2 * BATCH * _PLACE
+_REGION_BYTES = 600_000
+REGION_SIZE = 2 * BATCH * _REGION_BYTES
 
 
 class Calls:
@@ -146,28 +146,28 @@ class Case:
         reply = self.http(step, request)
         infer_request = pb.ModelInferRequest(model_name=self.model)
         for tensor in reply["inputs"]:
-            named = {key: tensor[key] for key in ("name", "datatype", "shape")}
-            _place(infer_request.inputs.add(**named), tensor)
+            tensor_fields = {key: tensor[key] for key in ("name", "datatype", "shape")}
+            _place(infer_request.inputs.add(**tensor_fields), tensor)
             if "data" in tensor:
                 infer_request.raw_input_contents.append(
                     np.array(tensor["data"], np.int32).tobytes()
                 )
         for tensor in reply.get("outputs", ()):
             _place(infer_request.outputs.add(name=tensor["name"]), tensor)
-        opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
+        preface = b"" if step else CLIENT_OPENING + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
         body = http2.message(infer_request.SerializeToString())
         stream = 2 * step + 1
         return (
-            opened
+            preface
             + http2.frame(http2.HEADERS, http2.END_HEADERS, stream, head)
             + http2.frame(http2.DATA, http2.END_STREAM, stream, body)
         )
 
 
-def _place(tensor: Any, described: dict[str, Any]) -> None:
+def _place(tensor: Any, tensor_json: dict[str, Any]) -> None:
     """Add the parameters of a memory range in a region to a tensor."""
-    for key, value in described.get("parameters", {}).items():
+    for key, value in tensor_json.get("parameters", {}).items():
         kind = "string_param" if isinstance(value, str) else "int64_param"
         setattr(tensor.parameters[key], kind, value)
 
@@ -181,32 +181,40 @@ def inline() -> Case:
         return pack_inference(Inference(tuple(worker_rig.tensor(name, numbers) for name in names)))
 
     def http(step: int, request: int) -> dict[str, Any]:
-        shown = {"datatype": "INT32", "shape": [1, 16], "data": [10 + step] * 16}
-        return {"inputs": [{"name": name, **shown} for name in names]}
+        tensor_fields = {"datatype": "INT32", "shape": [1, 16], "data": [10 + step] * 16}
+        return {"inputs": [{"name": name, **tensor_fields} for name in names]}
 
-    config = {**gateway_rig.SIMPLE, "dynamic_batching": {"max_queue_delay_microseconds": 100}}
+    config = {
+        **gateway_rig.SIMPLE_CONFIG,
+        "dynamic_batching": {"max_queue_delay_microseconds": 100},
+    }
     return Case(config, BATCH, work, http, gateway_rig.add_sub)
 
 
-def placed(region: worker_rig.Region) -> Case:
+def region_case(region: worker_rig.Region) -> Case:
     """Return a case with an input and an output in a region, alone in its execution."""
-    shape = (_PLACE // 4,)
+    shape = (_REGION_BYTES // 4,)
 
     def work(step: int, request: int) -> Packed:
         tensor = TensorRef(
-            "INPUT0", "FP32", shape, region.memory_range(2 * request * _PLACE, _PLACE)
+            "INPUT0", "FP32", shape, region.memory_range(2 * request * _REGION_BYTES, _REGION_BYTES)
         )
-        output = RequestedOutput("OUTPUT0", region.memory_range((2 * request + 1) * _PLACE, _PLACE))
+        output = RequestedOutput(
+            "OUTPUT0", region.memory_range((2 * request + 1) * _REGION_BYTES, _REGION_BYTES)
+        )
         return pack_inference(Inference((tensor,), (output,)))
 
     def http(step: int, request: int) -> dict[str, Any]:
-        def tensor(name: str, at: int, **more: Any) -> dict[str, Any]:
-            memory_range = {"shared_memory_region": _REGION, "shared_memory_byte_size": _PLACE}
-            memory_range["shared_memory_offset"] = at * _PLACE
-            return {"name": name, **more, "parameters": memory_range}
+        def tensor(name: str, at: int, **fields: Any) -> dict[str, Any]:
+            memory_range = {
+                "shared_memory_region": _REGION,
+                "shared_memory_byte_size": _REGION_BYTES,
+            }
+            memory_range["shared_memory_offset"] = at * _REGION_BYTES
+            return {"name": name, **fields, "parameters": memory_range}
 
-        given = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
-        return {"inputs": [given], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
+        input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
+        return {"inputs": [input_tensor], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
 
     def response(request: Inference) -> Inferred:
         (output,) = request.outputs
@@ -230,8 +238,10 @@ def text() -> Case:
         return {"model": "text", "prompt": f"text {step}", "max_tokens": 4, "temperature": 0}
 
     def response(request: Inference) -> Inferred:
-        named = {output.name: np.array([values[output.name]], object) for output in request.outputs}
-        return Inferred(tuple(worker_rig.tensor(*item) for item in named.items()))
+        named_arrays = {
+            output.name: np.array([values[output.name]], object) for output in request.outputs
+        }
+        return Inferred(tuple(worker_rig.tensor(*item) for item in named_arrays.items()))
 
     inputs, outputs = (
         [gateway_rig.tensor_config(name, "BYTES", [-1]) for name in names]
@@ -258,16 +268,20 @@ def worker(folder: Path, case: Case) -> Calls:
         link = rig.instance.link
         numbers = itertools.count(1)
         for step in range(_WARM_UPS + 1):
-            for first in range(0, BATCH, case.batch):
-                together = range(first, first + case.batch)
-                works = [m.Work(at + 1, 4242, *case.works(step, at), "") for at in together]
-                rig.scheduler.post(rig._peer, m.Execute(next(numbers), works))
+            for first_index in range(0, BATCH, case.batch):
+                request_indices = range(first_index, first_index + case.batch)
+                batch_work = [
+                    m.Work(at + 1, 4242, *case.works(step, at), "") for at in request_indices
+                ]
+                rig.scheduler.post(rig._peer, m.Execute(next(numbers), batch_work))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():
                     link.receive()
                     rig.instance.serve_commands()
-                (done,) = rig.sent()
-                assert isinstance(done, m.BatchFinished) and not any(r.code for r in done.replies)
+                (batch_finished,) = rig.sent()
+                assert isinstance(batch_finished, m.BatchFinished) and not any(
+                    r.code for r in batch_finished.replies
+                )
         backend.unload()
     torch.set_warn_always(False)
     return calls
@@ -285,40 +299,40 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     host = Host(HostStart("counted", run_dir))
     spec = ModelSpec.of(case.config)
     start = SchedulerStart("scheduler", 1, "1", spec, run_dir, bytes(KEY_SIZE))
-    ((peer, _),) = arrived(control)
+    ((peer, _),) = receive_arrived(control)
     control.post(peer, supervision.OpenScheduler(encode_start(start)))
     control.flush()
-    _turn(host)
+    _run_turn(host)
     pid = os.getpid()
     worker = Dealer(endpoints.instances(run_dir, 1), f"0.{pid}")
     client = Dealer(endpoints.scheduler(run_dir, 1), f"{pid}.ab")
-    ((peer, _),) = arrived(control)
+    ((peer, _),) = receive_arrived(control)
     control.post(peer, supervision.InstanceExpected(0, pid))
     control.flush()
     worker.send(m.InstanceReady(0, pid))
     while host._schedulers[0].core.gauges()["instances"]["idle"] == 0:
-        _turn(host)
+        _run_turn(host)
     body = case.respond(case.works(0, 0))
     numbers = itertools.count(1)
     for step in range(_WARM_UPS + 1):
-        counted = calls if step == _WARM_UPS else MagicMock()
+        counting = calls if step == _WARM_UPS else MagicMock()
         for at in range(BATCH):
             client.post(m.Submit(next(numbers), *case.works(step, at), 1, 0, 0, 0))
         client.flush()
-        with counted:
-            _turn(host)
+        with counting:
+            _run_turn(host)
         batches: list[m.Execute] = []
         responses: list[m.Finished] = []
         while len(responses) < BATCH:
-            batches += [] if batches else arrived(worker)
+            batches += [] if batches else receive_arrived(worker)
             batch = batches.pop(0)
             replies = [m.Reply(work.key, "", "", *body) for work in batch.requests]
             now_ns = time.monotonic_ns()
             times_ns = (now_ns, now_ns, now_ns, now_ns)
             worker.send(m.BatchFinished(batch.batch, *times_ns, replies))
-            with counted:
-                _turn(host)
-            responses += arrived(client)
+            with counting:
+                _run_turn(host)
+            responses += receive_arrived(client)
         assert {type(response) for response in responses} == {m.Finished}
     for scheduler in host._schedulers:
         scheduler.close()
@@ -327,7 +341,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     return calls
 
 
-def _turn(host: Host) -> None:
+def _run_turn(host: Host) -> None:
     live = max([scheduler.live_requests for scheduler in host._schedulers], default=0)
     for fd, _ in host._waiter.wait(NEVER, live):
         host._waiter.handlers[fd]()
@@ -427,27 +441,29 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         connection.connection_made(transport)
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
-        counted = calls if step == _WARM_UPS else MagicMock()
+        counting = calls if step == _WARM_UPS else MagicMock()
         requests = [request(step, at) for at in range(BATCH)]
         sizes = list(map(len, requests))
-        with counted:
-            for (connection, _), sent, size in zip(connections, requests, sizes, strict=True):
+        with counting:
+            for (connection, _), request_bytes, size in zip(
+                connections, requests, sizes, strict=True
+            ):
                 if grpc:
-                    connection.get_buffer(-1)[:size] = sent
+                    connection.get_buffer(-1)[:size] = request_bytes
                     connection.buffer_updated(size)
                 else:
-                    connection.data_received(sent)
+                    connection.data_received(request_bytes)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())
         while len(submits) < BATCH:
-            submits += arrived(schedulers)
+            submits += receive_arrived(schedulers)
         for peer, submit in submits:
             schedulers.post(
                 peer, m.Finished(submit.id, *case.respond((submit.schema, submit.data)), 1, 2, 3)
             )
         schedulers.flush()
-        with counted:
+        with counting:
             for _ in range(3):
                 await _loop_turn()
         for _, transport in connections:

@@ -31,9 +31,9 @@ from tests.support.messages import inference_of
 MS = 1_000_000
 
 
-def io(name: str, dims: Sequence[int] = (-1,), **more: Any) -> dict[str, Any]:
+def io(name: str, dims: Sequence[int] = (-1,), **fields: Any) -> dict[str, Any]:
     """Return an FP32 input or output of a configuration."""
-    return {"name": name, "data_type": "TYPE_FP32", "dims": list(dims), **more}
+    return {"name": name, "data_type": "TYPE_FP32", "dims": list(dims), **fields}
 
 
 def model(name: str, *, decoupled: bool = False, dims: Sequence[int] = (-1,)) -> dict[str, Any]:
@@ -172,8 +172,8 @@ class EnsembleRig:
 
     def sent(self, kind: type[Any] = m.Submit) -> list[tuple[str, Any]]:
         """Return the messages of this kind to steps since the last call."""
-        posted, self.steps.posted = self.steps.posted, []
-        return [item for item in posted if isinstance(item[1], kind)]
+        posted_messages, self.steps.posted = self.steps.posted, []
+        return [item for item in posted_messages if isinstance(item[1], kind)]
 
     def runs(self) -> dict[str, int]:
         """Return the numbers of the requests submitted since the last call, by endpoint."""

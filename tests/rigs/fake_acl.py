@@ -128,9 +128,9 @@ class FakeAcl:
             self._objects[address] = buffer
         return address, error
 
-    def _memcpy(self, to: int, room: int, source: int, size: int, kind: int) -> int:
+    def _memcpy(self, destination: int, room: int, source: int, size: int, kind: int) -> int:
         assert size <= room and kind in (1, 2)
-        ctypes.memmove(to, source, size)
+        ctypes.memmove(destination, source, size)
         return self._call("rt.memcpy")
 
     def _load(self, path: str, *memory: int) -> tuple[Any, int]:

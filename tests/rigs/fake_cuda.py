@@ -42,9 +42,12 @@ class Exported:
         """Put an array in, as a client does."""
         self.content[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
 
-    def read(self, offset: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def read(self, offset: int, model_array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return (
-            self.content[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape)
+            self.content[offset : offset + model_array.nbytes]
+            .copy()
+            .view(model_array.dtype)
+            .reshape(model_array.shape)
         )
 
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GATEWAY = "shmserve.gateway.http.main:run"
 GRPC = "shmserve.gateway.grpc.main:run"
 WORKER = "shmserve.workers.main:run"
-_LARGEST = 1 << 16
+_MAX_MESSAGE_SIZE = 1 << 16
 _MAX_FDS = 16
 
 
@@ -62,11 +62,18 @@ class Forker:
     """Asks the process, which ends when its socket does."""
 
     def __init__(self, entry: str) -> None:
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         strict = ["-W", "error"] if entry == GATEWAY else []  # torch warns when it is imported
-        command = [sys.executable, *strict, "-m", "tests.rigs.forker", str(theirs.fileno()), entry]
-        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
-        theirs.close()
+        command = [
+            sys.executable,
+            *strict,
+            "-m",
+            "tests.rigs.forker",
+            str(child_end.fileno()),
+            entry,
+        ]
+        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[child_end.fileno()])
+        child_end.close()
 
     def close(self) -> None:
         """End the process, and all that it has forked."""
@@ -79,7 +86,7 @@ class Forker:
 
     def request(self, request: list[object], fds: Sequence[int] = ()) -> int:
         socket.send_fds(self._link, [msgpack.packb(request)], fds)
-        response = self._link.recv(_LARGEST)
+        response = self._link.recv(_MAX_MESSAGE_SIZE)
         assert response, "the process that forks others has ended"
         return int(msgpack.unpackb(response))
 
@@ -104,11 +111,11 @@ def main(link_fd: int, entry: str) -> None:
     module, _, function = entry.partition(":")
     run = getattr(importlib.import_module(module), function)
     link = socket.socket(fileno=link_fd)
-    running: set[int] = set()
+    running_pids: set[int] = set()
     while True:
-        data, fds, _, _ = socket.recv_fds(link, _LARGEST, _MAX_FDS)
+        data, fds, _, _ = socket.recv_fds(link, _MAX_MESSAGE_SIZE, _MAX_FDS)
         if not data:
-            for pid in running:
+            for pid in running_pids:
                 os.kill(pid, signal.SIGKILL)
             return
         match msgpack.unpackb(data):
@@ -118,11 +125,11 @@ def main(link_fd: int, entry: str) -> None:
                     link.close()
                     os.dup2(fds[0], sys.stderr.fileno())
                     _run(functools.partial(run, start, *fds[1:]))
-                running.add(pid)
+                running_pids.add(pid)
                 response = pid
             case ["reap", int(pid)]:
                 response = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                running.remove(pid)
+                running_pids.remove(pid)
         for fd in fds:
             os.close(fd)
         link.send(msgpack.packb(response))

@@ -65,16 +65,16 @@ class Puppet(threading.Thread):
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the thread, and wait for it."""
-        done = threading.Event()
+        has_run = threading.Event()
 
-        def act() -> None:
+        def act_and_flush() -> None:
             action()
             self.router.flush()
-            done.set()
+            has_run.set()
 
-        self._calls.append(act)
+        self._calls.append(act_and_flush)
         os.eventfd_write(self._wake, 1)
-        assert done.wait(10)
+        assert has_run.wait(10)
 
     def close(self) -> None:
         if self.is_alive():
@@ -120,19 +120,19 @@ class Scheduler:
         self.puppet.router.post(peer, m.Finished(submit.id, *body))
 
     def answer_all(self) -> None:
-        def act() -> None:
+        def answer_waiting() -> None:
             for peer, submit in self.waiting:
                 self._answer(peer, submit)
             self.waiting.clear()
 
-        self.puppet.call(act)
+        self.puppet.call(answer_waiting)
 
     def send(self, peer: bytes, *messages: Any) -> None:
-        def act() -> None:
+        def post_all() -> None:
             for message in messages:
                 self.puppet.router.post(peer, message)
 
-        self.puppet.call(act)
+        self.puppet.call(post_all)
 
     def close(self) -> None:
         self.puppet.close()
@@ -209,11 +209,11 @@ class Rig:
     def send(self, *messages: Any) -> None:
         """Send a message of the supervisor, and return when it is sent."""
 
-        def act() -> None:
+        def post_all() -> None:
             for message in messages:
                 self._puppet.router.post(self._peer, message)
 
-        self._puppet.call(act)
+        self._puppet.call(post_all)
 
     def apply(self, make: Callable[[int], Any]) -> None:
         """Send a message of the supervisor that is acknowledged, and wait for the
@@ -274,8 +274,8 @@ def rig(
 
 def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
     """Return an input or output as the configuration contains it."""
-    spelled = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
-    return {"name": name, "data_type": spelled, "dims": dims, "optional": False}
+    type_name = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
+    return {"name": name, "data_type": type_name, "dims": dims, "optional": False}
 
 
 def model_config(
@@ -292,7 +292,7 @@ def model_config(
     }
 
 
-SIMPLE = model_config(
+SIMPLE_CONFIG = model_config(
     "simple",
     8,
     [tensor_config(name, "INT32", [16]) for name in ("INPUT0", "INPUT1")],
@@ -380,7 +380,7 @@ def end(number: int) -> m.Responded:
     return m.Responded(number, "", "", b"", [], True)
 
 
-def connects(port: int) -> bool:
+def accepts_connections(port: int) -> bool:
     """Return whether a process accepts connections on a port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

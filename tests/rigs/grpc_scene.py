@@ -16,11 +16,11 @@ from shmserve.gateway.settings import GrpcSettings
 from tests.rigs.clocks import Clock
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     SETTINGS,
     frame,
     message,
@@ -115,7 +115,7 @@ class Scene:
         self.connection = GrpcConnection(owner, front)
         self.transport = Transport()
         self.connection.connection_made(self.transport)
-        self.send(OPENED + frame(SETTINGS, ACK, 0))
+        self.send(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         self.transport.frames()
 
     def _on_disconnect(self, _: Any) -> None:
@@ -143,12 +143,12 @@ class Scene:
         """Deliver bytes of the client."""
         read(self.connection, data)
 
-    def head(self, stream: int, path: str = UNARY, *more: tuple[bytes, bytes]) -> bytes:
-        return frame(HEADERS, END_HEADERS, stream, post(path, *more))
+    def head(self, stream: int, path: str = UNARY, *headers: tuple[bytes, bytes]) -> bytes:
+        return frame(HEADERS, END_HEADERS, stream, post(path, *headers))
 
-    def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
+    def call(self, stream: int, data: bytes = b"abc", *headers: tuple[bytes, bytes]) -> None:
         request_frames = frame(DATA, END_STREAM, stream, message(data))
-        self.send(self.head(stream, UNARY, *more) + request_frames)
+        self.send(self.head(stream, UNARY, *headers) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
         """Return how calls ended since the last call, by stream: the status and the fields after

@@ -109,14 +109,14 @@ class LifecycleRig:
     def read(self, order: Order) -> None:
         """Plan one version whose configuration depends on the source."""
         name, folder = order.model.name, Path("/")
-        step = [{"model_name": each} for each in self.steps.get(name, [])]
-        written: dict[str, Any] = {
+        step = [{"model_name": step_model} for step_model in self.steps.get(name, [])]
+        config_fields: dict[str, Any] = {
             "name": name,
             "parameters": {"sent": {"string_value": order.source.config}},
         }
         if step:
-            written["ensemble_scheduling"] = {"step": step}
-        config = ModelSpec.of(written)
+            config_fields["ensemble_scheduling"] = {"step": step}
+        config = ModelSpec.of(config_fields)
         spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
         self.pending.append(("read", lambda: self.lifecycle.was_planned(order, plan)))
@@ -175,7 +175,7 @@ class LifecycleRig:
     def changed(self) -> None:
         """Check that the summaries of the models that have not changed are still valid."""
         assert self.registry.states() == {
-            (model.name, number): (str(status.state), status.reason)
+            (model.name, number): status
             for model in self.registry.models.values()
             for number, status in statuses(model).items()
         }

@@ -23,10 +23,18 @@ from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
 from tests.support.messages import inferred_of
 from tests.support.waiting import DEADLINE_S
 
-ALL = ("text_output", "index", "token_ids", "finish_reason", "stop_reason", "logprobs", "usage")
+ALL_OUTPUTS = (
+    "text_output",
+    "index",
+    "token_ids",
+    "finish_reason",
+    "stop_reason",
+    "logprobs",
+    "usage",
+)
 
 
-def work(key: int, outputs: Sequence[str] = ALL, **fields: Any) -> Work:
+def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> Work:
     """Return a request. Arguments that are inputs of the model are tensors, all others
     parameters.
     """
@@ -44,7 +52,7 @@ def work(key: int, outputs: Sequence[str] = ALL, **fields: Any) -> Work:
     return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
 
 
-def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
+def decode_outputs(message: ExecutionResponded) -> dict[str, list[Any]]:
     """Return the outputs of a response: texts, decoded JSON values, and numbers."""
     outputs: dict[str, list[Any]] = {}
     for output in inferred_of(message).outputs:
@@ -131,7 +139,7 @@ class Scheduler:
         if message.code:
             self.errors[message.key] = (message.code, message.message)
         elif message.schema:
-            self.responses.setdefault(message.key, []).append(opened(message))
+            self.responses.setdefault(message.key, []).append(decode_outputs(message))
             if self.reads and not message.final:
                 self.rig.instance.link._dispatch(CreditExecution(message.key, 1))
         if message.final:
@@ -153,12 +161,16 @@ class Scheduler:
         self.prepare(key, resumed, **fields)
         if key not in self.prepared or self.prepared[key].beams:
             return
-        earlier = {each.sample: each for each in resumed}
+        resumed_samples = {entry.sample: entry for entry in resumed}
         prompt = np.frombuffer(self.prepared[key].prompt, np.int32).tolist()
         for sample in range(self.prepared[key].samples):
-            before = None if self.prepared[key].replays else earlier.get(sample)
-            if before is None or not before.finish_reason:
-                tokens = [] if before is None else np.frombuffer(before.tokens, np.int32).tolist()
+            resumed_sample = None if self.prepared[key].replays else resumed_samples.get(sample)
+            if resumed_sample is None or not resumed_sample.finish_reason:
+                tokens = (
+                    []
+                    if resumed_sample is None
+                    else np.frombuffer(resumed_sample.tokens, np.int32).tolist()
+                )
                 self.enter(key, sample, [*prompt, *tokens])
 
     def enter(self, key: int, sample: int, tokens: list[int]) -> Running:
@@ -190,8 +202,8 @@ class Scheduler:
         self.free = sequence.table + self.free  # not to be taken first
         sequence.table = [self.free.pop() for _ in host]
         sequence.sent_blocks = 0
-        back = _pairs(host, sequence.table)
-        self.step(rows=[], swap_in=back)
+        swap_pairs = _pairs(host, sequence.table)
+        self.step(rows=[], swap_in=swap_pairs)
 
     def recompute(self, sequence: Running) -> None:
         """Discard the computed keys and values of a sequence."""
@@ -202,13 +214,13 @@ class Scheduler:
     # --- steps
 
     def row(self, sequence: Running) -> g.Row:
-        missing = len(sequence.tokens) - sequence.computed
-        count = min(missing, self.chunk)
-        samples = count == missing
+        missing_tokens = len(sequence.tokens) - sequence.computed
+        count = min(missing_tokens, self.chunk)
+        samples = count == missing_tokens
         draft = self.draft if samples else 0
-        most = np.frombuffer(self.prepared[sequence.key].prompt, np.int32).size
-        most += self.prepared[sequence.key].max_tokens
-        draft = max(min(draft, most - len(sequence.tokens) - 1), 0)
+        max_length = np.frombuffer(self.prepared[sequence.key].prompt, np.int32).size
+        max_length += self.prepared[sequence.key].max_tokens
+        draft = max(min(draft, max_length - len(sequence.tokens) - 1), 0)
         needed = -(-(sequence.computed + count + draft) // self.block_size)
         while len(sequence.table) < needed:
             sequence.table.append(self.free.pop())
@@ -220,19 +232,19 @@ class Scheduler:
     def step(self, rows: list[g.Row] | None = None, **swaps: Any) -> list[g.RowResult]:
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
-        begin, released, within = self.begin, self.released, self.within
+        begin, released, block_copies = self.begin, self.released, self.within
         self.begin, self.released, self.within = [], [], []
         self.stepped = None
-        before = dict(self.running)
-        self.send(g.Step(next(self._steps), rows, begin, released, copies=within, **swaps))
+        running_before = dict(self.running)
+        self.send(g.Step(next(self._steps), rows, begin, released, copies=block_copies, **swaps))
         self._wait("the step ends", lambda: self.stepped is not None)
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
-        lost = self.stepped.skipped
-        assert results.keys() == {row.sequence for row in rows if row.samples} - {*lost}
+        skipped_rows = self.stepped.skipped
+        assert results.keys() == {row.sequence for row in rows if row.samples} - {*skipped_rows}
         self.results += self.stepped.results
         for row in rows:
-            self._computed(before[row.sequence], row, results.get(row.sequence))
+            self._computed(running_before[row.sequence], row, results.get(row.sequence))
         return self.stepped.results
 
     def _computed(self, sequence: Running, row: g.Row, result: g.RowResult | None) -> None:
@@ -254,14 +266,14 @@ class Scheduler:
         """Wait for the ends of all requests."""
         self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 
-    def _wait(self, condition_text: str, holds: Callable[[], bool]) -> None:
+    def _wait(self, condition_text: str, is_true: Callable[[], bool]) -> None:
         """Take the worker's messages until a condition holds.
 
         Raises:
             AssertionError: The condition does not hold within `DEADLINE_S` seconds.
         """
         deadline = time.monotonic() + DEADLINE_S
-        while not holds():
+        while not is_true():
             assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {condition_text}"
             self.listen(0.2)
 
@@ -285,7 +297,7 @@ class Scheduler:
 
 
 def _pairs(sources: list[int], targets: list[int]) -> list[int]:
-    return [each for pair in zip(sources, targets, strict=True) for each in pair]
+    return [block for pair in zip(sources, targets, strict=True) for block in pair]
 
 
 @contextmanager

@@ -45,16 +45,18 @@ class Run:
     took: list[tuple[float, float]] = field(default_factory=list)
 
     def p99_s(self, from_s: float, to_s: float) -> float:
-        latencies = sorted(took for arrival_s, took in self.took if from_s <= arrival_s < to_s)
+        latencies = sorted(
+            duration_s for arrival_s, duration_s in self.took if from_s <= arrival_s < to_s
+        )
         return latencies[math.ceil(0.99 * len(latencies)) - 1] if latencies else 0.0
 
     def count_at(self, at_s: float) -> int:
-        return next(count for when, count in reversed(self.counts) if when <= at_s)
+        return next(count for changed_at_s, count in reversed(self.counts) if changed_at_s <= at_s)
 
     def regrets(self, within_s: float) -> int:
         """Return how often an instance was removed and another one added soon after."""
-        moves = [(b[0], b[1] - a[1]) for a, b in pairwise(self.counts)]
-        return sum(a[1] < 0 < b[1] and b[0] - a[0] < within_s for a, b in pairwise(moves))
+        count_changes = [(b[0], b[1] - a[1]) for a, b in pairwise(self.counts)]
+        return sum(a[1] < 0 < b[1] and b[0] - a[0] < within_s for a, b in pairwise(count_changes))
 
 
 @dataclass
@@ -72,21 +74,27 @@ class Host:
         """Run the load for this time."""
         run = Run([(0.0, self.count)])
         queue: deque[float] = deque()
-        done: list[tuple[float, float, float]] = []  # start of waiting, arrival, start of execution
+        executions: list[
+            tuple[float, float, float]
+        ] = []  # start of waiting, arrival, start of execution
         ready, starting = self.count, 0
         executed = 0
         queueing_s = execution_s = 0.0
         at_s = came_s = 0.0
-        looks = changes_at = math.inf
-        looks = SAMPLE_EVERY_S
+        looks_at_s = changes_at = math.inf
+        looks_at_s = SAMPLE_EVERY_S
         came_s = self._next(shape, 0.0)
-        while (at_s := min(came_s, looks, changes_at, done[0][0] if done else math.inf)) < seconds:
-            if done and done[0][0] == at_s:
-                _, arrival_s, began = heapq.heappop(done)
+        while (
+            at_s := min(
+                came_s, looks_at_s, changes_at, executions[0][0] if executions else math.inf
+            )
+        ) < seconds:
+            if executions and executions[0][0] == at_s:
+                _, arrival_s, began_s = heapq.heappop(executions)
                 run.took.append((arrival_s, at_s - arrival_s))
                 executed += 1
-                queueing_s += began - arrival_s
-                execution_s += at_s - began
+                queueing_s += began_s - arrival_s
+                execution_s += at_s - began_s
             elif at_s == changes_at:
                 ready, starting, changes_at = ready + 1, 0, math.inf
                 self._change(run, at_s, +1)
@@ -94,23 +102,23 @@ class Host:
                 queue.append(at_s)
                 came_s = self._next(shape, at_s)
             else:
-                looks += SAMPLE_EVERY_S
+                looks_at_s += SAMPLE_EVERY_S
                 counts = executed, executed, queueing_s, executed, execution_s
-                load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(done)))
+                load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(executions)))
                 change = self.policy.sample(load, self.count)
                 if change is not None and not starting and change.total > self.count:
                     starting, changes_at = 1, at_s + START_S
                 elif change is not None and not starting:
                     ready -= 1
                     self._change(run, at_s, -1)
-            while queue and len(done) < ready:
-                took = self.executions(self.random)
-                heapq.heappush(done, (at_s + took, queue.popleft(), at_s))
+            while queue and len(executions) < ready:
+                duration_s = self.executions(self.random)
+                heapq.heappush(executions, (at_s + duration_s, queue.popleft(), at_s))
         return run
 
-    def _change(self, run: Run, at_s: float, by: int) -> None:
-        self.policy.changed(at_s, self.count, self.count + by)
-        self.count += by
+    def _change(self, run: Run, at_s: float, difference: int) -> None:
+        self.policy.changed(at_s, self.count, self.count + difference)
+        self.count += difference
         run.counts.append((at_s, self.count))
 
     def _next(self, shape: Shape, at_s: float) -> float:

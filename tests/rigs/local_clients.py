@@ -93,5 +93,5 @@ def answer(link: Dealer) -> Any:
     raise AssertionError("no answer")
 
 
-def small() -> TensorRef:
+def small_tensor() -> TensorRef:
     return TensorRef("INPUT0", "FP32", (4,), bytes(16))

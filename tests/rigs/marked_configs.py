@@ -5,7 +5,7 @@ from pathlib import Path
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import detect_backend, normalise, read_pbtxt, validate
 
-IO = """
+TENSORS = """
 input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "O" data_type: TYPE_FP32 dims: [ 4 ] }
 """
@@ -26,11 +26,11 @@ def problems(text: str, *, complete: bool = True, gpus: int = 0, folder: Path | 
 def positions(text: str) -> list[str]:
     """Return the position of each "@" in a text, as the line of a problem begins with it."""
     parts = text.split("@")
-    before = ["".join(parts[:end]) for end in range(1, len(parts))]
-    return [f"f:{part.count(chr(10)) + 1}:{len(part) - part.rfind(chr(10))}: " for part in before]
+    prefixes = ["".join(parts[:end]) for end in range(1, len(parts))]
+    return [f"f:{part.count(chr(10)) + 1}:{len(part) - part.rfind(chr(10))}: " for part in prefixes]
 
 
 def place(text: str) -> str:
     """Return the only one of `positions`, or the position of the whole file if there is no mark."""
-    (only,) = positions(text) or ["f: "]
-    return only
+    (only_position,) = positions(text) or ["f: "]
+    return only_position

@@ -33,21 +33,25 @@ class TritonPythonModel:
 """
 
 
-def tensor(name: str, datatype: str = "FP32", dims: Sequence[int] = (-1,), more: str = "") -> str:
-    return f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {more} }}'
+def tensor(
+    name: str, datatype: str = "FP32", dims: Sequence[int] = (-1,), extra_fields: str = ""
+) -> str:
+    return (
+        f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {extra_fields} }}'
+    )
 
 
 def add_model(
     repository: Path,
     name: str,
-    one: str,
+    method_body: str,
     inputs: Sequence[str] = (tensor("X"),),
     outputs: Sequence[str] = (tensor("Y"),),
     max_batch_size: int = 0,
-    more: str = "",
+    settings: str = "",
 ) -> None:
     """Add a Python model whose `one(self, request)` has this body; `more` may make it decoupled."""
-    body = textwrap.indent(textwrap.dedent(one).strip("\n"), " " * 8)
+    body = textwrap.indent(textwrap.dedent(method_body).strip("\n"), " " * 8)
     _write(
         repository,
         name,
@@ -57,7 +61,7 @@ def add_model(
         input [ {", ".join(inputs)} ]
         output [ {", ".join(outputs)} ]
         instance_group [ {{ kind: KIND_CPU }} ]
-        {more}
+        {settings}
         """,
     )
     (repository / name / "1" / "model.py").write_text(_MODEL.replace("{body}", body))
@@ -75,7 +79,7 @@ def step(
     return f'{{ model_name: "{model}" model_version: {version} {maps} }}'
 
 
-def xy(model: str, source: str, target: str) -> str:
+def xy_step(model: str, source: str, target: str) -> str:
     """Return a step that reads tensor `source` as X and writes its output Y to `target`."""
     return step(model, {"X": source}, {"Y": target})
 
@@ -88,7 +92,7 @@ def add_ensemble(
     outputs: Sequence[str] = (tensor("OUT"),),
     max_batch_size: int = 0,
     scheduling: str = "",
-    more: str = "",
+    settings: str = "",
 ) -> None:
     _write(
         repository,
@@ -99,7 +103,7 @@ def add_ensemble(
         input [ {", ".join(inputs)} ]
         output [ {", ".join(outputs)} ]
         ensemble_scheduling {{ step [ {", ".join(steps)} ] {scheduling} }}
-        {more}
+        {settings}
         """,
     )
 

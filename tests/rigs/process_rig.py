@@ -38,7 +38,7 @@ CONFIG = {
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
-ALONE = Group("scheduler m", frozenset({"m"}))
+ALONE_GROUP = Group("scheduler m", frozenset({"m"}))
 STACKS_FD = 7  # the descriptor for stacks in every worker
 # The kernel assigns no higher pid, so no process can have it.
 _HIGHEST_PID = 1 << 22
@@ -118,19 +118,19 @@ class Processes:
         )
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 
-    def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
+    def version(self, spec: VersionSpec, group: Group = ALONE_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
-        nothing: Any = MagicMock(return_value=None)
+        no_call: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731
-        return ModelVersion(self.context, spec, group, nothing, nothing, complete)
+        return ModelVersion(self.context, spec, group, no_call, no_call, complete)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         loop = asyncio.get_running_loop()
         child = Made(next(self._pids), title, loop.create_future())
         self.started.append(child)
         hosts = "scheduler" in entry
-        first = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
-        loop.call_soon(self._dispatch, child.pid, first)
+        start_message = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
+        loop.call_soon(self._dispatch, child.pid, start_message)
         loop.call_soon(self.at_start, child)
         return child
 
@@ -145,7 +145,7 @@ class Processes:
         elif isinstance(message, m.CompleteConfig):
             answer = m.ConfigCompleted(message.config.source)
         elif isinstance(message, m.LoadInstance):
-            answer = None if self.hanging else m.InstanceLoaded(0.0)
+            answer = None if self.hanging else m.InstanceLoaded()
             self._held += [address] if self.hanging else []
         elif isinstance(message, m.Drain) and self.draining:
             answer = m.Drained()
@@ -161,7 +161,7 @@ class Processes:
         self.hanging = False
         held_addresses, self._held = self._held, []
         for address in held_addresses:
-            self._dispatch(address, m.InstanceLoaded(0.0))
+            self._dispatch(address, m.InstanceLoaded())
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         self._handlers[address] = handler
@@ -193,7 +193,7 @@ class Processes:
         await asyncio.sleep(0)
 
 
-async def turns(count: int = 20) -> None:
+async def run_loop_turns(count: int = 20) -> None:
     """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)

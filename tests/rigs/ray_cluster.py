@@ -45,7 +45,7 @@ def main(folder: Path, port: int, flags: dict[str, object]) -> None:
     """Run the program that the module describes."""
     head = {**node(folder, "first"), "include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    second = cluster.add_node(**node(folder, "second"))
+    second_node = cluster.add_node(**node(folder, "second"))
     ray.init(address=cluster.address)
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": _HOST, "port": port})
@@ -55,7 +55,7 @@ def main(folder: Path, port: int, flags: dict[str, object]) -> None:
         print("ready", flush=True)
         for word in sys.stdin:
             assert word == "kill\n"
-            cluster.remove_node(second, allow_graceful=False)
+            cluster.remove_node(second_node, allow_graceful=False)
             print("killed", flush=True)
     finally:
         serve.shutdown()

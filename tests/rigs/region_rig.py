@@ -13,8 +13,8 @@ from tests.rigs.process_rig import RecordedProcesses
 
 def policy(**limits: Any) -> ShmPolicy:
     """Return a policy with these limits and large default limits."""
-    large = ShmPolicy(None, NO_GROUP, 100, 100, 1 << 30, 1 << 30, 1 << 20, "warn")
-    return replace(large, **limits)
+    large_policy = ShmPolicy(None, NO_GROUP, 100, 100, 1 << 30, 1 << 30, 1 << 20, "warn")
+    return replace(large_policy, **limits)
 
 
 class RegionOffice(RecordedProcesses):
@@ -30,5 +30,5 @@ class RegionOffice(RecordedProcesses):
 
 def unchecked_handles(devices: int) -> HandleCheck:
     """Return a check of CUDA handles on a host where no worker uses a device."""
-    nothing: Any = lambda *_: []  # noqa: E731
-    return HandleCheck(devices, nothing, nothing)
+    no_call: Any = lambda *_: []  # noqa: E731
+    return HandleCheck(devices, no_call, no_call)

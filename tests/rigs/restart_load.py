@@ -26,7 +26,7 @@ from tests.support.wire.grpc_calls import is_right, simple_request
 from tests.support.wire.raw_http import Http
 
 _PATIENCE_S = 120.0
-_CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+_DISCONNECT_ERRORS = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 # Repeats a request; returns an error, or "" for a correct answer.
 SendRequest = Callable[[int], str]
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 # The service configuration of a gRPC client that may lose an answer with its server, and repeats
 # the call.
-_RETRY = {
+_RETRIED_ERRORS = {
     "methodConfig": [
         {
             "name": [{}],
@@ -56,28 +56,28 @@ def retry(send: Callable[[], T]) -> T:
     one.
     """
     for _ in range(2):
-        with contextlib.suppress(*_CLOSED):
+        with contextlib.suppress(*_DISCONNECT_ERRORS):
             return send()
     return send()
 
 
-def over_http(port: int, shared: bool) -> Iterator[SendRequest]:
+def send_over_http(port: int, shared: bool) -> Iterator[SendRequest]:
     """Send requests on one connection.
 
     Like every HTTP client, it repeats a request on a new connection if the used connection was
     closed. A region is registered once.
     """
     connection = Http(port, _PATIENCE_S)
-    through = InferInMemory(connection) if shared else infer_simple
+    infer_through = InferInMemory(connection) if shared else infer_simple
 
     def send_request(number: int) -> str:
-        return retry(lambda: through(connection, number))
+        return retry(lambda: infer_through(connection, number))
 
     try:
         yield send_request
     finally:
-        if isinstance(through, InferInMemory):
-            through.close(connection)
+        if isinstance(infer_through, InferInMemory):
+            infer_through.close(connection)
 
 
 def registering(port: int) -> Iterator[SendRequest]:
@@ -88,19 +88,21 @@ def registering(port: int) -> Iterator[SendRequest]:
     connections = [Http(port, _PATIENCE_S) for _ in range(2)]
 
     def send_request(number: int) -> str:
-        one, other = connections[number % 2], connections[1 - number % 2]
-        through = retry(lambda: InferInMemory(one, 64))
-        error = retry(lambda: through(other, number)) or retry(lambda: through(one, number))
-        retry(lambda: through.close(other))
+        first_client, second_client = connections[number % 2], connections[1 - number % 2]
+        infer_through = retry(lambda: InferInMemory(first_client, 64))
+        error = retry(lambda: infer_through(second_client, number)) or retry(
+            lambda: infer_through(first_client, number)
+        )
+        retry(lambda: infer_through.close(second_client))
         return error
 
     yield send_request
 
 
-def over_grpc(port: int, killed: bool) -> Iterator[SendRequest]:
+def send_over_grpc(port: int, is_killed: bool) -> Iterator[SendRequest]:
     options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
-    if killed:
-        options.append(("grpc.service_config", json.dumps(_RETRY)))
+    if is_killed:
+        options.append(("grpc.service_config", json.dumps(_RETRIED_ERRORS)))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
 
@@ -126,18 +128,18 @@ def native(path: str) -> Iterator[SendRequest]:
 
 
 def main(
-    clients: int, http_port: int, grpc_port: int, local: str, often: bool, killed: bool
+    clients: int, http_port: int, grpc_port: int, local: str, often: bool, is_killed: bool
 ) -> None:
     """Send requests until the input ends."""
     stop = threading.Event()
     counts: dict[str, Counter[str]] = {}
 
-    def run(door: str, senders: Iterator[SendRequest]) -> None:
+    def run(protocol: str, senders: Iterator[SendRequest]) -> None:
         with contextlib.closing(senders):  # type: ignore[type-var]
             try:
                 send_request, number = next(senders), 0
             except Exception as error:
-                counts[door][f"not begun: {error}"] += 1
+                counts[protocol][f"not begun: {error}"] += 1
                 return
             while not stop.is_set():
                 number += 1
@@ -145,22 +147,22 @@ def main(
                     outcome = send_request(number) or "right"
                 except Exception as error:
                     outcome = f"{type(error).__name__}: {error}"
-                counts[door][outcome[:300]] += 1
+                counts[protocol][outcome[:300]] += 1
                 stop.wait(0.02)
 
-    doors = {
+    senders_by_protocol = {
         "http": lambda number: (
             registering(http_port)
             if often and number == 0
-            else over_http(http_port, number % 2 == 1)
+            else send_over_http(http_port, number % 2 == 1)
         ),
-        "grpc": lambda _: over_grpc(grpc_port, killed),
+        "grpc": lambda _: send_over_grpc(grpc_port, is_killed),
         "native": lambda _: native(local),
     }
-    counts.update((door, Counter()) for door in doors)
+    counts.update((protocol, Counter()) for protocol in senders_by_protocol)
     threads = [
-        threading.Thread(target=run, args=(door, make(number)))
-        for door, make in doors.items()
+        threading.Thread(target=run, args=(protocol, make(number)))
+        for protocol, make in senders_by_protocol.items()
         for number in range(clients)
     ]
     for thread in threads:

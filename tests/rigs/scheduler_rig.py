@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.requests.request import NEVER
@@ -47,16 +47,16 @@ class Outbox:
 
     def post(self, peer: bytes, message: Any) -> None:
         """Keep a message; it must survive the wire."""
-        (received,) = frames.unpack(frames.pack([message]))
-        self.posted.append((peer, received))
+        (unpacked,) = frames.unpack(frames.pack([message]))
+        self.posted.append((peer, unpacked))
 
     def sender_of(self, peer: bytes) -> Callable[[Any], None]:
         return partial(self.post, peer)
 
     def take(self) -> list[tuple[bytes, Any]]:
         """Return the messages posted since the last call."""
-        taken, self.posted = self.posted, []
-        return taken
+        taken_messages, self.posted = self.posted, []
+        return taken_messages
 
 
 class ControlOutbox(Outbox):
@@ -175,8 +175,8 @@ class Rig:
 
     def execute(self) -> tuple[bytes, m.Execute]:
         """Return the only batch sent since the last call."""
-        (one,) = self.executes()
-        return one
+        (message,) = self.executes()
+        return message
 
     def begin(self, **fields: Any) -> tuple[int, m.Execute]:
         """Submit a request that runs at once: its number, and its batch."""
@@ -199,9 +199,14 @@ class Rig:
 
     def finish(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
         """Return a batch from its worker, with success unless `replies` are given."""
-        answers = list(replies) or [ok(request.key) for request in batch.requests]
+        answers = list(replies) or [ok_reply(request.key) for request in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
-        self.worker(peer, m.BatchFinished(batch.batch, *times, answers, copied_in=5, copied_out=6))
+        self.worker(
+            peer,
+            m.BatchFinished(
+                batch.batch, *times, answers, copied_input_bytes=5, copied_output_bytes=6
+            ),
+        )
 
     def respond(
         self, peer: bytes, key: int, response: bytes | Packed = b"part", **fields: Any
@@ -209,7 +214,7 @@ class Rig:
         """Send a worker's response to a request; the last one if `final`."""
         defaults = {"code": "", "message": "", "final": False, "computed_ns": self.now}
         defaults |= {"written_ns": self.now}
-        schema, data = packed(response)
+        schema, data = pack_response(response)
         defaults |= {"schema": schema, "data": data}
         self.worker(peer, m.ExecutionResponded(key=key, **{**defaults, **fields}))
 
@@ -261,7 +266,7 @@ def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
     return fit
 
 
-def packed(response: bytes | Packed) -> Packed:
+def pack_response(response: bytes | Packed) -> Packed:
     """Return the schema and data of a response; an opaque response, which no test reads, is
     both.
     """
@@ -270,9 +275,9 @@ def packed(response: bytes | Packed) -> Packed:
     return response, [response] if response else []
 
 
-def ok(key: int, response: bytes | Packed = b"done") -> m.Reply:
+def ok_reply(key: int, response: bytes | Packed = b"done") -> m.Reply:
     """Return a successful reply."""
-    return m.Reply(key, "", "", *packed(response))
+    return m.Reply(key, "", "", *pack_response(response))
 
 
 def response_in_arena(pid: int, *offsets: int) -> Packed:

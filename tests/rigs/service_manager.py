@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.servers import ROOT
 
-_OWN, _ENDS = "TOLD_BY_ITSELF=1", "ENDS=1"
+_OWN_LINE, _END_LINE = "TOLD_BY_ITSELF=1", "ENDS=1"
 
 
 class Manager:
@@ -40,15 +40,15 @@ class Manager:
 
     def receive_all(self) -> list[str]:
         """Return the notifications so far, including those of processes that have exited."""
-        self._send(_OWN)
-        return self.receive(_OWN)[:-1]
+        self._send(_OWN_LINE)
+        return self.receive(_OWN_LINE)[:-1]
 
     def _send(self, text: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(text.encode(), self.address)
 
     def _read(self) -> None:
-        while (message := self._receive()) != _ENDS:
+        while (message := self._receive()) != _END_LINE:
             self._received.put(message)
 
     def _receive(self) -> str:
@@ -67,14 +67,14 @@ class Manager:
 
     def close(self) -> None:
         """Stop reading, and close the stored descriptors."""
-        self._send(_ENDS)
+        self._send(_END_LINE)
         self._thread.join()
         for name in list(self.kept):
             self._release(name)
 
 
 @contextlib.contextmanager
-def managed() -> Iterator[Manager]:
+def run_manager() -> Iterator[Manager]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         address = tempfile.mktemp(prefix="notify-")
         sock.bind(address)
@@ -87,13 +87,13 @@ def managed() -> Iterator[Manager]:
 
 
 def start(
-    given: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
+    inherited_fds: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
     """Start a server that receives these descriptors from number 3 on."""
 
     def memory_range() -> None:
         # Above the numbers that the server expects.
-        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in inherited_fds]
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
@@ -105,7 +105,12 @@ def start(
             *("--metrics-port=0",),
         ],
         cwd=ROOT,
-        env={**os.environ, **environment, "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": names},
-        pass_fds=range(3, 3 + len(given)),
+        env={
+            **os.environ,
+            **environment,
+            "LISTEN_FDS": str(len(inherited_fds)),
+            "LISTEN_FDNAMES": names,
+        },
+        pass_fds=range(3, 3 + len(inherited_fds)),
         preexec_fn=memory_range,
     )

@@ -35,15 +35,15 @@ class Streams:
     def begin(self, *values: Any, memory_range: Range | None = None, output: Any = None) -> None:
         """Send one batch with a request for each value; the keys are 1, 2, ..."""
         outputs = (RequestedOutput(self._y, output),) if output is not None else ()
-        works = []
+        work_items = []
         for key, value in enumerate(values, 1):
             array = np.atleast_1d(np.asarray(value, np.float32))
             input_tensor = tensor(
                 self._x, array.reshape(1, -1) if self._rows else array, memory_range
             )
             packed = pack_inference(Inference((input_tensor,), outputs))
-            works.append(m.Work(key, CLIENT_PID, *packed, f"id-{key}"))
-        self.rig.execute(works)
+            work_items.append(m.Work(key, CLIENT_PID, *packed, f"id-{key}"))
+        self.rig.execute(work_items)
 
     def responses(self, key: int, count: int = 0) -> list[Any]:
         """Return the responses to a request (values, errors, "end") up to its end, or the first
@@ -51,12 +51,12 @@ class Streams:
         """
         events: list[Any] = []
 
-        def done() -> bool:
+        def has_expected_events() -> bool:
             self.messages += self.rig.sent(0.05)
             events[:] = [event for message in self.messages for event in self._show(message, key)]
             return "end" in events or (count > 0 and len(events) >= count)
 
-        until("all has come", done)
+        until("all has come", has_expected_events)
         return events
 
     def _show(self, message: Any, key: int) -> Iterator[Any]:

@@ -18,14 +18,14 @@ from tests.support.servers import ROOT
 from tests.support.waiting import until
 
 _SYSTEMD = "/lib/systemd/systemd"
-_EMPTY = ("/run/", "/tmp/", "/var/tmp/", "/dev/shm/", "/var/lib/")
+_EMPTY_FOLDERS = ("/run/", "/tmp/", "/var/tmp/", "/dev/shm/", "/var/lib/")
 # The manager must not clean or change anything of this system: its mounts are in its own
 # namespaces, and it knows only the units installed there and empty targets.
-_INNER = f"""
+_INNER_SCRIPT = f"""
 set -e
 mount --make-rprivate /
 mount --make-rshared /
-for folder in {" ".join(_EMPTY)}; do mount -t tmpfs tmpfs $folder; done
+for folder in {" ".join(_EMPTY_FOLDERS)}; do mount -t tmpfs tmpfs $folder; done
 mkdir /run/layers
 mount -t tmpfs tmpfs /run/layers
 mkdir /run/layers/upper /run/layers/work
@@ -63,11 +63,11 @@ class Systemd:
         if user:
             groups_of = f"--groups={groups}" if groups else "--clear-groups"
             start += ["setpriv", f"--reuid={user}", f"--regid={user}", groups_of]
-        ran = subprocess.run(
+        completed = subprocess.run(
             [*start, *words], cwd="/", env=_ENVIRONMENT, capture_output=True, text=True, check=False
         )
-        status = f"\nstatus {ran.returncode}" if ran.returncode else ""
-        return (ran.stdout + ran.stderr).strip() + status
+        status = f"\nstatus {completed.returncode}" if completed.returncode else ""
+        return (completed.stdout + completed.stderr).strip() + status
 
     def path(self, inner_path: str) -> Path:
         return Path(f"/proc/{self.pid}/root{inner_path}")
@@ -87,7 +87,7 @@ def booted() -> Iterator[Systemd]:
     into_group = ("bash", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "bash")
     unshare = (
         *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"),
-        *("--ipc", "--uts", "--net", "--cgroup", "bash", "-c", _INNER),
+        *("--ipc", "--uts", "--net", "--cgroup", "bash", "-c", _INNER_SCRIPT),
     )
     with tempfile.TemporaryFile("w+") as log:
         manager = subprocess.Popen(
@@ -120,8 +120,10 @@ def _check() -> None:
         raise Unavailable("namespaces with a systemd are for root to make")
     if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
         raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
-    if hidden := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY)]:
-        raise Unavailable(f"{hidden[0]} is in a folder that is empty there")
+    if hidden_paths := [
+        path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY_FOLDERS)
+    ]:
+        raise Unavailable(f"{hidden_paths[0]} is in a folder that is empty there")
     try:
         subprocess.run(
             [sys.executable, "-c", "import shmserve"],
@@ -144,11 +146,11 @@ _TOOLS = ("unshare", "nsenter", "setpriv", "ip", "curl", "systemctl", "systemd-s
 def _control_group() -> Path:
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     top = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
-    own = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0]
+    own_group = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0]
     try:
         if top is None:
             raise Unavailable("there are no control groups of version 2 here")
-        group = top / own.lstrip("/") / f"shmserve-test-{os.getpid()}"
+        group = top / own_group.lstrip("/") / f"shmserve-test-{os.getpid()}"
         group.mkdir()
     except OSError as error:
         raise Unavailable(f"no control group can be made: {error}") from None

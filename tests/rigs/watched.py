@@ -21,8 +21,8 @@ from tests.support.sequence_models import controls, instances
 from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, json_input
 
-IDLE = "max_sequence_idle_microseconds: 60000000"
-FEW = ("simple", "cached", "pipeline", "half", "crimes", "sums")
+IDLE_TIME = "max_sequence_idle_microseconds: 60000000"
+FEW_MODELS = ("simple", "cached", "pipeline", "half", "crimes", "sums")
 
 
 def add_models(repository: Path, *, generative: bool = False) -> None:
@@ -32,7 +32,7 @@ def add_models(repository: Path, *, generative: bool = False) -> None:
     repositories.add(repository, "simple", "crimes")
     cached = "response_cache { enable: true }"
     repositories.add_as(repository, "cached", "simple", cached)
-    sequences = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(1)}"
+    sequences = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls()} }} {instances(1)}"
     repositories.add_as(repository, "sums", "sequencer", sequences)
     pipelines.add_model(repository, "half", "return self.response(Y=self.input(request, 'X') / 2)")
     steps = [
@@ -49,9 +49,9 @@ def _simple(http: Http, number: int) -> None:
     infer_simple(http, number)
 
 
-def _cached(http: Http, number: int) -> None:
-    same = np.full((1, 16), number % 4, np.int32)
-    tensors = [json_input("INPUT0", same), json_input("INPUT1", same)]
+def _infer_cached(http: Http, number: int) -> None:
+    values = np.full((1, 16), number % 4, np.int32)
+    tensors = [json_input("INPUT0", values), json_input("INPUT1", values)]
     http.infer("cached", {"inputs": tensors}).ok()
 
 
@@ -69,25 +69,25 @@ def command(http: Http, name: str) -> None:
     http.infer("crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
 
 
-def _sums(http: Http, number: int) -> None:
+def _infer_sums(http: Http, number: int) -> None:
     parameters = {"sequence_id": 1 + number // 8, "sequence_start": number % 8 == 0}
     parameters["sequence_end"] = number % 8 == 7
     tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
     http.infer("sums", {"inputs": [tensor], "parameters": parameters}).ok()
 
 
-def _tiny(http: Http, number: int) -> None:
+def _complete_tiny(http: Http, number: int) -> None:
     body = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 12}
     http.post("/v1/completions", body).ok()
 
 
 @contextlib.contextmanager
-def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
+def send_under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
     """Send requests to all models on one or two connections each until the end of the block."""
-    stop, answered = threading.Event(), threading.Semaphore(0)
+    stop, answered_count = threading.Event(), threading.Semaphore(0)
     server.gate.close()  # no execution waits at the gate
 
-    def send_requests(one: Callable[[Http, int], None]) -> None:
+    def send_requests(send_one: Callable[[Http, int], None]) -> None:
         number = 0
         while not stop.is_set():
             with (
@@ -95,18 +95,26 @@ def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
                 server.http() as http_client,
             ):
                 while not (stop.wait(0.04) and number % 8 == 0):  # no sequence is left open
-                    one(http_client, number)
+                    send_one(http_client, number)
                     number += 1
                     if number == 1:
-                        answered.release()
+                        answered_count.release()
             stop.wait(0.2)
 
-    kinds = [_simple, _simple, _cached, _pipeline, _crimes, _sums, *([_tiny] if generative else [])]
+    kinds = [
+        _simple,
+        _simple,
+        _infer_cached,
+        _pipeline,
+        _crimes,
+        _infer_sums,
+        *([_complete_tiny] if generative else []),
+    ]
     threads = [threading.Thread(target=send_requests, args=[kind]) for kind in kinds]
     for thread in threads:
         thread.start()
     try:
-        assert all(answered.acquire(timeout=30) for _ in threads), "not all are answered"
+        assert all(answered_count.acquire(timeout=30) for _ in threads), "not all are answered"
         yield
     finally:
         stop.set()

@@ -40,23 +40,23 @@ from shmserve.workers.links.scheduler import InstanceLink, Timer
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 from tests.support.messages import inferred_of
 
 MIB = 1024 * 1024
 CLIENT_PID = 4242
 
 
-def tensor_config(name: str, data_type: str, dims: Sequence[int], **more: Any) -> dict[str, Any]:
+def tensor_config(name: str, data_type: str, dims: Sequence[int], **fields: Any) -> dict[str, Any]:
     """Return one entry of a configuration's `input` or `output`."""
-    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **more}
+    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **fields}
 
 
 def model_config(
     inputs: Sequence[dict[str, Any]],
     outputs: Sequence[dict[str, Any]],
     max_batch_size: int = 0,
-    **more: Any,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Return the part of a configuration that a worker reads."""
     return {
@@ -67,7 +67,7 @@ def model_config(
         "output": list(outputs),
         "default_model_filename": "",
         "parameters": {},
-        **more,
+        **settings,
     }
 
 
@@ -180,7 +180,7 @@ class Rig:
         self.scheduler = Router(endpoint)
         self._schedulers.append(self.scheduler)
         self.instance.attach(endpoint)
-        ((self._peer, _),) = arrived(self.scheduler)
+        ((self._peer, _),) = receive_arrived(self.scheduler)
         self._dealer = self.instance.link._dealer
         assert self._dealer is not None
         # Kept: a socket that is collected unclosed is a warning, at any later moment.
@@ -193,33 +193,33 @@ class Rig:
 
     def raw_batch(
         self,
-        works: Sequence[Packed],
+        work_items: Sequence[Packed],
         pid: int = CLIENT_PID,
         request_id: str = "id-1",
         **fields: Any,
     ) -> list[Reply]:
         """Run a batch of packed requests with the keys 1, 2, ..."""
-        keyed = enumerate(works, 1)
+        keyed = enumerate(work_items, 1)
         self.execute([Work(key, pid, *work, request_id, **fields) for key, work in keyed])
         replies = {reply.key: reply for reply in self.finished.replies}
-        assert sorted(replies) == list(range(1, len(works) + 1))
+        assert sorted(replies) == list(range(1, len(work_items) + 1))
         return [
             Reply(reply.code, reply.message, inferred_of(reply) if reply.code == "" else None)
             for _, reply in sorted(replies.items())
         ]
 
-    def execute(self, works: Sequence[Work]) -> None:
+    def execute(self, work_items: Sequence[Work]) -> None:
         """Run a batch of these requests up to its end in the worker, before its replies are
         sent.
         """
         self._batches += 1
-        command = self.instance.link.open_requests(Execute(self._batches, list(works)))
+        command = self.instance.link.open_requests(Execute(self._batches, list(work_items)))
         self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 
     def sent(self, timeout_s: float = 5.0) -> list[Any]:
         """Return the messages to the scheduler; wait for a first one."""
-        return [message for _, message in arrived(self.scheduler, timeout_s)]
+        return [message for _, message in receive_arrived(self.scheduler, timeout_s)]
 
     def cancel(self, key: int) -> None:
         """Send the scheduler's cancellation, and wait until the worker has received it."""

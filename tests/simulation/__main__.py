@@ -12,7 +12,7 @@ from collections import Counter
 
 from tests.simulation.lifecycle.run import LifecycleRun
 from tests.simulation.simulation import Simulation
-from tests.simulation.world import TRACED
+from tests.simulation.world import TRACED_EVENTS
 
 
 def main() -> int:
@@ -23,10 +23,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="of CPU time; 0: no limit")
     parser.add_argument("--go-on", action="store_true", help="count failing seeds, show none")
     parser.add_argument("--lifecycle", action="store_true", help="of models, and no requests")
-    parser.add_argument("--traced", type=int, default=TRACED, help="how many events to show")
+    parser.add_argument("--traced", type=int, default=TRACED_EVENTS, help="how many events to show")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    start_s, requests, failed = time.monotonic(), 0, 0
+    start_s, requests, failures = time.monotonic(), 0, 0
     faults: Counter[str] = Counter()
     seed = arguments.first
     for seed in range(arguments.first, arguments.first + arguments.seeds):
@@ -38,7 +38,7 @@ def main() -> int:
         try:
             simulation.run()
         except Exception as error:
-            failed += 1
+            failures += 1
             print(f"seed {seed}: {type(error).__name__}: {error}")
             if not arguments.go_on:
                 print(simulation.world.report())
@@ -54,9 +54,9 @@ def main() -> int:
     kind = "orders" if arguments.lifecycle else "requests"
     print(
         f"{seed + 1 - arguments.first} seeds, {requests} {kind}, {sum(faults.values())} faults "
-        f"in {seconds:.1f} s ({requests / seconds:.0f} {kind}/s), {failed} failed: {dict(faults)}"
+        f"in {seconds:.1f} s ({requests / seconds:.0f} {kind}/s), {failures} failed: {dict(faults)}"
     )
-    return int(failed > 0)
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ class ClientRequest(InflightRequest):
             workers = MAX_STARTS if self.request.model.generative else 1
             if self.responses - self.read > FIRST_CREDIT * workers + 1:
                 self.request.fail(f"{self.responses} responses came, and {self.read} were read")
-            self.client.world_ledger.responded(self.request, message)
+            self.client.world_ledger.record_response(self.request, message)
             self.client.read_soon(self, message)
 
     def free(self) -> None:
-        self.client.world_ledger.freed(self.request)
+        self.client.world_ledger.record_freed(self.request)
         if self.memory_range is not None:
             self.client.arena.free(self.memory_range.offset)
 
@@ -98,13 +98,13 @@ class ClientLinks:
     defer = post
 
     def drain(self, endpoint: str, take: Any) -> None:
-        client, back = self._client, self._hosts[endpoint].link_of(self.links[endpoint][0])
-        for message in back.sent() if back.connected else ():
+        client, reverse_link = self._client, self._hosts[endpoint].link_of(self.links[endpoint][0])
+        for message in reverse_link.sent() if reverse_link.connected else ():
             client.check(endpoint, message)
             take(endpoint, message)
             if isinstance(message, m.Finished) and message.id in client.schedulers.pending:
                 raise Violation(f"{client} runs a request again that had ended: {message}")
-        back.close()
+        reverse_link.close()
 
 
 class Client(Process):
@@ -120,7 +120,7 @@ class Client(Process):
         ledger: Ledger,
         hosts: dict[str, SchedulerProcess],
         name: str,
-        slow: bool = False,
+        is_slow: bool = False,
         pid: int = 0,
     ) -> None:
         super().__init__(world, f"client-{name}", pid)
@@ -129,7 +129,7 @@ class Client(Process):
         self.endpoints: dict[str, str] = {}
         self.reports: dict[str, dict[str, Any]] = {}
         self._name = name
-        self._slow = slow
+        self._slow = is_slow
         self._memory = memory
         self._numbers = itertools.count(1)
         self._links = ClientLinks(self, hosts)
@@ -149,9 +149,9 @@ class Client(Process):
                 case publications.ModelWithdrawn():
                     self.endpoints.pop(message.name, None)
                 case publications.SchedulerLost():
-                    self._lost(message.endpoint, message.successor)
+                    self._handle_loss(message.endpoint, message.successor)
 
-    def _lost(self, endpoint: str, successor: str) -> None:
+    def _handle_loss(self, endpoint: str, successor: str) -> None:
         """Handle the loss of a scheduler, like `GatewaySchedulers.fail_over`."""
         if endpoint in self._links.links and endpoint not in self.schedulers.successors:
             self.schedulers.successors.add(endpoint, successor)
@@ -186,7 +186,7 @@ class Client(Process):
         uid: str = "",
         units: int = 1,
         in_arena: bool = False,
-        before: tuple[Request, ...] | None = None,
+        earlier_requests: tuple[Request, ...] | None = None,
         timeout_us: int = 0,
         priority: int = 0,
         shape_key: bytes = b"",
@@ -211,8 +211,8 @@ class Client(Process):
             tensors.append(TensorRef("GO", "BOOL", (1,), b"%c" % model.runs_step(content)))
         schema, datas = pack_inference(Inference(tuple(tensors)))
         if not model.steps:
-            own = {model.name: [units if model.batches else 0, shape_key]}
-            schema = pack_inference(Inference(tuple(tensors), (), own))[0]
+            row_shapes = {model.name: [units if model.batches else 0, shape_key]}
+            schema = pack_inference(Inference(tuple(tensors), (), row_shapes))[0]
         submit = m.Submit(
             number,
             schema,
@@ -226,8 +226,8 @@ class Client(Process):
             correlation_id,
         )
         request = Request(submit.request_id, model, content, units, submit.deadline_ns, client=self)
-        if before is not None:
-            request.before, request.step = before, len(before)
+        if earlier_requests is not None:
+            request.before, request.step = earlier_requests, len(earlier_requests)
         self.world_ledger.add(request)
         memory_range = data if isinstance(data, Range) else None
         pending = ClientRequest(self, request, submit, memory_range)
@@ -263,7 +263,7 @@ class Client(Process):
             self._check(pending.request, message, count)
             self.schedulers.discard(pending.endpoint, message)
         pending.read += 1
-        credit = pending.window.read(byte_size_of(message.data))
+        credit = pending.window.record_read(byte_size_of(message.data))
         if credit:
             self.schedulers.credit(pending, credit)
 

@@ -23,14 +23,14 @@ from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
-from tests.simulation.texts import STOP
+from tests.simulation.texts import STOP_TOKEN
 from tests.simulation.world import Process, Violation
-from tests.support.generative_worker import END
+from tests.support.generative_worker import END_TOKEN
 
 _SUPERVISOR_PID = 1
 # The objects that a core may keep when no request is in flight, and their maximum number: tables of
 # models, instances and settings, counters, and collections with a limit of their own.
-_KEPT = {
+_MAX_ENTRIES = {
     "ClientTable": 1024,
     "LruCache._entries": 1 << 20,
     "Front._dead": 64,
@@ -63,11 +63,15 @@ _KEPT = {
     "StepRunner._in_flight": 10,
     "_EnsembleMemory._held_arenas": 64,
 }
-_WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.scheduler_client")
+_WALKED_MODULES = (
+    "shmserve.scheduler",
+    "shmserve.ipc.memory.lent",
+    "shmserve.ipc.scheduler_client",
+)
 # Modules whose objects hold no request, and classes with a limit of their own or with one object
 # per ensemble graph.
-_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
-_STATIC = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "StepTimes")
+_SKIPPED_MODULES = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
+_STATIC_CLASSES = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "StepTimes")
 
 
 class Scheduler:
@@ -83,14 +87,14 @@ class Scheduler:
         process: Process,
         memory: SimulatedMemory,
         outboxes: tuple[Any, Any, Any],
-        kept: list[Any],
+        checkpoint: list[Any],
         alive: list[int],
     ) -> None:
         clients, peers, control = outboxes
         world = process.world
         spec = ModelSpec.of(model.config)
         settings = Settings.read(spec, version, model.limits)
-        cache, lent = None, _lent(model, process, memory)
+        cache, lent = None, _simulate_lent_memory(model, process, memory)
         if settings.cached and model.cache_byte_size:
             start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
             cache = ResponseCache(model.name, version, start, lent, lambda: world.now_ns)
@@ -110,8 +114,8 @@ class Scheduler:
             *(core, clients, control, world.wall_clock, model.name, cache)
         )
         self._core = core
-        if kept:
-            self.front.restore(kept, alive)
+        if checkpoint:
+            self.front.restore(checkpoint, alive)
 
     @property
     def instances(self) -> dict[str, int]:
@@ -130,13 +134,13 @@ def _check_stopped(dispatch: Any) -> None:
     """Raise Violation if a text ended with "stop" but lacks the token that ends it."""
     record = dispatch._on_sequence_end
 
-    def checked(sequence: Sequence[Any], why: str) -> None:
+    def check_sequence_end(sequence: Sequence[Any], reason: str) -> None:
         tokens = sequence.tokens[len(sequence.generation.prompt) :]
-        if why == "stop" and not {STOP, END} & {*tokens}:
-            raise Violation(f"a text ends with {why!r} after the tokens {list(tokens)}")
-        record(sequence, why)
+        if reason == "stop" and not {STOP_TOKEN, END_TOKEN} & {*tokens}:
+            raise Violation(f"a text ends with {reason!r} after the tokens {list(tokens)}")
+        record(sequence, reason)
 
-    dispatch._on_sequence_end = checked
+    dispatch._on_sequence_end = check_sequence_end
 
 
 class _HeldArena:
@@ -159,11 +163,11 @@ class _EnsembleMemory(EnsembleMemory):
 
     def hold(self, memory_range: Range) -> None:
         arena: Any = _HeldArena(memory_range.memory)
-        held: Any = self._held_arenas.setdefault(memory_range.memory.id, arena)
-        held.users += 1
+        held_arena: Any = self._held_arenas.setdefault(memory_range.memory.id, arena)
+        held_arena.users += 1
 
 
-def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
+def _simulate_lent_memory(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
     """Return the lent memory of a process, based on a simulated arena."""
     lent = LentMemory(model.arena_byte_size)
     lent._arena = memory.arena(process, model.arena_byte_size)  # type: ignore[assignment]
@@ -174,35 +178,35 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
     """Yield each container of a scheduler: its path, its length, and the maximum length when
     idle.
     """
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     stack: list[Any] = [scheduler.front]
     while stack:
         element = stack.pop()
-        if id(element) in seen:
+        if id(element) in seen_ids:
             continue
-        seen.add(id(element))
-        if type(element).__name__ in _STATIC:
+        seen_ids.add(id(element))
+        if type(element).__name__ in _STATIC_CLASSES:
             continue
         module = type(element).__module__
         for name, value in _attributes(element):
             if isinstance(value, (dict, list, set, deque, OrderedDict)):
                 where = f"{type(element).__name__}.{name}"
-                bound = _KEPT.get(where, _KEPT.get(type(value).__name__, 0))
+                bound = _MAX_ENTRIES.get(where, _MAX_ENTRIES.get(type(value).__name__, 0))
                 entries = list(value.values() if isinstance(value, dict) else value)
                 count = sum(entry is not None for entry in entries)
                 yield where, count if isinstance(value, list) else len(entries), bound
                 stack += entries
-            elif type(value).__module__.startswith(_WALKED) and not any(
-                part in type(value).__module__ + module for part in _SKIPPED
+            elif type(value).__module__.startswith(_WALKED_MODULES) and not any(
+                part in type(value).__module__ + module for part in _SKIPPED_MODULES
             ):
                 stack.append(value)
 
 
-def _attributes(found: Any) -> Iterator[tuple[str, Any]]:
-    if not type(found).__module__.startswith(_WALKED):
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    if not type(value).__module__.startswith(_WALKED_MODULES):
         return
-    yield from vars(found).items() if hasattr(found, "__dict__") else ()
-    for cls in type(found).__mro__:
+    yield from vars(value).items() if hasattr(value, "__dict__") else ()
+    for cls in type(value).__mro__:
         for name in getattr(cls, "__slots__", ()):
-            if hasattr(found, name):
-                yield name, getattr(found, name)
+            if hasattr(value, name):
+                yield name, getattr(value, name)

@@ -13,12 +13,12 @@ from shmserve.ipc.engine_settings import (
     EngineSettings,
 )
 from shmserve.ipc.messages.supervision import SchedulingLimits
-from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
+from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, join_inputs
 
 
 def draw_models(random: Random) -> list[Model]:
-    kinds = random.sample(list(_DRAWN), random.randint(1, 3))
-    models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
+    kinds = random.sample(list(_MODEL_DRAWERS), random.randint(1, 3))
+    models = [_MODEL_DRAWERS[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
     if random.random() < 0.3:
         steps = [_step(random, f"s{number}") for number in range(random.randint(2, 4))]
         return [*models[:1], *steps, _ensemble(random, "e", steps)]
@@ -42,8 +42,12 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
                 in_sizes = [
                     sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
                 ]
-                read = bytes(in_sizes[0]) if len(in_sizes) == 1 else joined(*map(bytes, in_sizes))
-                out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(read, "000")[0])
+                input_bytes = (
+                    bytes(in_sizes[0]) if len(in_sizes) == 1 else join_inputs(*map(bytes, in_sizes))
+                )
+                out_size = sizes[maps["output_map"]["OUT"]] = len(
+                    step.outputs_of(input_bytes, "000")[0]
+                )
                 step.config.update(_tensors(in_sizes, out_size))
             model.config.update(_tensors([byte_size], out_size))
 
@@ -55,7 +59,7 @@ def _tensors(in_sizes: list[int], out_size: int) -> dict[str, Any]:
     return {"input": inputs, "output": outputs}
 
 
-def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
+def _config(name: str, max_batch_size: int, **settings: Any) -> dict[str, Any]:
     return {
         "name": name,
         "max_batch_size": max_batch_size,
@@ -63,15 +67,15 @@ def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
         "output": [OUT, WHO],
         "parameters": {},
         "instance_group": [{"kind": "KIND_CPU"}],
-        **more,
+        **settings,
     }
 
 
-def _limits(random: Random, **more: Any) -> SchedulingLimits:
+def _limits(random: Random, **limits: Any) -> SchedulingLimits:
     return SchedulingLimits(
         execution_timeout_s=random.choice((0.0, 0.0, 0.03)),
         max_queue_size=random.choice((0, 10, 40)),
-        **more,
+        **limits,
     )
 
 
@@ -104,7 +108,7 @@ def _dynamic(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random))
 
 
-def _padded(random: Random, name: str) -> Model:
+def _padded_model(random: Random, name: str) -> Model:
     model = _dynamic(random, name)
     padding = {"buckets": random.choice(([], [[20], [40], [80]])), "max_waste": random.random()}
     model.config["parameters"]["padding"] = {"string_value": json.dumps({"IN": padding})}
@@ -129,7 +133,7 @@ def _queue(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random))
 
 
-def _ordered(random: Random, name: str) -> Model:
+def _ordered_model(random: Random, name: str) -> Model:
     dynamic = {"preserve_ordering": True, "max_queue_delay_microseconds": random.choice((0, 300))}
     config = _config(name, 4, dynamic_batching=dynamic)
     return Model(name, config, _limits(random), **_behaviour(random))
@@ -169,11 +173,11 @@ def _decoupled(random: Random, name: str) -> Model:
         config["parameters"] = {"max_streams": {"string_value": "3"}}
     if config["max_batch_size"] and random.random() < 0.5:
         config["dynamic_batching"] = {"max_queue_delay_microseconds": 500}
-    most = random.choice((2, 5, 60))
-    return Model(name, config, _limits(random), **_behaviour(random), most_responses=most)
+    max_responses = random.choice((2, 5, 60))
+    return Model(name, config, _limits(random), **_behaviour(random), most_responses=max_responses)
 
 
-def _cached(random: Random, name: str) -> Model:
+def _cached_model(random: Random, name: str) -> Model:
     model = random.choice((_plain, _dynamic))(random, name)
     byte_size = random.choice((4_000, 100_000))
     model.config["response_cache"] = {"enable": True, "byte_size": byte_size}
@@ -208,7 +212,7 @@ def generative(random: Random, name: str) -> Model:
         "enable_prefix_caching": random.random() < 0.8,
         "speculative_decoding": speculation if random.random() < 0.3 else {},
     }
-    more: dict[str, Any] = {
+    config: dict[str, Any] = {
         "backend": LLM_BACKEND,
         "model_transaction_policy": {"decoupled": True},
         "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
@@ -218,11 +222,11 @@ def generative(random: Random, name: str) -> Model:
         "large": False,
         "compute_us": (20, random.choice((100, 900))),
     }
-    return Model(name, _config(name, 0, **more), _limits(random), **behaviour)
+    return Model(name, _config(name, 0, **config), _limits(random), **behaviour)
 
 
 def _step(random: Random, name: str) -> Model:
-    return random.choice((_plain, _dynamic, _cached))(random, name)
+    return random.choice((_plain, _dynamic, _cached_model))(random, name)
 
 
 def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
@@ -243,15 +247,15 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
         {
             "model_name": step.name,
             "model_version": -1,
-            "input_map": reads,
+            "input_map": input_map,
             "output_map": {"OUT": f"T{number}"},
         }
-        for number, (step, reads) in enumerate(zip(steps, inputs, strict=True))
+        for number, (step, input_map) in enumerate(zip(steps, inputs, strict=True))
     ]
     scheduling[-1]["output_map"] = {"OUT": "OUT", "WHO": "WHO"}
-    most = random.choice((0, 2))
+    max_in_flight = random.choice((0, 2))
     config = _config(
-        name, 0, ensemble_scheduling={"step": scheduling, "max_inflight_requests": most}
+        name, 0, ensemble_scheduling={"step": scheduling, "max_inflight_requests": max_in_flight}
     )
     if random.random() < 0.2:
         config["response_cache"] = {"enable": True, "byte_size": 100_000}
@@ -274,24 +278,24 @@ def _set_condition(random: Random, ensemble: Model, number: int) -> None:
     """Give a step a condition, set by the client or by the first step."""
     ensemble.condition = number
     ensemble.config["parameters"][f"step[{number}].condition"] = {"string_value": "GO"}
-    first = ensemble.steps[0]
-    if first.decoupled or random.random() < 0.5:
+    first_step = ensemble.steps[0]
+    if first_step.decoupled or random.random() < 0.5:
         ensemble.config["input"] = [IN, GO]
     else:
-        first.gates = True
-        first.config["output"] = [OUT, WHO, GO]
+        first_step.gates = True
+        first_step.config["output"] = [OUT, WHO, GO]
         ensemble.maps[0]["output_map"]["GO"] = "GO"
 
 
-_DRAWN = {
+_MODEL_DRAWERS = {
     "plain": _plain,
     "dynamic": _dynamic,
-    "padded": _padded,
+    "padded": _padded_model,
     "queue": _queue,
-    "ordered": _ordered,
+    "ordered": _ordered_model,
     "sequences": _sequences,
     "iterative": _iterative,
     "decoupled": _decoupled,
-    "cached": _cached,
+    "cached": _cached_model,
     "limited": _limited,
 }

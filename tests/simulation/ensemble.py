@@ -42,7 +42,7 @@ class StepLinks:
     def _receive(self, endpoint: str, messages: list[Any]) -> None:
         for message in messages:
             self._take(endpoint, message)
-        self._process.turn()
+        self._process.run_turns()
 
     def links(self) -> list[Link]:
         return [link for _, link in self._links.values()]
@@ -66,9 +66,9 @@ class StepLinks:
 
     def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         if endpoint in self._links:
-            back = self._hosts[endpoint].link_of(self._links[endpoint][0])
-            back.drain()
-            back.close()
+            reverse_link = self._hosts[endpoint].link_of(self._links[endpoint][0])
+            reverse_link.drain()
+            reverse_link.close()
 
 
 class EnsembleProcess(SchedulerProcess):

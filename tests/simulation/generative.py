@@ -31,12 +31,12 @@ from shmserve.scheduler.generative.sequences import (
 )
 from shmserve.scheduler.tables import GenerationStats
 from tests.support.generative_worker import (
-    END,
-    VOCABULARY,
+    END_TOKEN,
+    VOCABULARY_SIZE,
     GenerativeWorker,
-    alone,
     candidates,
     extend,
+    generate_alone,
 )
 
 MS = 1_000_000
@@ -47,13 +47,13 @@ class CountedPool(BlockPool):
 
     operations = 0
 
-    def allocate(self, count: int, after: int = -1) -> list[int]:
+    def allocate(self, count: int, previous_block: int = -1) -> list[int]:
         """Allocate blocks, and check that none of them was in use."""
         self.operations += count
-        before = self.references[:]
-        new_block = super().allocate(count, after)
+        references_before = self.references[:]
+        new_block = super().allocate(count, previous_block)
         assert len(set(new_block)) == count
-        assert not any(before[block] for block in new_block)
+        assert not any(references_before[block] for block in new_block)
         return new_block
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -88,19 +88,19 @@ class EngineRig:
             s.block_size, s.kv_cache_blocks, s.swap_blocks, self.proposals
         )
         self.engine: Engine[None] = Engine(
-            s, GenerationStats(), itertools.count(1), self._ended, self._chosen
+            s, GenerationStats(), itertools.count(1), self._on_ended, self._on_beams_chosen
         )
         self.pools = [CountedPool(s.kv_cache_blocks), CountedPool(s.swap_blocks)]
         self.engine.pool, self.engine.host = self.pools
         self._step: Step | None = None
 
-    def _ended(self, sequence: Sequence[None], why: str) -> None:
+    def _on_ended(self, sequence: Sequence[None], reason: str) -> None:
         generation = sequence.generation
         tokens = list(sequence.tokens[len(generation.prompt) :])
         assert (generation.key, sequence.sample) not in self.ended
-        self.ended[generation.key, sequence.sample] = (tokens, why)
+        self.ended[generation.key, sequence.sample] = (tokens, reason)
 
-    def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
+    def _on_beams_chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
         self.found[generation.key] = [
             (beam.tokens, beam.finish_reason) for beam in beams.hypotheses
@@ -116,13 +116,13 @@ class EngineRig:
         self,
         prompt: Iterable[int],
         max_tokens: int,
-        resumed: dict[int, array[int]] | None = None,
-        **more: Any,
+        resumed_tokens: dict[int, array[int]] | None = None,
+        **options: Any,
     ) -> Generation[None] | None:
         """Submit a request; return None if it can never run."""
         key = len(self.generations) + 1
         generation: Generation[None] = Generation(
-            None, key, self.now_ns, array("i", prompt), max_tokens, **more
+            None, key, self.now_ns, array("i", prompt), max_tokens, **options
         )
         if not self.engine.fits(generation):
             return None
@@ -130,16 +130,18 @@ class EngineRig:
         self.worker.most[key] = max_tokens
         if generation.beams is not None:
             self.worker.width[key] = generation.beams.width
-        for sample, tokens in (resumed or {}).items():
+        for sample, tokens in (resumed_tokens or {}).items():
             self.worker.resumed[key, sample] = tokens
         self.generations[key] = generation
-        self.engine.add(generation, resumed)
+        self.engine.add(generation, resumed_tokens)
         return generation
 
     def plan(self) -> bool:
         """Begin a step, if there is one, and check that live sequences make progress."""
         self.now_ns += MS
-        before = {generation: generation.status for generation in self.engine._sequences.values()}
+        statuses_before = {
+            generation: generation.status for generation in self.engine._sequences.values()
+        }
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
             assert not self.engine.live_sequences, (
@@ -156,60 +158,76 @@ class EngineRig:
         for sequence, row in self.engine.running.rows.values():
             assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
-        self._nobody_for_another(before, step)
+        self._check_preemptions(statuses_before, step)
         return True
 
-    def _nobody_for_another(self, before: dict[Sequence[None], SequenceStatus], step: Step) -> None:
+    def _check_preemptions(
+        self, statuses_before: dict[Sequence[None], SequenceStatus], step: Step
+    ) -> None:
         """Check that a step that preempts a sequence admits no other, unless nothing else could
         run.
         """
-        changes = [(was, each) for each, was in before.items() if each.status is not was]
-        preempted = any(was is SequenceStatus.RUNNING for was, _ in changes)
-        admitted = any(each.status is SequenceStatus.RUNNING for _, each in changes)
-        inside = {each.number for each, was in before.items() if was is SequenceStatus.RUNNING}
+        changes = [
+            (status_before, sequence)
+            for sequence, status_before in statuses_before.items()
+            if sequence.status is not status_before
+        ]
+        preempted = any(status_before is SequenceStatus.RUNNING for status_before, _ in changes)
+        admitted = any(sequence.status is SequenceStatus.RUNNING for _, sequence in changes)
+        inside = {
+            sequence.number
+            for sequence, status_before in statuses_before.items()
+            if status_before is SequenceStatus.RUNNING
+        }
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
 
-    def done(self) -> None:
+    def complete_step(self) -> None:
         """Complete the running step."""
         assert self._step is not None
         self.rows += len(self._step.rows)
         self.engine.finish_step(self.worker.step(self._step))
         self.check()
 
-    def turn(self) -> bool:
+    def run_turn(self) -> bool:
         """Run a step, if there is one; return whether there was one."""
         if not self.plan():
             return False
-        self.done()
+        self.complete_step()
         return True
 
     def check(self) -> None:
         """Check that no block is lost and that the counts match the tables."""
         live = list(self.engine._sequences.values())
         for pool, tables in (
-            (self.engine.pool, [each.table for each in live]),
-            (self.engine.host, [each.host for each in live]),
+            (self.engine.pool, [sequence.table for sequence in live]),
+            (self.engine.host, [sequence.host for sequence in live]),
         ):
-            counted = [0] * pool.count
+            reference_counts = [0] * pool.count
             for block in itertools.chain.from_iterable(tables):
-                counted[block] += 1
-            assert counted == pool.references
-            assert pool.used == sum(map(bool, counted))
-        running = [each.seats for each in live if each.status is SequenceStatus.RUNNING]
-        assert sum(running) <= self.settings.max_batch_size
-        for each in live:
-            blocks = -(-each.computed // self.settings.block_size)
-            if each.status is SequenceStatus.SWAPPED:
-                assert len(each.host) == blocks
+                reference_counts[block] += 1
+            assert reference_counts == pool.references
+            assert pool.used == sum(map(bool, reference_counts))
+        running_seats = [
+            sequence.seats for sequence in live if sequence.status is SequenceStatus.RUNNING
+        ]
+        assert sum(running_seats) <= self.settings.max_batch_size
+        for sequence in live:
+            blocks = -(-sequence.computed // self.settings.block_size)
+            if sequence.status is SequenceStatus.SWAPPED:
+                assert len(sequence.host) == blocks
             else:
-                assert len(each.table) >= blocks
-            assert each.status is not SequenceStatus.WAITING or not (each.computed or each.table)
-            assert each.status is not SequenceStatus.SWAPPED or not (each.held or each.table)
+                assert len(sequence.table) >= blocks
+            assert sequence.status is not SequenceStatus.WAITING or not (
+                sequence.computed or sequence.table
+            )
+            assert sequence.status is not SequenceStatus.SWAPPED or not (
+                sequence.held or sequence.table
+            )
 
-    def drain(self, most: int = 20_000) -> None:
+    def drain(self, max_steps: int = 20_000) -> None:
         """Run steps until all requests have ended."""
-        for _ in range(most):
-            if not self.turn():
+        for _ in range(max_steps):
+            if not self.run_turn():
                 break
         else:
             raise AssertionError(f"{self.engine.live_sequences} sequences get no further")
@@ -217,7 +235,7 @@ class EngineRig:
         assert not any(pool.used for pool in self.pools)
         assert not self.worker.known
 
-    def emptied(self) -> None:
+    def check_emptied(self) -> None:
         """Check that all blocks form one free extent once the cache is evicted."""
         for pool in self.pools:
             assert pool.allocate(pool.count) == list(range(pool.count))
@@ -225,27 +243,27 @@ class EngineRig:
     def verify(self, generation: Generation[None], samples: Iterable[int]) -> None:
         """Check that each ended sample has the tokens that it has when it runs alone."""
         if generation.beams is not None:
-            assert self.found[generation.key] == searched(generation)
+            assert self.found[generation.key] == reference_beam_search(generation)
             return
         for sample in samples:
-            expected = alone(generation.prompt, sample, generation.max_tokens)
+            expected = generate_alone(generation.prompt, sample, generation.max_tokens)
             assert self.ended[generation.key, sample] == expected, (generation.key, sample)
 
 
-def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
+def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int], str]]:
     """Return the result of a beam search by the rules of transformers, without blocks."""
-    search, prompt, most = generation.beams, generation.prompt, generation.max_tokens
+    search, prompt, max_tokens = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
     continuations: list[tuple[float, list[int], str]] = []
-    for length in range(1, most + 1):
+    for length in range(1, max_tokens + 1):
         ranked = sorted(
             (
-                (score + more, slots, token)
+                (score + logprob, slots, token)
                 for score, slots in beams
-                for token, more in candidates(slots, 2 * search.width)
+                for token, logprob in candidates(slots, 2 * search.width)
             ),
-            key=lambda each: -each[0],
+            key=lambda candidate: -candidate[0],
         )[: 2 * search.width]
         beams = []
         for index, (score, slots, token) in enumerate(ranked):
@@ -255,20 +273,22 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
                     continuations.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))
-        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
-        reach = most if search.early_stopping == "never" and search.length_penalty > 0 else length
-        best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
-        full = len(continuations) == search.width
+        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
+        reach = (
+            max_tokens if search.early_stopping == "never" and search.length_penalty > 0 else length
+        )
+        best_score = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
+        is_full = len(continuations) == search.width
         if not beams or (
-            full and (search.early_stopping == "true" or continuations[-1][0] >= best)
+            is_full and (search.early_stopping == "true" or continuations[-1][0] >= best_score)
         ):
             break
     else:
         for score, slots in beams:
             text = [token for token, _, _ in slots[len(prompt) :]]
-            continuations.append((score / most**search.length_penalty, text, "length"))
-        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
-    return [(text, why) for _, text, why in continuations]
+            continuations.append((score / max_tokens**search.length_penalty, text, "length"))
+        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
+    return [(text, reason) for _, text, reason in continuations]
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -285,11 +305,16 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def engine_settings(**given: Any) -> EngineSettings:
+def engine_settings(**settings: Any) -> EngineSettings:
     """Return the settings of a small engine."""
-    small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
+    small_settings = {
+        "block_size": 4,
+        "kv_cache_blocks": 64,
+        "swap_blocks": 32,
+        "max_batch_size": 8,
+    }
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
-    return EngineSettings.of({**small, **budgets, **given})
+    return EngineSettings.of({**small_settings, **budgets, **settings})
 
 
 class Schedule:
@@ -307,7 +332,7 @@ class Schedule:
         }
         self.rig = EngineRig(engine_settings(**fields), draw.randint(0, 3))
         self._prefixes = [
-            [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
+            [draw.randint(1, VOCABULARY_SIZE) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
         self._samples: dict[int, set[int]] = {}  # unfinished samples, by the key of their request
         self._stopped: set[tuple[int, int]] = set()
@@ -318,37 +343,42 @@ class Schedule:
         while requests or rig.engine.live_sequences:
             if requests and draw.random() < 0.6:
                 requests -= 1
-                self._come()
-            self._meddle()
+                self._add_generation()
+            self._cause_event()
             if rig.plan():
-                self._meddle()
-                rig.done()
+                self._cause_event()
+                rig.complete_step()
         rig.drain()
-        rig.emptied()
+        rig.check_emptied()
         for key, samples in self._samples.items():
             rig.verify(rig.generations[key], samples)
         self._verify_stopped()
 
-    def _come(self) -> None:
+    def _add_generation(self) -> None:
         draw = self._draw
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
-            prompt = prompt + [draw.randint(1, VOCABULARY) for _ in range(9)]
-        more: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
+            prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
+        options: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
-            early, penalty = draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1.0))
-            more = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END, 7, 19])}
+            early_stopping, penalty = (
+                draw.choice(("true", "false", "never")),
+                draw.choice((-0.5, 0.7, 1.0)),
+            )
+            options = {
+                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END_TOKEN, 7, 19])
+            }
         generation = self.rig.submit(
             prompt,
             draw.randint(1, 25),
             priority=draw.randint(0, 3),
             ignores_prefix_cache=draw.random() < 0.1,
-            **more,
+            **options,
         )
         if generation is not None:
             self._samples[generation.key] = set(range(generation.samples))
 
-    def _meddle(self) -> None:
+    def _cause_event(self) -> None:
         """Cause an external event, possibly during a step."""
         if self._draw.random() < 0.1:
             live = list(self.rig.engine._sequences.values())
@@ -373,26 +403,28 @@ class Schedule:
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
-            expected, reason = alone(generation.prompt, sample, generation.max_tokens)
+            expected, reason = generate_alone(generation.prompt, sample, generation.max_tokens)
             assert tokens == expected[: len(tokens)]
             assert why == "stop" or (tokens, why) == (expected, reason)
 
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
-        had = {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
+        sampled_tokens = {
+            row.sample: row.tokens[len(generation.prompt) :] for row in generation.sequences
+        }
         ended_count = sum(
-            (generation.key, each) in self.rig.ended for each in range(generation.samples)
+            (generation.key, row) in self.rig.ended for row in range(generation.samples)
         )
-        if generation.beams is not None or len(had) + ended_count < generation.samples:
+        if generation.beams is not None or len(sampled_tokens) + ended_count < generation.samples:
             return
         self.rig.engine.cancel(generation)
-        moved = self.rig.submit(
-            generation.prompt, generation.max_tokens, had, samples=generation.samples
+        moved_generation = self.rig.submit(
+            generation.prompt, generation.max_tokens, sampled_tokens, samples=generation.samples
         )
-        assert moved is not None
-        self._samples[generation.key] -= had.keys()
-        self._samples[moved.key] = set(had)
+        assert moved_generation is not None
+        self._samples[generation.key] -= sampled_tokens.keys()
+        self._samples[moved_generation.key] = set(sampled_tokens)
 
 
 def main() -> int:
@@ -401,7 +433,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time [60]")
     parser.add_argument("--first", type=int, default=0, help="the first seed [0]")
     arguments = parser.parse_args()
-    operations = rows = read = 0
+    operations = rows = tokens_read = 0
     for seed in itertools.count(arguments.first):
         schedule = Schedule(seed)
         try:
@@ -411,13 +443,14 @@ def main() -> int:
             raise
         operations += schedule.rig.operations
         rows += schedule.rig.rows
-        read += schedule.rig.worker.read
+        tokens_read += schedule.rig.worker.read
         seconds = time.process_time()
         if seconds > arguments.seconds:
             break
     print(
         f"{operations} operations in {seconds:.1f} s ({operations / seconds:.0f} a second) by "
-        f"{seed + 1 - arguments.first} seeds: {rows} rows, {read} tokens read; no block was lost"
+        f"{seed + 1 - arguments.first} seeds: {rows} rows, {tokens_read} tokens read; "
+        "no block was lost"
     )
     return 0
 

@@ -15,7 +15,7 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
-from tests.simulation.texts import STOP, Piece, TextRequest, request_of, texts
+from tests.simulation.texts import STOP_TOKEN, Piece, TextRequest, request_of, texts
 from tests.simulation.worker import MAX_WAIT_NS, Stream, Worker
 from tests.simulation.world import US, Violation
 from tests.support.generative_worker import GenerativeWorker
@@ -38,7 +38,7 @@ class Sample:
         """
         for index, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            if token == STOP:
+            if token == STOP_TOKEN:
                 self.finish_reason = "stop"
                 return index < len(tokens) or not reason
         self.finish_reason = reason
@@ -58,7 +58,7 @@ class Answer(Stream):
 
     def credit(self, responses: int) -> None:
         """Return credit for responses, which may be those of the previous worker."""
-        self.window.read(responses)
+        self.window.record_credit(responses)
 
 
 class Generator(Worker):
@@ -83,9 +83,9 @@ class Generator(Worker):
 
     def _handle(self, message: Any) -> None:
         match message:
-            case g.Prepare(requests=[work], resumed=resumed):
+            case g.Prepare(requests=[work], resumed=resumed_samples):
                 self._open[work.key] = work
-                self._put(self._prepare, work, resumed)
+                self._put(self._prepare, work, resumed_samples)
             case g.Step():
                 self._batches.append(message)
             case g.Choose():
@@ -98,35 +98,35 @@ class Generator(Worker):
     def _begin(self) -> None:
         if self._running is None and self._batches:
             step = self._running = self._batches.popleft()
-            least, most = self.model.compute_us
-            self.world.after(self.world.between(least * US, most * US), self._stepped, step)
+            least, max_us = self.model.compute_us
+            self.world.after(self.world.between(least * US, max_us * US), self._finish_step, step)
 
-    def _stepped(self, step: g.Step) -> None:
+    def _finish_step(self, step: g.Step) -> None:
         if not self.alive or self._running is not step or self._up is None:
             return
-        done = self._engine.step(step)
+        stepped = self._engine.step(step)
         known_sequences = self._engine.known
         if self.model.errs and self.world.chance(self.model.errs / 3):
             for row in step.rows:
                 if row.sequence in known_sequences:
                     self._fail(known_sequences[row.sequence].key, "INTERNAL")
-            done = replace(done, results=[], skipped=[row.sequence for row in step.rows])
+            stepped = replace(stepped, results=[], skipped=[row.sequence for row in step.rows])
         else:
             results = [
                 (known_sequences[result.sequence], result)
-                for result in done.results
+                for result in stepped.results
                 if result.sequence in known_sequences
             ]
             self._put(self._emitted, results)
-        self.world.after(self.world.between(US, 300 * US), self._hand_over, step, done)
+        self.world.after(self.world.between(US, 300 * US), self._hand_over, step, stepped)
 
-    def _hand_over(self, step: g.Step, done: g.Stepped) -> None:
+    def _hand_over(self, step: g.Step, stepped: g.Stepped) -> None:
         """Send the result of a step to the scheduler. A text may have been sent before."""
         if self.alive and self._running is step:
-            self._post(done)
+            self._post(stepped)
             self._running = None
             self._begin()
-            self._work_off()
+            self._handle_inbox()
 
     # --- texts
 
@@ -145,7 +145,7 @@ class Generator(Worker):
         if self._jobs:
             self.world.after(self.world.between(US, 300 * US), self._work)
 
-    def _prepare(self, work: m.Work, resumed: list[g.Resumed]) -> None:
+    def _prepare(self, work: m.Work, resumed_samples: list[g.Resumed]) -> None:
         try:
             content = self._input(work)
         except ShmserveError as error:
@@ -159,16 +159,18 @@ class Generator(Worker):
         engine.prompts[work.key], engine.most[work.key] = request.prompt, request.most
         if request.search is not None:
             engine.width[work.key] = request.search.width
-        for each in resumed:
-            tokens = engine.resumed[work.key, each.sample] = array("i", each.tokens)
-            whole = texts(content)[each.sample][0]
-            if tokens[: len(whole)] != array(
-                "i", whole[: None if each.finish_reason else len(tokens)]
+        for sample in resumed_samples:
+            tokens = engine.resumed[work.key, sample.sample] = array("i", sample.tokens)
+            whole_text = texts(content)[sample.sample][0]
+            if tokens[: len(whole_text)] != array(
+                "i", whole_text[: None if sample.finish_reason else len(tokens)]
             ):
-                raise Violation(f"{self}: {work.request_id} resumes with {each}, not {whole}")
-            answer.samples[each.sample].add(list(tokens), each.finish_reason)
-            answer.samples[each.sample].sent_characters = each.sent_characters
-            answer.samples[each.sample].open = not each.closed
+                raise Violation(
+                    f"{self}: {work.request_id} resumes with {sample}, not {whole_text}"
+                )
+            answer.samples[sample.sample].add(list(tokens), sample.finish_reason)
+            answer.samples[sample.sample].sent_characters = sample.sent_characters
+            answer.samples[sample.sample].open = not sample.closed
         self._post(
             g.Prepared(
                 work.key,
@@ -195,13 +197,13 @@ class Generator(Worker):
         super()._end(stream, code)
 
     def _emitted(self, results: list[tuple[Any, g.RowResult]]) -> None:
-        for known, result in results:
-            answer = self._streams.get(known.key)
+        for slots, result in results:
+            answer = self._streams.get(slots.key)
             if isinstance(answer, Answer) and not result.candidates:
-                sample = answer.samples[known.sample]
+                sample = answer.samples[slots.sample]
                 if not sample.finish_reason and sample.add(result.tokens, result.finish_reason):
                     self._post(g.Ended(result.sequence))
-                self._tell_news(known.key)
+                self._tell_news(slots.key)
 
     def _choose(self, message: g.Choose) -> None:
         answer = self._streams.get(message.key)
@@ -228,7 +230,7 @@ class Generator(Worker):
             return
         samples = answer.samples
         if not answer.streams:
-            if samples and all(each.finish_reason for each in samples):
+            if samples and all(entry.finish_reason for entry in samples):
                 self._send_response(answer, samples)
             return
         for sample in samples:
@@ -243,9 +245,9 @@ class Generator(Worker):
     def _hold(self, answer: Answer) -> None:
         if not answer.waits_since_ns:
             answer.waits_since_ns = self.world.now_ns
-            self.world.after(MAX_WAIT_NS, self._overdue, answer, answer.waits_since_ns)
+            self.world.after(MAX_WAIT_NS, self._check_overdue, answer, answer.waits_since_ns)
 
-    def _overdue(self, answer: Answer, since_ns: int) -> None:
+    def _check_overdue(self, answer: Answer, since_ns: int) -> None:
         is_current = self._streams.get(answer.work.key) is answer
         if self.alive and is_current and answer.waits_since_ns == since_ns:
             self._end(answer, "UNAVAILABLE")
@@ -265,18 +267,18 @@ class Generator(Worker):
             pieces.append(piece.packed())
             sample.sent_characters = max(sample.sent_characters, len(sample.tokens))
             sample.open = not sample.finish_reason
-        final = not any(each.open for each in answer.samples)
+        final = not any(entry.open for entry in answer.samples)
         sent_news = [
             g.ResponseSent(
-                answer.work.key, answer.samples.index(each), each.sent_characters, not each.open
+                answer.work.key, answer.samples.index(entry), entry.sent_characters, not entry.open
             )
-            for each in (() if final else samples)
+            for entry in (() if final else samples)
         ]
         if final:
             self._engine.prompts.pop(answer.work.key, None)
             self._close(answer)
         body = self._body(answer.work, answer.content + b"#" + b";".join(pieces), [])
-        answer.window.sent(byte_size_of(body[1]))
+        answer.window.record_sent(byte_size_of(body[1]))
         self._post_response(answer, "", body, final, *sent_news)
 
     def _post(self, message: Any) -> None:

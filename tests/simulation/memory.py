@@ -31,21 +31,25 @@ class SimulatedMemory:
         arena = self._arenas[number] = SimulatedArena(number, owner, capacity)
         return arena
 
-    def read(self, memory_range: Range, who: object) -> bytes:
+    def read(self, memory_range: Range, reader: object) -> bytes:
         """Return the bytes of a range; raise Violation if it is not allocated."""
         arena = self._arenas[memory_range.memory.id]
         data = arena.blocks.get(memory_range.offset)
         if data is None and not arena.owner.alive:
             raise Unavailable("the memory of a tensor has been released")
         if data is None or len(data) < memory_range.byte_size:
-            raise Violation(f"{who} reads freed memory of {arena.owner} at {memory_range.offset}")
+            raise Violation(
+                f"{reader} reads freed memory of {arena.owner} at {memory_range.offset}"
+            )
         return bytes(data[: memory_range.byte_size])
 
-    def write(self, memory_range: Range, data: bytes, who: object) -> None:
+    def write(self, memory_range: Range, data: bytes, writer: object) -> None:
         """Write to a range; raise Violation if it is not allocated."""
         arena = self._arenas[memory_range.memory.id]
         if arena.owner.alive and memory_range.offset not in arena.blocks:
-            raise Violation(f"{who} writes freed memory of {arena.owner} at {memory_range.offset}")
+            raise Violation(
+                f"{writer} writes freed memory of {arena.owner} at {memory_range.offset}"
+            )
         arena.blocks[memory_range.offset][: len(data)] = data
 
     def leaks(self) -> list[str]:

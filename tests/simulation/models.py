@@ -124,7 +124,7 @@ class Model:
     def maps(self) -> list[dict[str, Any]]:
         """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
-        steps: list[dict[str, Any]] = scheduling.get("step") or [_ALONE]
+        steps: list[dict[str, Any]] = scheduling.get("step") or [_SINGLE_STEP]
         return steps
 
     @staticmethod
@@ -132,7 +132,7 @@ class Model:
         """Return whether the conditional step runs for a request with this input."""
         return bool(content.rstrip(b"_")[-1] % 2)
 
-    def lacks(self, content: bytes) -> set[int]:
+    def skipped_steps(self, content: bytes) -> set[int]:
         """Return the steps that do not run for this input: the conditional step and its
         dependents.
         """
@@ -141,7 +141,7 @@ class Model:
         conditions = {self.condition}
         for number, (step, maps) in enumerate(zip(self.steps, self.maps, strict=True)):
             needed = {maps["input_map"][name] for name in step.needs}
-            if any(self.maps[other]["output_map"]["OUT"] in needed for other in conditions):
+            if any(self.maps[condition]["output_map"]["OUT"] in needed for condition in conditions):
                 conditions.add(number)
         return conditions
 
@@ -154,39 +154,41 @@ class Model:
         """Return OUT and WHO of a version for an input; two inputs must be `joined` first."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
-    def source(self, out: bytes, who: bytes) -> bytes | None:
+    def source(self, output_bytes: bytes, model_name: bytes) -> bytes | None:
         """Return the input of OUT, or None if OUT is no valid response of this model.
 
         The input is followed by the index of the response of a decoupled step from which OUT
         results.
         """
-        values = {"OUT": out}
-        which = b""
+        values = {"OUT": output_bytes}
+        step_mark = b""
         for step, maps in reversed(list(zip(self.steps or (self,), self.maps, strict=True))):
             value = values.pop(maps["output_map"]["OUT"], None)
             if value is None:
                 continue  # the step did not run
             data, _, tag = value.rpartition(b"|")
             maker, _, version = tag.partition(b".")
-            if maker != step.name.encode() or ("WHO" in maps["output_map"] and version != who):
+            if maker != step.name.encode() or (
+                "WHO" in maps["output_map"] and version != model_name
+            ):
                 return None
             if step.decoupled:
                 data, sign, number = data.rpartition(b"#")
-                which = sign + number
+                step_mark = sign + number
             for name, part in zip(
                 ("IN", "IN2"), parts(data) if step.joins else [data], strict=False
             ):
                 if part and values.setdefault(maps["input_map"][name], part) != part:
                     return None
-        return values["IN"] + which if values.keys() == {"IN"} else None
+        return values["IN"] + step_mark if values.keys() == {"IN"} else None
 
 
-_ALONE = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
+_SINGLE_STEP = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
 
 
-def joined(one: bytes, other: bytes) -> bytes:
+def join_inputs(first_row: bytes, second_row: bytes) -> bytes:
     """Return two inputs as one; the second may be missing."""
-    return b"[%s&%s]" % (one, other)
+    return b"[%s&%s]" % (first_row, second_row)
 
 
 def parts(data: bytes) -> tuple[bytes, bytes]:

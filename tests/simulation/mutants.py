@@ -19,17 +19,17 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 _CAUGHT_S = 60
-_LISTS: dict[str, list[str]] = {"mutants.txt": [], "lifecycle/mutants.txt": ["--lifecycle"]}
-_SEARCHED = (
+_MUTANT_LISTS: dict[str, list[str]] = {"mutants.txt": [], "lifecycle/mutants.txt": ["--lifecycle"]}
+_SEARCHED_PATHS = (
     "shmserve/supervisor/models",
     *("shmserve/scheduler", "ipc/scheduler_client.py"),
     *("ipc/memory/lent.py", "ipc/tensors/padding.py"),
     "shmserve/supervisor/resources/rate_limiter.py",
 )
-_COPIED = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")
+_COPIED_PATHS = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")
 
 
 class Mutant(NamedTuple):
@@ -44,11 +44,13 @@ class Mutant(NamedTuple):
 def read() -> list[Mutant]:
     """Return the mutants of the lists; a block has a name, and lines before (-) and after (+)."""
     mutants: list[Mutant] = []
-    for path, flags in _LISTS.items():
-        for block in re.split("^== ", (HERE / path).read_text(), flags=re.MULTILINE)[1:]:
+    for path, flags in _MUTANT_LISTS.items():
+        for block in re.split("^== ", (FOLDER / path).read_text(), flags=re.MULTILINE)[1:]:
             name, *lines = block.splitlines()
-            old, new = ("\n".join(ln[1:] for ln in lines if ln.startswith(sign)) for sign in "-+")
-            mutants.append(Mutant(name, old, new, flags))
+            old_code, new_code = (
+                "\n".join(ln[1:] for ln in lines if ln.startswith(sign)) for sign in "-+"
+            )
+            mutants.append(Mutant(name, old_code, new_code, flags))
     return mutants
 
 
@@ -57,17 +59,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of those to try; none: all")
     arguments = parser.parse_args()
-    tried = [
+    tried_mutants = [
         mutant
         for mutant in read()
         if not arguments.names or any(name in mutant.name for name in arguments.names)
     ]
-    results = {mutant.name: _try(mutant) for mutant in tried}
-    bad = {name: result for name, result in results.items() if not result.startswith("caught")}
-    print(f"{len(tried) - len(bad)} of {len(tried)} mutants were caught")
-    for name, result in bad.items():
+    results = {mutant.name: _try(mutant) for mutant in tried_mutants}
+    live_mutants = {
+        name: result for name, result in results.items() if not result.startswith("caught")
+    }
+    print(f"{len(tried_mutants) - len(live_mutants)} of {len(tried_mutants)} mutants were caught")
+    for name, result in live_mutants.items():
         print(f"  {result}: {name}")
-    return int(bool(bad))
+    return int(bool(live_mutants))
 
 
 def occurrences(mutant: Mutant) -> list[Path]:
@@ -77,9 +81,11 @@ def occurrences(mutant: Mutant) -> list[Path]:
 
 @cache
 def _code() -> list[tuple[Path, str]]:
-    searched = [ROOT / name for name in _SEARCHED]
+    searched_paths = [ROOT / name for name in _SEARCHED_PATHS]
     files = [
-        file for path in searched for file in ([path] if path.is_file() else path.rglob("*.py"))
+        file
+        for path in searched_paths
+        for file in ([path] if path.is_file() else path.rglob("*.py"))
     ]
     return [(file, file.read_text()) for file in files]
 
@@ -93,10 +99,10 @@ def _try(mutant: Mutant) -> str:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shmserve-mutant-") as folder:
         tree = Path(folder)
-        for name in _COPIED:
+        for name in _COPIED_PATHS:
             _copy(ROOT / name, tree / name)
-        changed = tree / count[0].relative_to(ROOT)
-        changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
+        changed_file = tree / count[0].relative_to(ROOT)
+        changed_file.write_text(changed_file.read_text().replace(mutant.old, mutant.new))
         command = ["-m", "tests.simulation", "--seeds", "100000", "--seconds", str(_CAUGHT_S)]
         result = subprocess.run(
             [sys.executable, *command, *mutant.flags],
@@ -107,9 +113,12 @@ def _try(mutant: Mutant) -> str:
             text=True,
             check=False,
         )
-    last = next((line for line in result.stdout.splitlines() if line.startswith("seed ")), "")
-    word = "caught" if result.returncode and last else "LIVES"
-    print(f"{word} in {time.monotonic() - start_s:4.1f} s  {mutant.name}: {last[:110]}", flush=True)
+    seed_line = next((line for line in result.stdout.splitlines() if line.startswith("seed ")), "")
+    word = "caught" if result.returncode and seed_line else "LIVES"
+    print(
+        f"{word} in {time.monotonic() - start_s:4.1f} s  {mutant.name}: {seed_line[:110]}",
+        flush=True,
+    )
     return word
 
 

@@ -62,7 +62,7 @@ class Request:
         have run.
         """
         model = self.model
-        lacking = model.lacks(self.content)
+        lacking = model.skipped_steps(self.content)
         if bool(outputs) == (len(model.steps) - 1 in lacking):
             self.fail(f"has the outputs {outputs}, and no steps {lacking}")
         for number in lacking if outputs else ():
@@ -87,9 +87,9 @@ class Request:
                 self.fail(problem)
             return b"%s#%s" % (self.content, packed)
         if self.model.decoupled:
-            which, _, count = source.rpartition(b"#")[2].partition(b"/")
+            number_text, _, count = source.rpartition(b"#")[2].partition(b"/")
             if self.model.steps:  # later steps may overtake one another
-                number = int(which)
+                number = int(number_text)
                 if number in self.seen:
                     self.fail(f"has response {number} twice")
             self.seen.add(number)
@@ -101,14 +101,18 @@ class Request:
         if self.step < 0:
             return self.content
         steps = source[len(self.content) :].split(b".")[1:]
-        ran = [int(step) for step in steps]
-        succeeded = {
+        executed_steps = [int(step) for step in steps]
+        succeeded_steps = {
             earlier.step
             for earlier in self.before
             if isinstance(earlier.ending, m.Finished) and not earlier.cancelled
         }
-        if ran != sorted({*ran, *succeeded}) or ran[-1:] != [self.step] or ran[0] != 0:
-            self.fail(f"its sequence has the state {steps}, and {succeeded} have succeeded")
+        if (
+            executed_steps != sorted({*executed_steps, *succeeded_steps})
+            or executed_steps[-1:] != [self.step]
+            or executed_steps[0] != 0
+        ):
+            self.fail(f"its sequence has the state {steps}, and {succeeded_steps} have succeeded")
         return self.content + b"".join(b"." + step for step in steps)
 
     def fail(self, text: str) -> None:
@@ -132,7 +136,7 @@ class Ledger:
         """Record a request that is about to be submitted."""
         self.requests[request.uid] = request
 
-    def responded(self, request: Request, message: Any) -> None:
+    def record_response(self, request: Request, message: Any) -> None:
         """Record a message to the client; raise Violation if the request has ended before."""
         if request.ending is not None:
             request.fail(f"told {message} after it had ended with {request.ending}")
@@ -146,17 +150,17 @@ class Ledger:
             kind = message.code
             if request.model.steps and kind == InvalidArgument.code:
                 request.fail(f"told {message}, and its tensors are in order")
-            self._may_fail(request, message, kind)
+            self._check_failure(request, message, kind)
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
             # The state of a sequence ends with its scheduler, so its later requests are rejected.
-            refused = stopping_text("", of_sequence=True) in text and request.step <= 0
-            if (NO_SCHEDULER in text or refused) and not names & self.unloaded:
+            is_refused = stopping_text("", of_sequence=True) in text and request.step <= 0
+            if (NO_SCHEDULER in text or is_refused) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
 
     @staticmethod
-    def _may_fail(request: Request, message: Any, kind: str) -> None:
+    def _check_failure(request: Request, message: Any, kind: str) -> None:
         """Check that there is a reason for a generation to fail."""
         if not request.model.generative:
             return
@@ -165,7 +169,7 @@ class Ledger:
         if "no response" in message.message and not request.unread:
             request.fail(f"told {message}, and its client takes them")
 
-    def freed(self, request: Request) -> None:
+    def record_freed(self, request: Request) -> None:
         """Record that the client may reuse the memory of a request."""
         if request.freed:
             request.fail("its memory was given back twice")
@@ -174,12 +178,17 @@ class Ledger:
     def check_complete(self) -> None:
         """Check that successful requests of decoupled models have all their responses."""
         for request in self.requests.values():
-            well = isinstance(request.ending, m.Responded) and not request.ending.code
-            if well and request.model.generative and request.client.alive and not request.unread:
-                missing = texts.missing(request.content, request.received)
-                if missing and not request.cancelled:
-                    request.fail(f"has not had {missing}")
-            if well and not request.cancelled and request.responses < request.expected:
+            is_success = isinstance(request.ending, m.Responded) and not request.ending.code
+            if (
+                is_success
+                and request.model.generative
+                and request.client.alive
+                and not request.unread
+            ):
+                missing_tokens = texts.missing(request.content, request.received)
+                if missing_tokens and not request.cancelled:
+                    request.fail(f"has not had {missing_tokens}")
+            if is_success and not request.cancelled and request.responses < request.expected:
                 request.fail(f"has {request.responses} responses of {request.expected}")
 
     def open(self) -> list[Request]:
@@ -252,7 +261,7 @@ class SchedulerTrace:
         elif isinstance(message, m.Cancel) and key in self.entries:
             self.entries[key].cancelled = True
 
-    def handled(self, peer: bytes, message: Any) -> None:
+    def record_handled(self, peer: bytes, message: Any) -> None:
         """Record that a message was handled: an admitted request is queued."""
         entry = self.entries.get((peer, getattr(message, "id", 0)))
         if self.model.steps:
@@ -269,40 +278,40 @@ class SchedulerTrace:
                     self.counted["failed"] += 1
                 self._forget(entry)
 
-    def lost(self, peer: bytes) -> None:
+    def record_lost_worker(self, peer: bytes) -> None:
         """Record that a worker has exited, with its requests."""
-        running = True  # only the first batch was running; the others were queued at the worker
+        is_running = True  # only the first batch was running; the others were queued at the worker
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
                 entry = self.by_uid.get(_uid(work.client_pid, work))
-                if running and entry is not None:
+                if is_running and entry is not None:
                     entry.died += 1
-            running = False
+            is_running = False
         self.steps.pop(peer, None)
         for entry in self.by_uid.values():
             if entry.at == peer:
                 entry.at = b""
 
-    def returned(self, peer: bytes, message: m.BatchFinished) -> None:
+    def record_returned(self, peer: bytes, message: m.BatchFinished) -> None:
         execute = self.batches.pop((peer, message.batch), None)
         if execute is None:
             return
         self.counted["executions"] += message.executed
-        ended = {reply.key for reply in message.replies}
+        ended_keys = {reply.key for reply in message.replies}
         for work in execute.requests:
             entry = self.by_uid.get(_uid(work.client_pid, work))
-            if entry is not None and (not self.model.decoupled or work.key in ended):
+            if entry is not None and (not self.model.decoupled or work.key in ended_keys):
                 entry.at = b""
 
     # --- sent messages ----------------------------------------------------------------------------
 
-    def executes(self, peer: bytes, message: m.Execute) -> None:
+    def record_execute(self, peer: bytes, message: m.Execute) -> None:
         self.batches[peer, message.batch] = message
         if peer in self.retiring and not self.model.sequences:
             self._fail(f"a batch begins at {peer!r}, which is to retire")
         units = 0
         shapes = set()
-        began: list[Entry] = []
+        begun_entries: list[Entry] = []
         for work in message.requests:
             entry = self.by_uid.get(_uid(work.client_pid, work))
             if entry is None or entry.ended:
@@ -316,9 +325,9 @@ class SchedulerTrace:
             units += fit.batch_size or 1
             entry.begun += 1
             entry.at = peer
-            began.append(entry)
+            begun_entries.append(entry)
         if self.settings.padding is not None:
-            self._pads([entry.submit for entry in began])
+            self._check_padding([entry.submit for entry in begun_entries])
         elif len(shapes) > 1:
             self._fail(f"a batch begins with the shapes {shapes}")
         if units > max(1, self.model.batches):
@@ -339,31 +348,33 @@ class SchedulerTrace:
         entry.begun += 1
         entry.at = peer
 
-    def stepped(self, peer: bytes, message: generation.Stepped) -> None:
+    def record_step(self, peer: bytes, message: generation.Stepped) -> None:
         """Record the result of a step."""
         if self.steps.pop(peer, 0) == message.step:
             self.counted["executions"] += 1
 
-    def _pads(self, batch: list[m.Submit]) -> None:
+    def _check_padding(self, batch: list[m.Submit]) -> None:
         """Check a batch whose requests are padded to the same length."""
         assert self.settings.padding is not None
         pad = self.settings.padding.pads["IN"]
         fits = [self.model.fit(submit.schema) for submit in batch]
-        rest = {fit.shape_key[:-8] for fit in fits}
+        shapes = {fit.shape_key[:-8] for fit in fits}
         lengths = [int.from_bytes(fit.shape_key[-8:], "little") for fit in fits]
         rows = [fit.batch_size for fit in fits]
 
-        def padded(length: int) -> int | None:
+        def padded_length(length: int) -> int | None:
             fit = [size for (size,) in pad.buckets if size >= length]
             return min(fit, default=None) if pad.buckets else length
 
-        longest = padded(max(lengths))
-        if len(batch) > 1 and (longest is None or len(rest) > 1):
-            self._fail(f"a batch begins with the lengths {lengths} and the shapes {rest}")
+        longest = padded_length(max(lengths))
+        if len(batch) > 1 and (longest is None or len(shapes) > 1):
+            self._fail(f"a batch begins with the lengths {lengths} and the shapes {shapes}")
         total = sum(rows) * (longest or max(lengths))
         true = sum(map(mul, rows, lengths))
-        apart = sum(map(mul, rows, (padded(length) or length for length in lengths)))
-        if total > apart and total - true > pad.max_waste * total:
+        single_elements = sum(
+            map(mul, rows, (padded_length(length) or length for length in lengths))
+        )
+        if total > single_elements and total - true > pad.max_waste * total:
             self._fail(f"a batch begins with the lengths {lengths}, of {pad.max_waste} padding")
         self.counted["elements"] += total
         self.counted["padding"] += total - true
@@ -381,19 +392,19 @@ class SchedulerTrace:
         if entry.begun:
             return  # it was retried before all others, because its worker died
         if not self.model.sequences:
-            self._in_turn(entry)
+            self._check_order(entry)
         self.waiting[entry.level].pop(entry, None)
 
-    def _in_turn(self, entry: Entry) -> None:
+    def _check_order(self, entry: Entry) -> None:
         uid = entry.submit.request_id
         for level in sorted(self.waiting):
             line = self.waiting[level]
             if not line:
                 continue
-            first = next(iter(line))
-            overtakes = first is not entry and not self._delays(entry)
+            first_request = next(iter(line))
+            overtakes = first_request is not entry and not self._delays(entry)
             if level < entry.level or overtakes:
-                self._fail(f"request {uid} overtakes {first.submit.request_id}")
+                self._fail(f"request {uid} overtakes {first_request.submit.request_id}")
             return
 
     def _delays(self, entry: Entry) -> bool:
@@ -415,7 +426,7 @@ class SchedulerTrace:
         if isinstance(message, m.Responded) and not message.final:
             return
         if isinstance(message, m.Finished | m.Responded):
-            self._succeeds(entry, message)
+            self._check_success(entry, message)
         elif isinstance(message, m.Failed):
             self.counted["failed"] += message.code != "INVALID_ARG"
         if isinstance(message, m.Failed) and message.early:
@@ -433,20 +444,20 @@ class SchedulerTrace:
                     self._fail(f"request {uid} ends with {message} while a worker has it")
             self._forget(entry)
 
-    def _succeeds(self, entry: Entry, message: Any) -> None:
+    def _check_success(self, entry: Entry, message: Any) -> None:
         if getattr(message, "code", ""):
             return
         self.counted["succeeded"] += 1
         if entry.begun:
             self.counted["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
         if self.model.ordered:
-            for other in self.entries.values():
-                if other is entry:
+            for other_entry in self.entries.values():
+                if other_entry is entry:
                     break
-                if not other.ended and not other.cancelled:
+                if not other_entry.ended and not other_entry.cancelled:
                     self._fail(
                         f"request {entry.submit.request_id} is told before "
-                        f"{other.submit.request_id}, which came first"
+                        f"{other_entry.submit.request_id}, which came first"
                     )
 
     def _forget(self, entry: Entry) -> None:
@@ -459,7 +470,7 @@ class SchedulerTrace:
         """Return the number of workers that have a batch."""
         return len({peer for peer, _ in self.batches})
 
-    def stopped(self) -> None:
+    def check_before_stop(self) -> None:
         """Check the state before the scheduler handles `Stop`.
 
         No request may be left, except later requests of open sequences and requests that are
@@ -470,12 +481,12 @@ class SchedulerTrace:
         for entry in self.entries.values():
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
-    def turn_over(self) -> None:
+    def check_turn_end(self) -> None:
         """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
-            most = self.settings.policies.policy(level).max_queue_size
-            if 0 < most < len(line):
-                self._fail(f"{len(line)} requests wait on level {level}, of at most {most}")
+            max_queued = self.settings.policies.policy(level).max_queue_size
+            if 0 < max_queued < len(line):
+                self._fail(f"{len(line)} requests wait on level {level}, of at most {max_queued}")
 
     def check_counters(self, report: dict[str, Any]) -> None:
         """Check that a report of the scheduler agrees with its messages."""

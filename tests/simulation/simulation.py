@@ -10,7 +10,7 @@ from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.oracles import Ledger, Request
 from tests.simulation.supervisor import Supervisor
-from tests.simulation.world import MS, SECOND, TRACED, US, Violation, World
+from tests.simulation.world import MS, SECOND, TRACED_EVENTS, US, Violation, World
 
 _TRAFFIC_NS = 200 * MS
 _FIXED_SIZE = 20_000  # bytes of a tensor that is too large for a message
@@ -20,7 +20,7 @@ _LONGEST_QUIET_NS = 120 * SECOND
 class Simulation:
     """A run of one seed with this number of requests."""
 
-    def __init__(self, seed: int, requests: int = 400, traced: int = TRACED) -> None:
+    def __init__(self, seed: int, requests: int = 400, traced: int = TRACED_EVENTS) -> None:
         self.seed = seed
         self.world = World(seed, traced)
         self.memory = SimulatedMemory()
@@ -64,11 +64,11 @@ class Simulation:
 
     def _new_client(self, pid: int = 0) -> None:
         self._names += 1
-        slow = self.world.chance(0.3)
+        is_slow = self.world.chance(0.3)
         client = Client(
             *(self.world, self.memory, self.ledger, self.supervisor.hosts),
             f"c{self._names}",
-            slow,
+            is_slow,
             pid,
         )
         self.supervisor.add_client(client)
@@ -124,18 +124,25 @@ class Simulation:
         return {"correlation_id": self._sequences, "flags": SEQUENCE_START}
 
     def _submit_step(
-        self, client: Client, model: Model, before: list[Request], length: int, endpoint: str
+        self,
+        client: Client,
+        model: Model,
+        earlier_requests: list[Request],
+        length: int,
+        endpoint: str,
     ) -> None:
         """Submit the next request of a sequence, and later the following ones, whatever its result.
 
         All requests of the sequence go to the endpoint of the first.
         """
-        random, step = self._random, len(before)
+        random, step = self._random, len(earlier_requests)
         if step == 0:
             self._sequences += 1
             endpoint = client.endpoints.get(model.name, "")
-        first = before[0].uid if before else ""
-        number = int(first.rpartition("/")[0].rpartition(":s")[2]) if first else self._sequences
+        first_id = earlier_requests[0].uid if earlier_requests else ""
+        number = (
+            int(first_id.rpartition("/")[0].rpartition(":s")[2]) if first_id else self._sequences
+        )
         flags = (SEQUENCE_START if step == 0 else 0) | (SEQUENCE_END if step + 1 == length else 0)
         pending = client.submit(
             model,
@@ -143,7 +150,7 @@ class Simulation:
             endpoint=endpoint,
             uid=f"{client.title}:s{number}/{step}",
             in_arena=random.random() < 0.4,
-            before=tuple(before),
+            earlier_requests=tuple(earlier_requests),
             timeout_us=0 if random.random() < 0.95 else self.world.between(10, 20_000),
             shape_key=random.choice((b"", b"", b"", b"s")),
             flags=flags,
@@ -155,7 +162,7 @@ class Simulation:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
         if step + 1 < length and random.random() < 0.97:
             after_ns = self.world.between(US, 10 * MS)
-            steps = [*before, pending.request]
+            steps = [*earlier_requests, pending.request]
             self.world.after(after_ns, self._submit_step, client, model, steps, length, endpoint)
 
     # --- faults -----------------------------------------------------------------------------------
@@ -189,7 +196,7 @@ class Simulation:
         if schedulers:
             scheduler = self._random.choice(schedulers)
             self.memory.ensembles_died |= any(
-                each.model.steps for each in scheduler.host.schedulers
+                host.model.steps for host in scheduler.host.schedulers
             )
             self.supervisor.kill(scheduler)
 
@@ -274,7 +281,7 @@ class Simulation:
     def _become_quiet(self) -> None:
         """Stop all faults, and let every request end."""
         world = self.world
-        world.run(world.now_ns + _LONGEST_QUIET_NS, over=self._is_over)
+        world.run(world.now_ns + _LONGEST_QUIET_NS, is_over=self._is_over)
         for request in self.ledger.open():
             request.fail(f"has not ended after {_LONGEST_QUIET_NS // SECOND} s of quiet")
         world.run(world.now_ns + 2 * SECOND)  # time for late reads and releases
@@ -304,7 +311,7 @@ class Simulation:
                     f"{scheduler} of {len(version.indices)} instances has, when all is quiet, "
                     f"{scheduler.hosted.instances}"
                 )
-            if unreleased := scheduler.unreleased():
+            if unreleased := scheduler.unreleased_offsets():
                 raise Violation(f"{scheduler} has not passed on the releases of {unreleased}")
             for worker in version.workers.values():
                 if worker.slots:
@@ -320,18 +327,20 @@ class Simulation:
 
     def _check_counters(self) -> None:
         (client, *_) = self.supervisor.clients
-        first = [v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.first]
-        for scheduler in first:
+        first_schedulers = [
+            v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.first
+        ]
+        for scheduler in first_schedulers:
             client.ask_statistics(scheduler.endpoint)
         self.world.run(self.world.now_ns + SECOND)
-        for scheduler in first:
+        for scheduler in first_schedulers:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:
         """End all clients, including ensembles and the processes that have hosted one."""
         for client in list(self.supervisor.clients):
             self.supervisor.kill(client)
-        hosts = [each.host for each in self.supervisor.hosts.values() if each.model.steps]
+        hosts = [process.host for process in self.supervisor.hosts.values() if process.model.steps]
         for host in dict.fromkeys(hosts):
             self.supervisor.kill(host)
         self.world.run(self.world.now_ns + SECOND)

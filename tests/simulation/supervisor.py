@@ -108,23 +108,23 @@ class Supervisor(Process):
     # --- messages from schedulers -----------------------------------------------------------------
 
     def receive(self, scheduler: SchedulerProcess, message: Any) -> None:
-        up = self._from_schedulers.get(scheduler.address)
-        if up is None:
-            up = self._from_schedulers[scheduler.address] = Link(
+        scheduler_link = self._from_schedulers.get(scheduler.address)
+        if scheduler_link is None:
+            scheduler_link = self._from_schedulers[scheduler.address] = Link(
                 self.world, self, lambda messages: self._take(scheduler, messages)
             )
-        up.post(message)
+        scheduler_link.post(message)
 
     def _take(self, scheduler: SchedulerProcess, messages: list[Any]) -> None:
         for message in messages:
             self._handle(scheduler, message)
 
     def _handle(self, scheduler: SchedulerProcess, message: Any) -> None:
-        known = (v for v in self.versions if scheduler in (v.scheduler, v.former))
-        version = next(known, None)
+        matching_versions = (v for v in self.versions if scheduler in (v.scheduler, v.former))
+        version = next(matching_versions, None)
         if version is None:
             return
-        moves = scheduler is version.former
+        is_moving = scheduler is version.former
         match message:
             case AskTicket() | TicketReturned():
                 self.tickets.handle(scheduler.address, message)
@@ -132,9 +132,9 @@ class Supervisor(Process):
                 worker = version.worker(pid)
                 if worker is not None:
                     self.kill(worker)
-            case supervision.StatisticsSnapshot() if not moves:
-                before = version.snapshot[0] if version.snapshot else {}
-                version.snapshot = [{**before, **message.statistics}, message.metrics]
+            case supervision.StatisticsSnapshot() if not is_moving:
+                statistics_before = version.snapshot[0] if version.snapshot else {}
+                version.snapshot = [{**statistics_before, **message.statistics}, message.metrics]
             case supervision.InstanceRetired(process=pid):
                 worker = version.worker(pid)
                 if worker is not None and worker.index in version.leaving:
@@ -143,7 +143,7 @@ class Supervisor(Process):
                         raise Violation(f"{worker} is to end, and is not done")
                     self._end(worker)
             case supervision.Drained():
-                if moves:
+                if is_moving:
                     version.drained = True
                 elif version.retiring:
                     self._stop(version)
@@ -165,8 +165,8 @@ class Supervisor(Process):
         """Register instances with the rate limiter."""
         if version.model.limited:
             (group,) = ModelSpec.of(version.model.config).instance_group
-            needs = Needs.of(group.rate_limiter, 0)
-            self.tickets.join(id(version), dict.fromkeys(indices, needs))
+            ticket_needs = Needs.of(group.rate_limiter, 0)
+            self.tickets.join(id(version), dict.fromkeys(indices, ticket_needs))
 
     def add_instance(self, version: Version) -> None:
         index = min({*range(9)} - {*version.indices, *version.workers})
@@ -181,12 +181,12 @@ class Supervisor(Process):
         if worker is not None and worker.loaded and worker.alive:
             version.leaving.add(index)
         else:
-            self._ended(version, index)
+            self._remove_ended(version, index)
             if worker is not None:
                 self._end(worker)
         self.send(version.scheduler, supervision.RetireInstance(index))
 
-    def _ended(self, version: Version, index: int) -> None:
+    def _remove_ended(self, version: Version, index: int) -> None:
         """Remove an instance that has exited for good."""
         version.leaving.discard(index)
         version.workers.pop(index, None)
@@ -194,17 +194,17 @@ class Supervisor(Process):
 
     def _publish(self, version: Version) -> None:
         model = version.model
-        before = self.serving.get(model.name)
-        dead = version.scheduler is None or not version.scheduler.alive
-        if version.retiring or dead or self.moves(before):
+        previous_version = self.serving.get(model.name)
+        is_dead = version.scheduler is None or not version.scheduler.alive
+        if version.retiring or is_dead or self.moves(previous_version):
             self.world.after(MS, self._publish, version)
             return
         self.serving[model.name] = version
         self._announce(version)
-        if before is not None:
-            self._supersede(before)
+        if previous_version is not None:
+            self._supersede(previous_version)
 
-    def _published(self, version: Version) -> ModelPublished:
+    def _publication_of(self, version: Version) -> ModelPublished:
         model = version.model
         return ModelPublished(
             model.name,
@@ -219,10 +219,10 @@ class Supervisor(Process):
         )
 
     def _announce(self, version: Version) -> None:
-        self._broadcast(self._published(version), clients_only=True)
+        self._broadcast(self._publication_of(version), clients_only=True)
 
     def _once_received(
-        self, former: SchedulerProcess | None, then: Callable[..., None], *arguments: Any
+        self, former: SchedulerProcess | None, callback: Callable[..., None], *arguments: Any
     ) -> None:
         """Call a function once all peers know the new endpoint, and earlier messages have
         arrived.
@@ -233,9 +233,9 @@ class Supervisor(Process):
             self._links[client.address] for client in clients if client.address in self._links
         ]
         if any(link.pending for link in links):
-            self.world.after(50 * US, self._once_received, former, then, *arguments)
+            self.world.after(50 * US, self._once_received, former, callback, *arguments)
         else:
-            then(*arguments)
+            callback(*arguments)
 
     def _supersede(self, version: Version, reporter: SchedulerProcess | None = None) -> None:
         """Retire a version once all peers know its replacement, and earlier messages have
@@ -260,10 +260,10 @@ class Supervisor(Process):
         if version is None or version.former is not None or version.retiring:
             return
         former = version.scheduler
-        stays = model.sequences or model.decoupled or model.limited
+        is_bound = model.sequences or model.decoupled or model.limited
         if not model.steps and not any(w.loaded and w.alive for w in version.workers.values()):
             return
-        if stays or former is None or not former.alive:
+        if is_bound or former is None or not former.alive:
             return
         self.world.fault("move", model.name)
         version.former, version.snapshot = former, []
@@ -273,7 +273,7 @@ class Supervisor(Process):
         self._once_received(former, self._drain_former, version, workers, self._succeed_former)
 
     def _drain_former(
-        self, version: Version, workers: list[Worker], then: Callable[..., None]
+        self, version: Version, workers: list[Worker], callback: Callable[..., None]
     ) -> None:
         version.drained = False
         self.send(version.former, supervision.Drain())
@@ -281,28 +281,28 @@ class Supervisor(Process):
             # The move continues, although the former scheduler still has requests.
             for worker in workers:
                 self.world.after(self.world.between(5 * US, 500 * US), self.kill, worker)
-        self._await_drained(version, workers, then)
+        self._await_drained(version, workers, callback)
 
     def _await_drained(
-        self, version: Version, workers: list[Worker], then: Callable[..., None]
+        self, version: Version, workers: list[Worker], callback: Callable[..., None]
     ) -> None:
         assert version.former is not None
         can = version.former.alive and (not workers or any(worker.alive for worker in workers))
         if can and not version.drained:
-            self.world.after(50 * US, self._await_drained, version, workers, then)
+            self.world.after(50 * US, self._await_drained, version, workers, callback)
             return
         version.former.trace.succeeded_by_another |= not version.drained
-        then(version, workers)
+        callback(version, workers)
 
     def _succeed_former(self, version: Version, workers: list[Worker]) -> None:
         assert version.former is not None
         self._introduce(version)
-        lost = SchedulerLost(version.former.endpoint, version.endpoint)
-        self._broadcast(lost, clients_only=True)
+        lost_message = SchedulerLost(version.former.endpoint, version.endpoint)
+        self._broadcast(lost_message, clients_only=True)
         self._announce(version)
-        self._once_received(version.former, self._drain_former, version, workers, self._moved)
+        self._once_received(version.former, self._drain_former, version, workers, self._finish_move)
 
-    def _moved(self, version: Version, _: list[Worker]) -> None:
+    def _finish_move(self, version: Version, _: list[Worker]) -> None:
         assert version.former is not None and version.scheduler is not None
         self._attach(version)
         self.send(version.former, supervision.Stop())
@@ -358,9 +358,9 @@ class Supervisor(Process):
             for worker in version.workers.values():
                 self.send(scheduler, ProcessExited(worker.pid, ""))
             self.send(scheduler, supervision.Stop())
-        self.world.after(5 * MS, self._stopped, version, scheduler)
+        self.world.after(5 * MS, self._finish_stop, version, scheduler)
 
-    def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:
+    def _finish_stop(self, version: Version, scheduler: SchedulerProcess) -> None:
         self._close(scheduler)
         now = self.serving.get(version.model.name)
         successor = "" if now is None else now.endpoint
@@ -387,7 +387,7 @@ class Supervisor(Process):
         self._connect(scheduler, scheduler.from_supervisor)
         for step in version.model.steps:
             if step.name in self.serving:
-                self.send(scheduler, self._published(self.serving[step.name]))
+                self.send(scheduler, self._publication_of(self.serving[step.name]))
         if version.model.limited:
             self.tickets.bind(scheduler.address, id(version))
 
@@ -407,9 +407,9 @@ class Supervisor(Process):
         version.workers[index] = worker
         self._connect(worker, worker.take)
         self.send(version.scheduler, supervision.InstanceExpected(index, worker.pid))
-        self.world.after(self.world.between(100 * US, 5 * MS), self._loaded, version, worker)
+        self.world.after(self.world.between(100 * US, 5 * MS), self._on_loaded, version, worker)
 
-    def _loaded(self, version: Version, worker: Worker) -> None:
+    def _on_loaded(self, version: Version, worker: Worker) -> None:
         worker.loaded = True
         if version.scheduler is not None and version.scheduler.alive:
             self.send(worker, version.scheduler)
@@ -419,7 +419,7 @@ class Supervisor(Process):
         self.clients.append(client)
         self._connect(client, client.take)
         for version in self.serving.values():
-            self.send(client, self._published(version))
+            self.send(client, self._publication_of(version))
 
     def _end(self, process: Process) -> None:
         if process.alive:
@@ -440,13 +440,13 @@ class Supervisor(Process):
         for scheduler in process.schedulers if isinstance(process, Host) else ():
             self._links.pop(scheduler.address)
         for version in self.versions[:]:
-            died = version.scheduler is not None and process is version.scheduler.host
-            if died and version.former is None:
+            has_died = version.scheduler is not None and process is version.scheduler.host
+            if has_died and version.former is None:
                 self._scheduler_died(version)
             for index, worker in list(version.workers.items()):
                 if worker is process:
                     if index in version.leaving:
-                        self._ended(version, index)
+                        self._remove_ended(version, index)
                     else:
                         del version.workers[index]
                         self._restart(version, index)
@@ -468,11 +468,11 @@ class Supervisor(Process):
         if version.retiring or version not in self.versions:
             self._stop(version)
             return
-        lost = version.endpoint
+        lost_endpoint = version.endpoint
         self._start_scheduler(version)
         self._introduce(version)
         self._attach(version)
-        lost_news = SchedulerLost(lost, version.endpoint)
+        lost_news = SchedulerLost(lost_endpoint, version.endpoint)
         self._broadcast(lost_news, clients_only=True)
         if self.serving.get(version.model.name) is version:
             self._announce(version)

@@ -14,12 +14,12 @@ from tests.rigs.load_shapes import Host, Run, Shape, steps
 _EXECUTION_S = 0.05
 _TARGET_S = 0.3
 _SECONDS = 600.0
-_MOST = 8
+_MAX_INSTANCES = 8
 
 
-def wave(period_s: float, least: float = 4, most: float = 76) -> Shape:
+def wave(period_s: float, least: float = 4, highest: float = 76) -> Shape:
     """Return a rate that rises and falls periodically."""
-    middle, height = (least + most) / 2, (most - least) / 2
+    middle, height = (least + highest) / 2, (highest - least) / 2
     return lambda at_s: middle + height * math.sin(2 * math.pi * at_s / period_s)
 
 
@@ -47,18 +47,18 @@ SHAPES: dict[str, tuple[Shape, int]] = {
     "on and off each half minute": (steps((30, 0), (30, 50)), 10),
     "more and more": (lambda at_s: at_s / 6, 1),
 }
-TIMES: dict[str, Callable[[Random], float]] = {
+EXECUTION_TIMES: dict[str, Callable[[Random], float]] = {
     "constant": lambda random: _EXECUTION_S,
     "exponential": lambda random: random.expovariate(1 / _EXECUTION_S),
 }
 
 
 def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: int = 1) -> Run:
-    policy = ScalingPolicy(1, _MOST, target_s=_TARGET_S)
-    return Host(policy, TIMES[times], Random(seed)).run(shape, seconds)
+    policy = ScalingPolicy(1, _MAX_INSTANCES, target_s=_TARGET_S)
+    return Host(policy, EXECUTION_TIMES[times], Random(seed)).run(shape, seconds)
 
 
-@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("times", EXECUTION_TIMES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_instances_do_not_oscillate(name: str, times: str) -> None:
     """An instance is removed and added again within a minute no more often than the load rises.
@@ -66,11 +66,11 @@ def test_instances_do_not_oscillate(name: str, times: str) -> None:
     With a constant load this happens never, or once if execution times vary. A regular pattern is
     anticipated after a few periods.
     """
-    shape, rises = SHAPES[name]
+    shape, max_regrets = SHAPES[name]
     for seed in range(2):
         result = run(shape, times, seed=seed)
-        assert all(1 <= count <= _MOST for _, count in result.counts)
-        assert result.regrets(within_s=60) <= min(max(rises, times == "exponential"), 4)
+        assert all(1 <= count <= _MAX_INSTANCES for _, count in result.counts)
+        assert result.regrets(within_s=60) <= min(max(max_regrets, times == "exponential"), 4)
 
 
 @pytest.mark.parametrize("base", [4, 8, 12, 16])
@@ -84,7 +84,7 @@ def test_four_times_the_load_is_within_the_target_two_seconds_later(base: int, s
     assert result.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2
 
 
-def test_an_idle_model_has_the_fewest_again() -> None:
+def test_an_idle_model_returns_to_the_minimum() -> None:
     result = run(steps((20, 64), (80, 0)), seconds=100)
     assert result.count_at(20) >= 4
     assert result.count_at(99) == 1

@@ -10,7 +10,7 @@ from tests.simulation.lifecycle.run import LifecycleRun
 from tests.simulation.seeds import SEEDS
 from tests.simulation.simulation import Simulation
 
-_PARTS = 6
+_PART_COUNT = 6
 _PART_S = 8.0
 
 
@@ -29,13 +29,13 @@ def test_recorded_failing_seeds_pass() -> None:
         run(seed)
 
 
-@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize("part", range(_PART_COUNT))
 def test_no_rule_is_broken(part: int) -> None:
     start_s = time.monotonic()
     seed = part
     while time.monotonic() - start_s < _PART_S:
         run(seed)
-        seed += _PARTS
+        seed += _PART_COUNT
 
 
 def test_no_rule_of_the_lifecycle_is_broken() -> None:
@@ -48,11 +48,11 @@ def test_no_rule_of_the_lifecycle_is_broken() -> None:
 
 @pytest.mark.parametrize("kind", [Simulation, LifecycleRun])
 def test_a_seed_gives_the_same_run(kind: type[Simulation] | type[LifecycleRun]) -> None:
-    first, second = kind(7), kind(7)
-    first.run()
-    second.run()
-    assert first.world.report() == second.world.report()
-    assert first.world.events == second.world.events > 300
+    first_run, second_run = kind(7), kind(7)
+    first_run.run()
+    second_run.run()
+    assert first_run.world.report() == second_run.world.report()
+    assert first_run.world.events == second_run.world.events > 300
 
 
 def test_no_mutant_is_stale() -> None:

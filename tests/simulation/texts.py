@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.sequences import Generation
-from tests.simulation.generative import searched
-from tests.support.generative_worker import END, VOCABULARY, alone
+from tests.simulation.generative import reference_beam_search
+from tests.support.generative_worker import END_TOKEN, VOCABULARY_SIZE, generate_alone
 
-STOP = 7  # the token that ends a text like a stop string
+STOP_TOKEN = 7  # the token that ends a text like a stop string
 _TOO_MANY = 5_000  # number of tokens that exceeds every pool
 _BEGINNINGS = [[1 + (number * index) % 60 for index in range(1, 40)] for number in (7, 11, 13)]
 
@@ -64,14 +64,14 @@ def request_of(content: bytes) -> TextRequest:
     draw = Random(content)
     prompt = draw.choice(_BEGINNINGS)[: draw.randint(1, 30)]
     if draw.random() < 0.5:
-        prompt = prompt + draw.choices(range(1, VOCABULARY), k=draw.randint(1, 9))
+        prompt = prompt + draw.choices(range(1, VOCABULARY_SIZE), k=draw.randint(1, 9))
     search = None
     if draw.random() < 0.1:
-        search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END, 9, 19])
-    most = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
+        search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END_TOKEN, 9, 19])
+    max_tokens = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
     return TextRequest(
         array("i", prompt),
-        most,
+        max_tokens,
         1 if search else draw.choice((1, 1, 1, 2, 3)),
         search is None and draw.random() < 0.7,
         draw.randint(0, 2),
@@ -87,17 +87,17 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
         generation: Generation[None] = Generation(
             None, 0, 0, request.prompt, request.most, beams=request.search
         )
-        return searched(generation)
+        return reference_beam_search(generation)
     samples: list[tuple[list[int], str]] = []
     for sample in range(request.samples):
-        tokens, reason = alone(request.prompt, sample, request.most)
-        if STOP in tokens:
-            tokens, reason = tokens[: tokens.index(STOP) + 1], "stop"
+        tokens, reason = generate_alone(request.prompt, sample, request.most)
+        if STOP_TOKEN in tokens:
+            tokens, reason = tokens[: tokens.index(STOP_TOKEN) + 1], "stop"
         samples.append((tokens, reason))
     return samples
 
 
-def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> str:
+def problem(content: bytes, received_positions: set[tuple[int, int]], packed: bytes) -> str:
     """Return the error in a response, or "".
 
     `received` contains (sample, index of token) of earlier responses, with -1 for the end of a
@@ -111,15 +111,15 @@ def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> st
             positions.add((piece.sample, -1))
         if tokens[piece.begin : end] != piece.tokens or piece.reason not in ("", reason):
             return f"has {piece}, and its text is {tokens}, {reason}"
-        if positions & received:
+        if positions & received_positions:
             return f"has {piece} twice"
-        received |= positions
+        received_positions |= positions
     return ""
 
 
-def missing(content: bytes, received: set[tuple[int, int]]) -> set[tuple[int, int]]:
+def missing(content: bytes, received_positions: set[tuple[int, int]]) -> set[tuple[int, int]]:
     return {
         (sample, index)
         for sample, (tokens, _) in enumerate(texts(content))
         for index in range(-1, len(tokens))
-    } - received
+    } - received_positions

@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
 )
 from tests.simulation.memory import SimulatedMemory
-from tests.simulation.models import Model, joined
+from tests.simulation.models import Model, join_inputs
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
 from tests.support.messages import inference_of
@@ -48,7 +48,7 @@ class Stream:
                 f"{self.credited} responses to {self.work.request_id} are credited, and "
                 f"{self.sent} were sent"
             )
-        self.window.read(responses)
+        self.window.record_credit(responses)
 
 
 class Worker(Process):
@@ -96,9 +96,9 @@ class Worker(Process):
     def take(self, messages: list[Any]) -> None:
         """Handle messages of the supervisor or the scheduler."""
         self._inbox.extend(messages)
-        self._work_off()
+        self._handle_inbox()
 
-    def _work_off(self) -> None:
+    def _handle_inbox(self) -> None:
         while self._inbox and self._running is None and self.alive:
             message = self._inbox.popleft()
             if isinstance(message, SchedulerProcess):
@@ -119,7 +119,7 @@ class Worker(Process):
 
         Work of the predecessor is discarded, except its releases in transit.
         """
-        for message in self._sent_last():
+        for message in self._take_last_messages():
             if isinstance(message, m.ReleaseOutputs | m.ReaderExited):
                 self._handle(message)
         self._batches.clear()
@@ -130,19 +130,19 @@ class Worker(Process):
         self._host = host
         peer = b"%d.%d" % (self.index, self.pid)
         self._up = host.connect_worker(
-            peer, self, lambda messages: self.take([(host, each) for each in messages])
+            peer, self, lambda messages: self.take([(host, message) for message in messages])
         )
         self._up.post(m.InstanceReady(self.index, self.pid))
         for pid in self._dead:
             self._drop(pid)
 
-    def _sent_last(self) -> list[Any]:
+    def _take_last_messages(self) -> list[Any]:
         """Return the messages that the scheduler has sent and that were not handled yet."""
         if self._host is None:
             return []
         words = [word for word in self._inbox if isinstance(word, tuple)]
         arrived = [word for host, word in words if host is self._host]
-        return arrived + self._host.sent_to(self)
+        return arrived + self._host.take_sent_to(self)
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -189,15 +189,15 @@ class Worker(Process):
         for work in self._running.requests:
             with contextlib.suppress(ShmserveError):  # a failure is reported when the input is read
                 self._input(work)
-        least, most = self.model.compute_us
-        self.world.after(self.world.between(least * US, most * US), self._finish)
+        least, max_us = self.model.compute_us
+        self.world.after(self.world.between(least * US, max_us * US), self._finish)
 
     def _input(self, work: m.Work) -> bytes:
         tensors = {tensor.name: tensor for tensor in inference_of(work).inputs}
         data = self._read(work, tensors["IN"])
         if not self.model.joins:
             return data
-        return joined(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
+        return join_inputs(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
 
     def _read(self, work: m.Work, tensor: TensorRef) -> bytes:
         """Return a tensor's bytes. While the scheduler is alive, the memory must be allocated."""
@@ -227,7 +227,7 @@ class Worker(Process):
                 self.world.random.shuffle(replies)
         now_ns = self.world.now_ns
         times = (self._began_ns, self._began_ns, now_ns, now_ns)
-        finished = m.BatchFinished(batch.batch, *times, replies)
+        batch_finished = m.BatchFinished(batch.batch, *times, replies)
         for work in batch.requests:
             if work.key not in self._streams:
                 self._open.pop(work.key, None)
@@ -236,15 +236,15 @@ class Worker(Process):
             # Computed without `world.random`, so that known seeds run as before.
             if (31 * self.pid + batch.batch) % _NONSENSE_EVERY == 0:
                 self.world.fault("nonsense", self)
-                self._up.post(replace(finished, batch=-batch.batch))
-            self._up.post(finished)
+                self._up.post(replace(batch_finished, batch=-batch.batch))
+            self._up.post(batch_finished)
         else:
             for offset in reserved:
                 if offset in self._lent:
                     self._release(self._lent[offset], [offset])
         self._running = None
         self._begin()
-        self._work_off()
+        self._handle_inbox()
 
     def _reply(self, work: m.Work, batch: m.Execute, reserved: list[int]) -> m.Reply:
         state = self._advance(work, batch) if self.model.sequences else b""
@@ -369,7 +369,7 @@ class Worker(Process):
         except ShmserveError as error:
             code = error.code
         stream.sent += 1
-        stream.window.sent(byte_size_of(body[1]))
+        stream.window.record_sent(byte_size_of(body[1]))
         self._post_response(stream, code, body, final)
 
     def _end(self, stream: Stream, code: str) -> None:
@@ -383,13 +383,13 @@ class Worker(Process):
         self._cancelled.discard(key)
 
     def _post_response(
-        self, stream: Stream, code: str, body: Packed, final: bool, *before: Any
+        self, stream: Stream, code: str, body: Packed, final: bool, *fields: Any
     ) -> None:
         """Send a response in one frame with the messages that must precede it."""
         assert self._up is not None
         now_ns = self.world.now_ns
         self._up.post(
-            *before,
+            *fields,
             m.ExecutionResponded(
                 stream.work.key, code, "", *body, final, now_ns, now_ns, 0, failed=bool(code)
             ),

@@ -13,7 +13,7 @@ from typing import Any
 US = 1_000
 MS = 1_000_000
 SECOND = 1_000_000_000
-TRACED = 200
+TRACED_EVENTS = 200
 _EPOCH_NS = 1_700_000_000 * SECOND
 
 
@@ -28,7 +28,7 @@ class World:
     jump of the wall clock.
     """
 
-    def __init__(self, seed: int, traced: int = TRACED) -> None:
+    def __init__(self, seed: int, traced: int = TRACED_EVENTS) -> None:
         self.random = random.Random(seed)
         self.now_ns = 1_000 * SECOND
         self.skew_ns = 0
@@ -58,14 +58,14 @@ class World:
         self.faults[kind] += 1
         self.note("FAULT", kind, *words)
 
-    def run(self, until_ns: int, over: Callable[[], bool] = lambda: False) -> None:
+    def run(self, until_ns: int, is_over: Callable[[], bool] = lambda: False) -> None:
         """Run events up to a time, or until `over` returns True."""
         heap = self._heap
-        while heap and heap[0][0] <= until_ns and not over():
+        while heap and heap[0][0] <= until_ns and not is_over():
             self.now_ns, _, call, arguments = heapq.heappop(heap)
             self.events += 1
             call(*arguments)
-        if not over():
+        if not is_over():
             self.now_ns = max(self.now_ns, until_ns)
 
     @property
@@ -73,9 +73,9 @@ class World:
         """Return whether another event is scheduled for the current time."""
         return bool(self._heap) and self._heap[0][0] <= self.now_ns
 
-    def between(self, least: int, most: int) -> int:
+    def between(self, least: int, maximum: int) -> int:
         """Draw a number from a range, with a uniform distribution of its logarithm."""
-        return int(least * (most / least) ** self.random.random())
+        return int(least * (maximum / least) ** self.random.random())
 
     def chance(self, probability: float) -> bool:
         """Return True with this probability."""

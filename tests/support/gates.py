@@ -17,7 +17,7 @@ from typing import Any
 from tests.support.waiting import DEADLINE_S, until
 
 # The first lines of a model's file. `wait` blocks until the test stops holding.
-WAITING = """
+WAITING_CODE = """
 import os
 
 def wait():

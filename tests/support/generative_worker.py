@@ -16,50 +16,53 @@ from functools import lru_cache
 
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 
-VOCABULARY = 61
-END = 0  # the token that ends a sequence
+VOCABULARY_SIZE = 61
+END_TOKEN = 0  # the token that ends a sequence
 
 Slot = tuple[int, int, bytes]  # the token, its position, and a hash of the tokens before it
 
 
 @lru_cache(1 << 16)
-def _digest(before: bytes, token: int) -> bytes:
-    return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
+def _digest(previous_digest: bytes, token: int) -> bytes:
+    return hashlib.blake2b(previous_digest + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
 def extend(slots: list[Slot], tokens: Iterable[int]) -> list[Slot]:
     """Return `slots` with slots for these tokens appended."""
     for token in tokens:
-        slots.append((token, len(slots), _after(slots)))
+        slots.append((token, len(slots), _hash_slots(slots)))
     return slots
 
 
-def _after(slots: list[Slot]) -> bytes:
+def _hash_slots(slots: list[Slot]) -> bytes:
     """Return a hash of these slots."""
     return _digest(slots[-1][2], slots[-1][0]) if slots else b""
 
 
 def next_token(slots: list[Slot], sample: int) -> int:
     """Return the token that follows; it differs between samples."""
-    return int.from_bytes(_digest(_after(slots), VOCABULARY + sample), "little") % VOCABULARY
+    return (
+        int.from_bytes(_digest(_hash_slots(slots), VOCABULARY_SIZE + sample), "little")
+        % VOCABULARY_SIZE
+    )
 
 
 def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
     """Return the best next tokens of a beam search with their scores, best first."""
-    candidates, before = [], _after(slots)
-    for token in range(VOCABULARY):
-        digest = _digest(before, token)
+    candidates, previous_digest = [], _hash_slots(slots)
+    for token in range(VOCABULARY_SIZE):
+        digest = _digest(previous_digest, token)
         candidates.append((token, -int.from_bytes(digest[:4], "little") / 2**30))
-    return sorted(candidates, key=lambda each: -each[1])[:count]
+    return sorted(candidates, key=lambda candidate: -candidate[1])[:count]
 
 
-def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
+def generate_alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
     slots = extend([], prompt)
     finish_reason = "length"
     for _ in range(max_tokens):
         token = next_token(slots, sample)
         extend(slots, [token])
-        if token == END:
+        if token == END_TOKEN:
             finish_reason = "stop"
             break
     return [token for token, _, _ in slots[len(prompt) :]], finish_reason
@@ -127,11 +130,11 @@ class GenerativeWorker:
         for source, target in _pairs(step.copies):
             self._pool[target] = self._pool[source][:]
         results = [result for row in step.rows for result in self._row(row)]
-        lost = [row.sequence for row in step.rows if row.sequence not in self.known]
+        unknown_sequences = [row.sequence for row in step.rows if row.sequence not in self.known]
         for number in step.ended:
             self.known.pop(number, None)
         forward_ns = 1_000_000 + 100_000 * len(step.rows)
-        return Stepped(step.step, results, 0, forward_ns, 0, skipped=lost)
+        return Stepped(step.step, results, 0, forward_ns, 0, skipped=unknown_sequences)
 
     def _row(self, row: Row) -> list[RowResult]:
         if row.sequence not in self.known:
@@ -145,51 +148,56 @@ class GenerativeWorker:
         if not row.samples:
             return []
         if sequence.key in self.width:
-            best = candidates(sequence.slots, 2 * self.width[sequence.key])
+            best_candidates = candidates(sequence.slots, 2 * self.width[sequence.key])
             return [
                 RowResult(
-                    row.sequence, [], candidates=[t for t, _ in best], scores=[s for _, s in best]
+                    row.sequence,
+                    [],
+                    candidates=[t for t, _ in best_candidates],
+                    scores=[s for _, s in best_candidates],
                 )
             ]
         return [self._sampled(sequence, row)]
 
-    def _sampled(self, known: _SequenceSlots, row: Row) -> RowResult:
-        end = len(known.slots)
-        right = known.slots[:]
+    def _sampled(self, sequence: _SequenceSlots, row: Row) -> RowResult:
+        end = len(sequence.slots)
+        true_slots = sequence.slots[:]
         for _ in range(row.draft_count):
-            extend(right, [next_token(right, known.sample)])
-        proposed = [token for token, _, _ in right[end:]]
+            extend(true_slots, [next_token(true_slots, sequence.sample)])
+        proposed = [token for token, _, _ in true_slots[end:]]
         for index in range(row.draft_count):
             if (end + index) % 3 >= self.proposals:
-                proposed[index] = (proposed[index] + 1) % VOCABULARY
-        self._write(known, extend(known.slots[:], proposed)[end:])
-        new: list[int] = []
+                proposed[index] = (proposed[index] + 1) % VOCABULARY_SIZE
+        self._write(sequence, extend(sequence.slots[:], proposed)[end:])
+        new_tokens: list[int] = []
         finish_reason = ""
         for index in range(row.draft_count + 1):
-            token = next_token(known.slots, known.sample)
-            extend(known.slots, [token])
-            new.append(token)
-            generated = len(known.slots) - known.prompt
-            finish_reason = "stop" if token == END else ""
-            finish_reason = finish_reason or ("length" if generated >= self.most[known.key] else "")
+            token = next_token(sequence.slots, sequence.sample)
+            extend(sequence.slots, [token])
+            new_tokens.append(token)
+            generated = len(sequence.slots) - sequence.prompt
+            finish_reason = "stop" if token == END_TOKEN else ""
+            finish_reason = finish_reason or (
+                "length" if generated >= self.most[sequence.key] else ""
+            )
             if finish_reason or index == row.draft_count or proposed[index] != token:
                 break
-        return RowResult(row.sequence, new, finish_reason, row.draft_count)
+        return RowResult(row.sequence, new_tokens, finish_reason, row.draft_count)
 
-    def _check(self, known: _SequenceSlots, end: int) -> None:
+    def _check(self, sequence: _SequenceSlots, end: int) -> None:
         size = self.block_size
         for index, start in enumerate(range(0, end, size)):
             stop = min(start + size, end)
-            rows = self._pool[known.table[index]][: stop - start]
-            expected_slots = known.slots[start:stop]
+            rows = self._pool[sequence.table[index]][: stop - start]
+            expected_slots = sequence.slots[start:stop]
             assert rows == expected_slots, (
                 f"positions {start} to {stop} of {end}: {rows}, not {expected_slots}"
             )
         self.read += end
 
-    def _write(self, known: _SequenceSlots, slots: list[Slot]) -> None:
+    def _write(self, sequence: _SequenceSlots, slots: list[Slot]) -> None:
         for slot in slots:
-            block = known.table[slot[1] // self.block_size]
+            block = sequence.table[slot[1] // self.block_size]
             self._pool[block][slot[1] % self.block_size] = slot
 
 

@@ -24,11 +24,11 @@ class Queue:
         self.pool.number(self.model, value, rows, columns, **parameters)
         self.wait_queued()
 
-    def call(self, asking: Callable[[], Any]) -> Future[Any]:
+    def call(self, send_request: Callable[[], Any]) -> Future[Any]:
         """Call a function that sends a request in another way, and wait until the request is
         queued.
         """
-        pending = self.pool.call(asking)
+        pending = self.pool.call(send_request)
         self.wait_queued()
         return pending
 

@@ -48,7 +48,7 @@ def tokenizer_text(size: int = 320) -> str:
     return str(tokenizer.to_str())
 
 
-def config(family: str = "llama", **more: Any) -> dict[str, Any]:
+def config(family: str = "llama", **settings: Any) -> dict[str, Any]:
     """Return the config.json of a tiny model."""
     tiny = {
         "architectures": [ARCHITECTURES[family]],
@@ -69,7 +69,7 @@ def config(family: str = "llama", **more: Any) -> dict[str, Any]:
         "eos_token_id": 0,
         "torch_dtype": "float32",
     }
-    return {**tiny, **more}
+    return {**tiny, **settings}
 
 
 def weights(
@@ -86,11 +86,11 @@ def weights(
 
 
 def write_folder(
-    path: Path, family: str = "llama", seed: int = 0, shards: int = 1, **more: Any
+    path: Path, family: str = "llama", seed: int = 0, shards: int = 1, **settings: Any
 ) -> Path:
     """Write a folder with its weights in `shards` files; `more` are fields of config.json."""
     path.mkdir(parents=True, exist_ok=True)
-    configuration = config(family, **more)
+    configuration = config(family, **settings)
     save_weights(path, weights(configuration, seed), shards)
     files: dict[str, dict[str, Any]] = {
         "config.json": configuration,
@@ -107,17 +107,17 @@ def write_folder(
     return path
 
 
-def save_weights(path: Path, drawn: dict[str, torch.Tensor], shards: int = 1) -> None:
+def save_weights(path: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:
     """Write weights as safetensors, with an index if there are several files."""
-    names = sorted(drawn)
+    names = sorted(weights)
     if shards == 1:
-        save_file(drawn, path / "model.safetensors", {"format": "pt"})
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
         return
     mapped = {
         name: f"model-{position % shards:05d}.safetensors" for position, name in enumerate(names)
     }
     for shard in sorted(set(mapped.values())):
-        part = {name: drawn[name] for name in names if mapped[name] == shard}
+        part = {name: weights[name] for name in names if mapped[name] == shard}
         save_file(part, path / shard, {"format": "pt"})
     index = {"metadata": {}, "weight_map": mapped}
     (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -44,7 +44,7 @@ class Snapshot:
                 server.pid,
                 *(descendant.pid for descendant in descendants(server.pid, processes)),
             ]
-            for server in servers.RUNNING
+            for server in servers.RUNNING_SERVERS
         }
         return Snapshot(
             frozenset(os.listdir(_SHM)),
@@ -56,23 +56,25 @@ class Snapshot:
     def assert_restored(self) -> None:
         leaks: list[str] = []
 
-        def nothing_left() -> bool:
+        def nothing_leaks() -> bool:
             leaks[:] = self._leaks(Snapshot.take())
             return not leaks
 
         try:
-            until("nothing is left behind", nothing_left)
+            until("nothing is left behind", nothing_leaks)
         except AssertionError:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 
     def _leaks(self, now: Snapshot) -> list[str]:
-        leaks = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
-        new = now.children - self.children
-        leaks += [f"process {process.pid} ({servers.title_of(process.pid)})" for process in new]
+        leaks = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _is_used_elsewhere(name)]
+        new_children = now.children - self.children
+        leaks += [
+            f"process {process.pid} ({servers.title_of(process.pid)})" for process in new_children
+        ]
         for pid, titles in now.titles.items():
-            before = self.titles.get(pid)
-            if before is not None and servers.lasting(before) != titles:
-                leaks.append(f"server {pid} had {dict(before)}, has {dict(titles)}")
+            titles_before = self.titles.get(pid)
+            if titles_before is not None and servers.without_short_lived(titles_before) != titles:
+                leaks.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
         if now.descriptors - self.descriptors:
             gc.collect()
             leaks += [
@@ -103,12 +105,12 @@ def descriptors(pid: int) -> Counter[str]:
     return counter
 
 
-def created_since(before: set[str]) -> set[str]:
+def created_since(names_before: set[str]) -> set[str]:
     """Return the new objects in /dev/shm, except those of other test runs."""
-    return {name for name in set(os.listdir(_SHM)) - before if not name.startswith("test-")}
+    return {name for name in set(os.listdir(_SHM)) - names_before if not name.startswith("test-")}
 
 
-def _in_foreign_use(name: str) -> bool:
+def _is_used_elsewhere(name: str) -> bool:
     """Return whether a process of another run of the tests, or of another program, maps an object.
 
     Mappings are compared by device and inode: the C library creates a semaphore under a temporary
@@ -122,9 +124,9 @@ def _in_foreign_use(name: str) -> bool:
         return True
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     mapping = f" {device} {status.st_ino} "
-    ours = {os.getpid(), *(descendant.pid for descendant in descendants(os.getpid(), table()))}
+    own_pids = {os.getpid(), *(descendant.pid for descendant in descendants(os.getpid(), table()))}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
+        if entry.isdigit() and int(entry) not in own_pids:
             with contextlib.suppress(OSError), open(f"/proc/{entry}/maps") as maps:
                 if any(mapping in line for line in maps):
                     return True

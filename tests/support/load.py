@@ -30,7 +30,7 @@ class Answer:
     """
 
     client: int
-    began: float
+    started_at: float
     ended: float
     trouble: str
 
@@ -47,18 +47,19 @@ SendRequest = Callable[[Http, int], str]
 
 def infer_simple(http: Http, number: int) -> str:
     """Send a JSON request with new values to the model "simple" and check the response."""
-    first = np.arange(16, dtype=np.int32).reshape(1, 16) + number
-    second = np.full((1, 16), number % 97, np.int32)
+    first_input = np.arange(16, dtype=np.int32).reshape(1, 16) + number
+    second_input = np.full((1, 16), number % 97, np.int32)
     reply = http.infer(
-        "simple", {"inputs": [json_input("INPUT0", first), json_input("INPUT1", second)]}
+        "simple",
+        {"inputs": [json_input("INPUT0", first_input), json_input("INPUT1", second_input)]},
     )
     if reply.status != 200:
         return f"{reply.status}: {reply.error}"
     outputs = reply.tensors()
-    right = (outputs["OUTPUT0"] == first + second).all() and (
-        outputs["OUTPUT1"] == first - second
+    is_right = (outputs["OUTPUT0"] == first_input + second_input).all() and (
+        outputs["OUTPUT1"] == first_input - second_input
     ).all()
-    return "" if right else f"wrong: {outputs}"
+    return "" if is_right else f"wrong: {outputs}"
 
 
 class InferInMemory:
@@ -81,16 +82,16 @@ class InferInMemory:
         """Write the input, send a request, and check the output."""
         values = np.arange(self.count, dtype=np.float32) + number
         self.shared.write(values)
-        given = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
+        input_tensor = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
         output = {
             "name": "OUTPUT0",
             "parameters": in_region(self.shared.name, self.size, self.size),
         }
-        reply = http.infer("identity", {"inputs": [given], "outputs": [output]})
+        reply = http.infer("identity", {"inputs": [input_tensor], "outputs": [output]})
         if reply.status != 200:
             return f"{reply.status}: {reply.error}"
-        right = (self.shared.read(np.float32, self.count, self.size) == values).all()
-        return "" if right else "wrong: the region does not hold what was sent"
+        is_right = (self.shared.read(np.float32, self.count, self.size) == values).all()
+        return "" if is_right else "wrong: the region does not hold what was sent"
 
     def close(self, http: Http) -> None:
         """Unregister and remove the region."""
@@ -135,22 +136,22 @@ class Load:
         with self._server.http(_PATIENCE_S) as connection, contextlib.ExitStack() as stack:
             send_request: SendRequest = infer_simple
             if kind == "memory":
-                send_request = through = InferInMemory(connection)
-                stack.callback(through.close, connection)
+                send_request = infer_through = InferInMemory(connection)
+                stack.callback(infer_through.close, connection)
             number = 1000 * client
             while not self._stop.is_set():
                 number += 1
-                began = time.monotonic()
+                began_at = time.monotonic()
                 try:
                     trouble = send_request(connection, number)
                 except (OSError, http_error) as error:
                     trouble = f"connection: {error!r}"
                 with self._answer_added:
-                    self.answers.append(Answer(client, began, time.monotonic(), trouble))
+                    self.answers.append(Answer(client, began_at, time.monotonic(), trouble))
                     self._answer_added.notify_all()
                 self._stop.wait(_BREATH_S)
 
-    def wait_answered(self, since: float, within_s: float = 10.0) -> float:
+    def wait_answered(self, start_time: float, within_s: float = 10.0) -> float:
         """Wait until every client has a correct response to a request that began after `since`.
 
         Returns:
@@ -160,22 +161,22 @@ class Load:
             AssertionError: The wait takes longer than `within_s` from now.
         """
         waiting = set(range(len(self._kinds)))
-        seen = 0
+        answer_count = 0
 
-        def all_answered() -> bool:
-            nonlocal seen
-            for answer in self.answers[seen:]:
-                if answer.began >= since and not answer.trouble:
+        def have_all_answered() -> bool:
+            nonlocal answer_count
+            for answer in self.answers[answer_count:]:
+                if answer.started_at >= start_time and not answer.trouble:
                     waiting.discard(answer.client)
-            seen = len(self.answers)
+            answer_count = len(self.answers)
             return not waiting
 
         with self._answer_added:
-            answered = self._answer_added.wait_for(all_answered, within_s)
-        assert answered, (
+            all_have_answered = self._answer_added.wait_for(have_all_answered, within_s)
+        assert all_have_answered, (
             f"clients {waiting} were not answered within {within_s} s; last: {self.answers[-3:]}"
         )
-        return time.monotonic() - since
+        return time.monotonic() - start_time
 
     def troubles(self) -> list[Answer]:
         return [answer for answer in self.answers if answer.trouble]

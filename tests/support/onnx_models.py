@@ -18,14 +18,14 @@ def save(
     separated by spaces.
     """
     onnx_model = [
-        helper.make_node(kind, taken.split(), given.split(), **dict(*more))
-        for kind, taken, given, *more in nodes
+        helper.make_node(kind, input_names.split(), output_names.split(), **dict(*attributes))
+        for kind, input_names, output_names, *attributes in nodes
     ]
     graph = helper.make_graph(
         onnx_model,
         "graph",
-        [helper.make_tensor_value_info(*each) for each in inputs],
-        [helper.make_tensor_value_info(*each) for each in outputs],
+        [helper.make_tensor_value_info(*tensor) for tensor in inputs],
+        [helper.make_tensor_value_info(*tensor) for tensor in outputs],
     )
     # An older opset and IR version, which older packages can read.
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

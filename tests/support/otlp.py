@@ -22,9 +22,9 @@ class Collector:
         self.resources: list[dict[str, Any]] = []
 
     def take(self, body: bytes) -> None:
-        for sent in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resources.append(attributes(sent.resource))
-            self.spans += [span for scope in sent.scope_spans for span in scope.spans]
+        for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resources.append(attributes(resource_spans.resource))
+            self.spans += [span for scope in resource_spans.scope_spans for span in scope.spans]
 
 
 def attributes(of: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def identity_config(
     dims: Sequence[int],
     max_batch_size: int = 0,
     inputs: int = 1,
-    more: str = "",
+    settings: str = "",
 ) -> str:
     """Return the config.pbtxt of a Python model whose OUTPUTn has the datatype and dims of
     INPUTn.
@@ -79,16 +79,16 @@ def identity_config(
     kind = DATATYPES[datatype]
     shape = ", ".join(map(str, dims))
 
-    def tensors(what: str) -> str:
+    def tensors(section: str) -> str:
         rows = (
-            f'{{ name: "{what.upper()}{n}" data_type: {kind} dims: [ {shape} ] }}'
+            f'{{ name: "{section.upper()}{n}" data_type: {kind} dims: [ {shape} ] }}'
             for n in range(inputs)
         )
-        return f"{what} [ {', '.join(rows)} ]"
+        return f"{section} [ {', '.join(rows)} ]"
 
     return (
         f'name: "{name}"\nbackend: "python"\nmax_batch_size: {max_batch_size}\n'
-        f"{tensors('input')}\n{tensors('output')}\n{more}\n"
+        f"{tensors('input')}\n{tensors('output')}\n{settings}\n"
     )
 
 
@@ -99,7 +99,7 @@ def add_identity(
     dims: Sequence[int],
     max_batch_size: int = 0,
     inputs: int = 1,
-    more: str = "",
+    settings: str = "",
     source: str = "identity",
 ) -> None:
     """Add a model with the interface of `identity_config` and the code of tests/models/`source`."""
@@ -107,7 +107,7 @@ def add_identity(
     (folder / "1").mkdir(parents=True)
     shutil.copy(MODELS / source / "1" / "model.py", folder / "1" / "model.py")
     (folder / "config.pbtxt").write_text(
-        identity_config(name, datatype, dims, max_batch_size, inputs, more)
+        identity_config(name, datatype, dims, max_batch_size, inputs, settings)
     )
 
 

@@ -25,10 +25,10 @@ class RequestPool:
         self._threads = threads
         self.futures: list[Future[Any]] = []
 
-    def call(self, asking: Callable[[], T]) -> Future[T]:
-        called = self._threads.submit(asking)
-        self.futures.append(called)
-        return called
+    def call(self, send_request: Callable[[], T]) -> Future[T]:
+        future = self._threads.submit(send_request)
+        self.futures.append(future)
+        return future
 
     def send(self, send_request: Callable[[Http], Reply]) -> Future[Reply]:
         """Call `send_request` with a connection of its own."""
@@ -59,9 +59,9 @@ class RequestPool:
 
 
 @contextlib.contextmanager
-def request_pool(server: Server, most: int = 64) -> Iterator[RequestPool]:
+def request_pool(server: Server, thread_count: int = 64) -> Iterator[RequestPool]:
     """Yield a pool of at most `most` concurrent requests; wait for all of them at the end."""
-    with ThreadPoolExecutor(most) as threads:
+    with ThreadPoolExecutor(thread_count) as threads:
         pool = RequestPool(server, threads)
         try:
             yield pool

@@ -34,15 +34,15 @@ ANSWER = ("It is ", "sunny.")
 @functools.cache
 def _alphabet() -> dict[int, str]:
     """Return the character for each byte in a byte-level vocabulary."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in visible]
+    visible_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    invisible_bytes = [byte for byte in range(256) if byte not in visible_bytes]
     return {
-        **{byte: chr(byte) for byte in visible},
-        **{byte: chr(256 + i) for i, byte in enumerate(rest)},
+        **{byte: chr(byte) for byte in visible_bytes},
+        **{byte: chr(256 + i) for i, byte in enumerate(invisible_bytes)},
     }
 
 
-def _spelled(piece: str) -> str:
+def _byte_level_name(piece: str) -> str:
     """Return the name of a token in a byte-level vocabulary."""
     chars = _alphabet()
     return "".join(chars[byte] for byte in piece.encode())
@@ -64,7 +64,7 @@ def write_scripted(
     added = [END, *scripts, *special]
     for piece in (piece for script in scripts.values() for piece in script):
         if piece not in added:
-            vocabulary[_spelled(piece)] = len(vocabulary)
+            vocabulary[_byte_level_name(piece)] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,9 +73,9 @@ def write_scripted(
     for begin, script in scripts.items():
         names = [begin, *script, END]
         vocab = tokenizer.get_vocab()
-        ids = [vocab[name if name in added else _spelled(name)] for name in names]
+        ids = [vocab[name if name in added else _byte_level_name(name)] for name in names]
         successor |= dict(itertools.pairwise(ids))
-    first = successor[tokenizer.get_vocab()[next(iter(scripts))]]
+    first_token = successor[tokenizer.get_vocab()[next(iter(scripts))]]
     end = tokenizer.get_vocab()[END]
     configuration = config(
         vocab_size=tokenizer.get_vocab_size(),
@@ -84,7 +84,7 @@ def write_scripted(
         eos_token_id=end,
         max_position_embeddings=4096,
     )
-    save_weights(path, _weights(configuration, successor, first))
+    save_weights(path, _weights(configuration, successor, first_token))
     files: dict[str, dict[str, Any]] = {
         "config.json": configuration,
         "generation_config.json": {"eos_token_id": end, "temperature": 0.0},
@@ -97,20 +97,20 @@ def write_scripted(
 
 
 def _weights(
-    hf_config: dict[str, Any], successor: dict[int, int], first: int
+    hf_config: dict[str, Any], successor: dict[int, int], first_token: int
 ) -> dict[str, torch.Tensor]:
     architecture = Architecture.of(hf_config, [])
     assert architecture is not None
-    drawn = {
+    weights = {
         name: torch.ones(shape) if "norm" in name else torch.zeros(shape)
         for name, shape in architecture.weights().items()
     }
-    embedding = drawn["model.embed_tokens.weight"]
-    head = drawn["lm_head.weight"]
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights["lm_head.weight"]
     embedding[:, 0] = 1
-    head[first, 0] = 9
+    head[first_token, 0] = 9
     for index, (token, following) in enumerate(successor.items(), 1):
         embedding[token] = 0
         embedding[token, index] = 1
         head[following, index] = 9
-    return drawn
+    return weights

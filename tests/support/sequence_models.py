@@ -1,6 +1,6 @@
 """Configurations of models with sequences."""
 
-IDLE = "max_sequence_idle_microseconds: 60000000"
+IDLE_TIME = "max_sequence_idle_microseconds: 60000000"
 
 
 def control(name: str, kind: str, values: str) -> str:
@@ -16,15 +16,15 @@ def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:
     """
     pairs = [pair] * 3 if pair else ["int32", "fp32", "bool"]
     controls = [
-        control(kind, kind, f"{each}_false_true: [ {TRUTH[each]} ]")
-        for kind, each in zip(("START", "END", "READY"), pairs, strict=True)
+        control(kind, kind, f"{values}_false_true: [ {TRUTH[values]} ]")
+        for kind, values in zip(("START", "END", "READY"), pairs, strict=True)
     ]
     controls.append(control("CORRID", "CORRID", f"data_type: {id_type}"))
     return f"control_input [ {', '.join(controls)} ]"
 
 
 TRUTH = {"int32": "0, 1", "fp32": "0, 1", "bool": "false, true"}
-CONTROLS = controls()
+CONTROL_INPUTS = controls()
 
 
 def instances(count: int) -> str:

@@ -30,10 +30,10 @@ from tests.support.wire.raw_http import Http
 ROOT = Path(__file__).resolve().parents[2]
 _STOP_S = 40.0
 _TITLE = "shmserve: "
-_GONE = "(gone)"
+_GONE_TITLE = "(gone)"
 
 # The running servers: the leak guard and the report of a failed test use them.
-RUNNING: list[Server] = []
+RUNNING_SERVERS: list[Server] = []
 
 
 class Server:
@@ -99,7 +99,7 @@ class Server:
                 start_new_session=True,
             )
         watchdog.register(self.pid, str(self.folder))
-        RUNNING.append(self)
+        RUNNING_SERVERS.append(self)
 
     @property
     def pid(self) -> int:
@@ -161,13 +161,13 @@ class Server:
     def wait_listening(self) -> None:
         """Wait until a process accepts connections on gRPC's port."""
 
-        def accepts() -> bool:
+        def accepts_connections() -> bool:
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", self.grpc_port)).close()
                 return True
             return False
 
-        until(f"gRPC listens:\n{self.log()}", accepts)
+        until(f"gRPC listens:\n{self.log()}", accepts_connections)
 
     def wait_named(self) -> None:
         """Wait until each process has its own title, by which the leak guard identifies it.
@@ -175,15 +175,17 @@ class Server:
         A server may be ready before all of its gateways and its zygote have started.
         """
         # A process forked by a zygote has the zygote's title for a moment.
-        own = [
-            each + title for each in ("", "spare ") for title in ("front zygote", "worker zygote")
+        own_titles = [
+            prefix + title
+            for prefix in ("", "spare ")
+            for title in ("front zygote", "worker zygote")
         ]
 
-        def named() -> bool:
+        def have_names() -> bool:
             titles = self.titles()
-            return all(titles[title] == 1 for title in own)
+            return all(titles[title] == 1 for title in own_titles)
 
-        until(f"its processes are named:\n{self.log()}", named)
+        until(f"its processes are named:\n{self.log()}", have_names)
 
     def wait_exit(self, within_s: float) -> int | None:
         """Return the exit status, or None if the server still runs after `within_s`."""
@@ -261,7 +263,7 @@ class Server:
     def assert_exited(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
         """Check that these processes exit, and that the run directory is removed."""
         _, alive = psutil.wait_procs(members, timeout=within_s)
-        alive = list(filter(runs, alive))
+        alive = list(filter(is_running, alive))
         assert not alive, f"left behind: {list(map(title, alive))}\n{self.log()[-6000:]}"
         until("the run directory is gone", lambda: not self.run_dir.exists(), within_s)
         with open("/proc/net/unix") as table:
@@ -287,15 +289,15 @@ class Server:
         watchdog.unregister(self.pid)
         for port_socket in self._held:
             port_socket.close()
-        if self in RUNNING:
-            RUNNING.remove(self)
+        if self in RUNNING_SERVERS:
+            RUNNING_SERVERS.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 http_client_error = http.client.HTTPException
 
 
-def lasting(titles: Counter[str]) -> Counter[str]:
+def without_short_lived(titles: Counter[str]) -> Counter[str]:
     """Return the counts without short-lived processes.
 
     Excluded are zombies, and processes that a zygote has just forked and that have no title yet.
@@ -304,7 +306,7 @@ def lasting(titles: Counter[str]) -> Counter[str]:
         {
             title: 1 if title.endswith("zygote") else count
             for title, count in titles.items()
-            if title != _GONE
+            if title != _GONE_TITLE
         }
     )
 
@@ -312,27 +314,29 @@ def lasting(titles: Counter[str]) -> Counter[str]:
 def tree(pid: int) -> list[psutil.Process]:
     """Return a process and all its descendants, or an empty list if it has exited."""
     members = []
-    for each in (pid, *(entry.pid for entry in descendants(pid, table()))):
+    for member_pid in (pid, *(entry.pid for entry in descendants(pid, table()))):
         with contextlib.suppress(psutil.NoSuchProcess):
-            members.append(psutil.Process(each))
+            members.append(psutil.Process(member_pid))
     return members
 
 
 def title(process: psutil.Process) -> str:
     """Return the title of a process in `ps`, without the common prefix."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return _short(" ".join(process.cmdline()))
-    return _GONE
+        return _short_title(" ".join(process.cmdline()))
+    return _GONE_TITLE
 
 
 def title_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         # The command line of a zombie is empty.
-        return _short(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")) or _GONE
-    return _GONE
+        return (
+            _short_title(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")) or _GONE_TITLE
+        )
+    return _GONE_TITLE
 
 
-def _short(line: str) -> str:
+def _short_title(line: str) -> str:
     return line.removeprefix(_TITLE).strip()
 
 
@@ -343,13 +347,13 @@ def hold_ports(count: int) -> list[socket.socket]:
     explicitly.
     """
     port_sockets = [socket.socket() for _ in range(count)]
-    for each in port_sockets:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        each.bind(("127.0.0.1", 0))
+    for port_socket in port_sockets:
+        port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port_socket.bind(("127.0.0.1", 0))
     return port_sockets
 
 
-def refuses(port: int) -> bool:
+def refuses_connections(port: int) -> bool:
     """Return whether no process listens at a port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -424,7 +428,7 @@ def run_python(
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **fields)
 
 
-def runs(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     """Return whether a process is running and not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
@@ -439,7 +443,7 @@ def kill_together(members: Sequence[psutil.Process]) -> None:
         process.kill()
 
 
-def stopped(process: psutil.Process) -> None:
+def suspend(process: psutil.Process) -> None:
     """Suspend a process with SIGSTOP."""
     os.kill(process.pid, signal.SIGSTOP)
 

@@ -7,9 +7,9 @@ from types import FrameType
 
 from shmserve.ipc.memory import lent
 
-LOST: list[str] = []  # for each lost token, the frames in which it was dropped
+LOST_TOKENS: list[str] = []  # for each lost token, the frames in which it was dropped
 _ROOT = Path(__file__).parents[2]  # the checkout may have any name, and may contain other packages
-OURS = tuple(f"{_ROOT / room}/" for room in ("shmserve", "ipc", "workers"))
+OWN_FOLDERS = tuple(f"{_ROOT / room}/" for room in ("shmserve", "ipc", "workers"))
 _collecting: list[str] = []
 
 
@@ -17,20 +17,20 @@ def _server_frames() -> list[FrameType]:
     frame_types: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)  # the caller of the collector's callback
     while frame is not None:
-        if frame.f_code.co_filename.startswith(OURS):
+        if frame.f_code.co_filename.startswith(OWN_FOLDERS):
             frame_types.append(frame)
         frame = frame.f_back
     return frame_types
 
 
-def _collected(token: lent.Token) -> None:
+def _on_collected(token: lent.Token) -> None:
     if not token.unsettled:
         return
     # The collector also finds objects of earlier tests, so a collected token has no frames.
     frames = [] if _collecting else _server_frames()
     if frames:
-        way = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
-        LOST.append(f"{type(token).__name__} was dropped unsettled in {way}")
+        stack = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
+        LOST_TOKENS.append(f"{type(token).__name__} was dropped unsettled in {stack}")
 
 
 def _on_collection(phase: str, info: dict[str, int]) -> None:
@@ -43,4 +43,4 @@ def _on_collection(phase: str, info: dict[str, int]) -> None:
 def watch() -> None:
     """Record lost tokens from now on."""
     gc.callbacks.append(_on_collection)
-    lent.Token.__del__ = _collected  # type: ignore[attr-defined]
+    lent.Token.__del__ = _on_collected  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _CALLS = {"x86_64": (116, 119, 117), "aarch64": (159, 149, 147)}.get(os.uname().machine)
 
 # Users and a group that need no entry in any database.
-ALICE, BOB, FRIENDS = 54321, 54322, 54399
+ALICE, BOB, FRIENDS_GID = 54321, 54322, 54399
 
 needs_users = pytest.mark.skipif(
     os.geteuid() != 0 or _CALLS is None, reason="only root can be another user"
@@ -30,24 +30,24 @@ needs_users = pytest.mark.skipif(
 def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> T:
     """Call `action` as user `uid` with these groups; return or raise its result."""
     items: list[T] = []
-    failed: list[BaseException] = []
+    errors: list[BaseException] = []
 
-    def be() -> None:
+    def run_as_user() -> None:
         try:
-            _become(uid, groups)
+            _set_user(uid, groups)
             items.append(action())
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=be)
+    thread = threading.Thread(target=run_as_user)
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
     return items[0]
 
 
-def _become(uid: int, groups: tuple[int, ...]) -> None:
+def _set_user(uid: int, groups: tuple[int, ...]) -> None:
     assert _CALLS is not None
     libc = ctypes.CDLL(None, use_errno=True)
     group_ids = (ctypes.c_uint * len(groups))(*groups)
@@ -80,10 +80,10 @@ def tunnel(port: int, uid: int) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 accepted, _ = listener.accept()
                 with accepted:
-                    carrier = threading.Thread(target=pump, args=(target, accepted))
-                    carrier.start()
+                    pump_thread = threading.Thread(target=pump, args=(target, accepted))
+                    pump_thread.start()
                     pump(accepted, target)
-                    carrier.join()
+                    pump_thread.join()
 
         threads.append(threading.Thread(target=accept))
         threads[0].start()

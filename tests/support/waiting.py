@@ -9,7 +9,9 @@ DEADLINE_S = 60.0
 _STEP_S = 0.005
 
 
-def until(condition_text: str, holds: Callable[[], object], within_s: float = DEADLINE_S) -> None:
+def until(
+    condition_text: str, condition: Callable[[], object], within_s: float = DEADLINE_S
+) -> None:
     """Return as soon as a condition holds.
 
     The checks use at most half of a processor, because the awaited process needs the rest.
@@ -22,22 +24,22 @@ def until(condition_text: str, holds: Callable[[], object], within_s: float = DE
     Raises:
         AssertionError: The condition does not hold within `within_s` seconds.
     """
-    looked = time.monotonic()
-    deadline = looked + within_s
-    while not holds():
+    start_s = time.monotonic()
+    deadline = start_s + within_s
+    while not condition():
         now = time.monotonic()
         if now > deadline:
             raise AssertionError(f"not within {within_s} s: {condition_text}")
-        time.sleep(max(_STEP_S, now - looked))
-        looked = time.monotonic()
+        time.sleep(max(_STEP_S, now - start_s))
+        start_s = time.monotonic()
 
 
-async def until_async(holds: Callable[[], object], within_s: float = DEADLINE_S) -> None:
+async def until_async(condition: Callable[[], object], within_s: float = DEADLINE_S) -> None:
     """Return once a condition holds; the tasks of this event loop run meanwhile.
 
     Raises:
         TimeoutError: The condition does not hold within `within_s` seconds.
     """
     async with asyncio.timeout(within_s):
-        while not holds():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)

@@ -20,7 +20,7 @@ from typing import ClassVar, TypeVar
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response, Unpacker

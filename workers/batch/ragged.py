@@ -178,7 +178,7 @@ class Padder:
             inputs = [request.inputs[name] for request in requests]
             shapes = [item.shape[1:] for item in inputs]
             largest = tuple(map(max, zip(*shapes, strict=True)))
-            target = pad.padded(largest) or largest
+            target = pad.padded_shape(largest) or largest
             padded.true_shapes[name], padded.padded_shapes[name] = shapes, target
             self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
             _replace_inputs(

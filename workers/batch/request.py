@@ -9,7 +9,7 @@ Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.descriptors import unpack_range
 from shmserve.ipc.tensors.inference import TensorSchema, has_overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 Array = np.ndarray[Any, Any]
 
@@ -164,6 +164,16 @@ class Output(NamedTuple):
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
         """Return an output with one dimension; the values are Python's (BYTES: bytes or str)."""
         return cls(name, datatype, np.array(list(values), STORAGE_DTYPES[datatype]))
+
+    @classmethod
+    def select(
+        cls, values: Mapping[str, tuple[str, Iterable[Any]]], requested: Collection[str]
+    ) -> list[Output]:
+        """Return the requested outputs of a response, given the datatype and values of each name.
+
+        Values of other outputs are not iterated over, so generators compute what is requested.
+        """
+        return [cls.of_values(name, *values[name]) for name in values if name in requested]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -343,15 +353,17 @@ class Unpacker:
             Unavailable: The memory of a tensor no longer exists.
         """
         entries, schema = self._properties_by_schema.entries, work.schema
-        found = entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
+        properties = (
+            entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
+        )
         data = work.data
-        if len(data) != found.schema.data_count:
+        if len(data) != properties.schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0
         shared: list[Range] = []
-        for (name, datatype, shape, expected), raw in zip(found.inputs, data, strict=False):
+        for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
                 copy = memoryview(bytearray(raw))
@@ -368,25 +380,25 @@ class Unpacker:
                 inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
                 shared += [memory_range]
             byte_size += size
-        if found.string_inputs:
-            names = found.string_inputs
+        if properties.string_inputs:
+            names = properties.string_inputs
             if not copies_text:
                 names = [name for name in names if not inputs[name].is_text()]
             _check_elements(inputs, names, work.request_id)
         memory_ranges, aliased = _NO_RANGES, False
-        if found.placed_outputs:
-            outputs = map(unpack_range, data[found.input_count :])
-            memory_ranges = dict(zip(found.placed_outputs, outputs, strict=True))
+        if properties.placed_outputs:
+            outputs = map(unpack_range, data[properties.input_count :])
+            memory_ranges = dict(zip(properties.placed_outputs, outputs, strict=True))
             aliased = has_overlap(shared, memory_ranges.values())
         return Request(
             work,
-            found.schema,
-            found.batch_size,
+            properties.schema,
+            properties.batch_size,
             inputs,
-            found.requested,
+            properties.requested,
             memory_ranges,
             is_cancelled,
-            found.response_kinds,
+            properties.response_kinds,
             aliased,
             byte_size,
             bool(shared),

@@ -355,7 +355,7 @@ class OutputStream:
             memory.mark_sent()
         if response is not None:
             self._sent = True
-            self._open.window.sent(byte_size_of(packed[1]))
+            self._open.window.record_sent(byte_size_of(packed[1]))
         if final:
             self._end()
 

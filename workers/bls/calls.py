@@ -137,7 +137,7 @@ class StreamBlsCall(BlsCall):
         except IndexError:
             return None
         outputs = outcome.outputs if isinstance(outcome, CallResponse) else ()
-        credit = self.window.read(sum(len(output.raw) for output in outputs))
+        credit = self.window.record_read(sum(len(output.raw) for output in outputs))
         if credit and not self.received_all:
             self.router.credit(self, credit)
         return outcome
@@ -145,7 +145,7 @@ class StreamBlsCall(BlsCall):
     def cancel(self) -> None:
         """Send the model a cancellation. Responses that arrive before it ends can be taken."""
         if not self.received_all and not self.abandoned:
-            self.router.cancel(self, listening=True)
+            self.router.cancel(self, keeps_reading=True)
 
     def abandon(self) -> None:
         """Cancel the call and ignore further responses.

@@ -55,7 +55,7 @@ from shmserve.ipc.tensors.inference import ResponseSchema, unpack_ranges
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import LinkTable
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.bls.request import (
     CallRequest,
     Outcome,
@@ -431,7 +431,7 @@ class CallRouter:
             priority=request.priority,
             timeout_us=request.timeout_us,
             limit_us=request.limit_us,
-            limit="the call's parameter 'deadline_us'",
+            limit_origin="the call's parameter 'deadline_us'",
             ends_ns=request.deadline_ns,
             flags=request.flags,
             correlation_id=request.correlation_id,
@@ -453,7 +453,7 @@ class CallRouter:
             self.schedulers.credit(call, responses)
         self._flush()
 
-    def cancel(self, call: BlsCall, listening: bool = False) -> None:
+    def cancel(self, call: BlsCall, keeps_reading: bool = False) -> None:
         """Cancel a call, later if another thread holds the lock.
 
         May be called at any time and in any thread, because an object may be garbage-collected
@@ -461,9 +461,9 @@ class CallRouter:
 
         Args:
             call: The call.
-            listening: Whether responses that the model sends before it ends are still read.
+            keeps_reading: Whether responses that the model sends before it ends are still read.
         """
-        self._cancellations.append((call, listening))
+        self._cancellations.append((call, keeps_reading))
         if self._lock.acquire(blocking=False):
             self._lock.release()
             self._flush()

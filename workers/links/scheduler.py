@@ -128,12 +128,12 @@ class WorkerRequest:
         """
         self._window = SendWindow(writes_client_memory)
 
-    def cancel(self, listening: bool = False) -> None:
+    def cancel(self, keeps_reading: bool = False) -> None:
         """Cancel the request and call `on_cancel`, once.
 
-        With `listening`, the client still reads the remaining responses.
+        With `keeps_reading`, the client still reads the remaining responses.
         """
-        if not listening:
+        if not keeps_reading:
             self.reader_gone = True
         if not self.cancelled:
             self.cancelled = True
@@ -274,16 +274,16 @@ class InstanceLink:
         match message:
             case _ if type(message) in self.loop_messages:
                 self.commands.append(self.open_requests(message))
-            case CancelExecution(key=key, listening=listening):
+            case CancelExecution(key=key, keeps_reading=keeps_reading):
                 request = self._open_requests.get(key)
                 if request is not None:
-                    request.cancel(listening)
+                    request.cancel(keeps_reading)
                     self._wake(request)
                     self._control.cancelled()
             case CreditExecution(key=key, responses=responses):
                 request = self._open_requests.get(key)
                 if request is not None:
-                    request.window.read(responses)
+                    request.window.record_credit(responses)
                     if request.on_credit is not None:
                         request.on_credit()
                     self._wake(request)

@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 from shmserve.config import command_line
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, convert_os_errors
 
 SERVICES = ("shmserve.service", "shmserve@.service")
 DEVICES = ("cpu", "nvidia")
@@ -265,7 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
             if file.text is not None:
                 print(f"## {file.path}: {file.purpose}\n{file.text}")
         return 0
-    with refused(f"systemd {arguments.verb}: cannot change the files"):
+    with convert_os_errors(f"systemd {arguments.verb}: cannot change the files"):
         return _Change(host, root, arguments).run(arguments.verb)
 
 

@@ -316,7 +316,9 @@ def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorTemp
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):
-        raise InvalidArgument(f"'{name}': shape {shape} has a dimension that is not an integer")
+        raise InvalidArgument(
+            f"'{name}': shape {shape} has a dimension that is not an integer >= 0"
+        )
     size = element_count(dims) * item_size
     if size > MAX_INT64:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")

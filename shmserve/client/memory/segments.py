@@ -88,7 +88,7 @@ class Segment(RegisteredMemory):
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """Return the tensor at `offset`."""
-        return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
+        return View.from_memory(self.bytes, offset, shape, dtype_of(datatype), lease)
 
     def close(self) -> None:
         """Unmap the memory once its last array is gone. This method is idempotent."""

@@ -58,7 +58,7 @@ class View(np.ndarray[Any, Any]):
     _lease: MemoryLease | None
 
     @classmethod
-    def over(
+    def from_memory(
         cls,
         memory: memoryview,
         offset: int,

@@ -44,7 +44,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, phase_durations, unpack_spans
 from shmserve.ipc.transport.dealer import Dealer, LinkTable
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use `stream`"
 LATE = "no response arrived within the timeout"
@@ -59,14 +59,22 @@ class ClientRequest(InflightRequest):
     Attributes:
         abandoned: Whether the caller has stopped waiting for the request.
         channel: The channel that submitted the request.
-        end: Releases the memory of the request.
         is_retry: Whether the request has been resubmitted because its response was lost.
         on_done: Called with the request when `outcome` is set.
         outcome: The result or the error; None until the request has completed.
         packed: The packed request.
+        release_memory: The callback that releases the memory of the request.
     """
 
-    __slots__ = ("abandoned", "channel", "end", "is_retry", "on_done", "outcome", "packed")
+    __slots__ = (
+        "abandoned",
+        "channel",
+        "is_retry",
+        "on_done",
+        "outcome",
+        "packed",
+        "release_memory",
+    )
 
     def __init__(
         self,
@@ -78,7 +86,7 @@ class ClientRequest(InflightRequest):
         self.responses = 0
         self.channel = channel
         self.packed = packed
-        self.end = packed.end
+        self.release_memory = packed.release_memory
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
         self.abandoned = False
@@ -141,14 +149,14 @@ class ClientRequest(InflightRequest):
     def _finish(self, message: Finished) -> None:
         channel = self.channel
         # `read` releases the memory, or keeps it for the arrays that refer to it.
-        end, self.end = self.end, noop
+        release_memory, self.release_memory = self.release_memory, noop
         outcome: Result | ShmserveError
         try:
             outcome = read(self, message)
             if message.spans and self.is_explained:
                 self.explain(outcome, message.spans)
         except ShmserveError as error:
-            self.end = end
+            self.release_memory = release_memory
             submit = self.submit
             final = self.is_retry or self.abandoned or runs_once(submit.schema, submit.data)
             if isinstance(error, Unavailable) and not final:
@@ -157,7 +165,7 @@ class ClientRequest(InflightRequest):
                 return
             outcome = error
         except MalformedMessage:
-            self.end = end
+            self.release_memory = release_memory
             outcome = Internal("the response cannot be read")
         self.complete(outcome)
 
@@ -195,8 +203,8 @@ class ClientRequest(InflightRequest):
         self.complete(Disconnected(NO_SCHEDULER))
 
     def free(self) -> None:
-        end, self.end = self.end, noop
-        end()
+        release_memory, self.release_memory = self.release_memory, noop
+        release_memory()
 
     def ready(self) -> bool:
         """Return whether a waiting thread can proceed."""
@@ -235,7 +243,7 @@ class RequestChannel:
         identity = f"{server.identity}.{server.next_link_name()}"
         self._links = LinkTable(identity, watch, unwatch)
         self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
-            self._links, self._find, server.lost
+            self._links, self._find, server.successors
         )
         self._numbers = itertools.count(1)
         self._losses = 0
@@ -275,14 +283,14 @@ class RequestChannel:
         server, packed = self.server, pending.packed
         is_other_server = packed.model.source is not server.models
         if self._closed or not server.alive or is_other_server:
-            packed.end()
+            packed.release_memory()
             raise Disconnected(
                 "this client is closed" if self._closed and not is_other_server else CLOSED_EARLY
             )
         options = packed.options
         size = len(packed.schema) + inline_size_of(packed.data) + len(options.request_id)
         if size > MAX_REQUEST_BYTES:
-            packed.end()
+            packed.release_memory()
             raise InvalidArgument(
                 f"the request has {size} bytes besides its tensors, the maximum is "
                 f"{MAX_REQUEST_BYTES}"
@@ -331,7 +339,7 @@ class RequestChannel:
 
     # --- receiving
 
-    def take(self, readable: Collection[int]) -> None:
+    def process_events(self, readable: Collection[int]) -> None:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
             self._reset_waker()  # reset before `_check_server`, so that a later `wake` is not lost
@@ -362,8 +370,9 @@ class RequestChannel:
             self._fail_all()
             return
         self._losses = server.losses
-        for endpoint in [link.endpoint for link in self._links if link.endpoint in server.lost]:
-            self.schedulers.handle_loss(endpoint)
+        endpoints = [link.endpoint for link in self._links]
+        for lost_endpoint in [name for name in endpoints if name in server.successors]:
+            self.schedulers.handle_loss(lost_endpoint)
 
     def _replace_link(self, link: Dealer) -> None:
         """Replace a link that the scheduler has disconnected.

@@ -166,7 +166,7 @@ _NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder for tensors in device memory
 
 
 class PackedRequest(NamedTuple):
-    """A request that is ready to be sent; `end` frees its memory after the response."""
+    """A request that is ready to be sent; `release_memory` frees its memory after the response."""
 
     model: ClientModel
     schema: bytes
@@ -175,7 +175,7 @@ class PackedRequest(NamedTuple):
     template: ClientTemplate | None = None
     slot: Buffer | None = None
     as_torch: bool = False
-    end: Callable[[], None] = noop
+    release_memory: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
     holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
 
@@ -400,18 +400,18 @@ class _UntemplatedRequest:
                 data = segment.memory_range(offset, array.nbytes)
                 offset += aligned(array.nbytes)
             refs.append(template.ref(data))
-        end = noop if block is None else block.recycle
+        release_memory = noop if block is None else block.recycle
         try:
             signature.check(self._options.request_id, refs, requested)
         except InvalidArgument:
-            end()
+            release_memory()
             raise
         return PackedRequest(
             self._model,
             *pack(refs, requested, self._options.parameters),
             self._options,
             as_torch=self._as_torch,
-            end=end,
+            release_memory=release_memory,
             segments=tuple(self._segments),
             holders=tuple(self._holders),
         )

@@ -18,7 +18,7 @@ from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
 from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, unpack_ranges
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 
 class Result(Mapping[str, Any]):
@@ -115,9 +115,9 @@ def read(reader: Reader, message: Finished) -> Result:
     if len(result) < len(packed.model.signature.outputs) and not packed.model.may_omit_outputs:
         _check_complete(packed, result)
     if lease is None or not in_shared_memory:
-        packed.end()
+        packed.release_memory()
     else:
-        lease.on_end = packed.end  # the lease ends with the last array
+        lease.on_end = packed.release_memory  # the lease ends with the last array
     return result
 
 

@@ -21,7 +21,7 @@ from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Una
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded, Response
 from shmserve.ipc.tensors.inference import RequestSchema, byte_size_of
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 
 class ClientStream(ClientRequest):
@@ -91,7 +91,7 @@ class ClientStream(ClientRequest):
         """
         if self._read_size < 0:
             return 0
-        credit = self._window.read(self._read_size)
+        credit = self._window.record_read(self._read_size)
         self._read_size = -1
         return 0 if self.finished else credit
 
@@ -288,7 +288,7 @@ class ThreadChannel(Waiter):
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
                 if timeout_s <= 0:
                     raise TimedOut(LATE)
-            channel.take([fd for fd, _ in self._poll.poll(timeout_s)])
+            channel.process_events([fd for fd, _ in self._poll.poll(timeout_s)])
             if self._to_cancel:
                 self._cancel_queued()
 
@@ -389,7 +389,7 @@ def _submit(
     future: Future[Result],
 ) -> None:
     if future.cancelled():
-        packed.end()
+        packed.release_memory()
         return
     try:
         pending = channel.submit(packed, partial(_set_outcome, future))

@@ -35,7 +35,15 @@ from shmserve.gateway.http.json.fingerprint import (
     store_template,
 )
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
-from shmserve.gateway.http.json.parser import LARGE, JsonFault, Numbers, loads, loads_large
+from shmserve.gateway.http.json.parser import (
+    LARGE,
+    MAX_OBJECTS,
+    JsonFault,
+    Numbers,
+    has_many_objects,
+    loads,
+    loads_large,
+)
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
@@ -102,7 +110,7 @@ async def read_json(
         request: The request.
         required: Whether an empty body is an error; otherwise it is parsed as {}.
         parse: The parser.
-        parse_large: The parser of large bodies, if another one.
+        parse_large: The parser of bodies that are large or have many objects, if another one.
 
     Raises:
         JsonFault: The body is not JSON.
@@ -114,7 +122,11 @@ async def read_json(
             pieces, size = await body.inflate_pieces()
         else:
             pieces, size = await body.read_pieces(limit, JSON_TOO_LARGE)
-        if parse_large is not None and size > LARGE:
+        if (
+            parse_large is not None
+            and size > MAX_OBJECTS
+            and (size > LARGE or has_many_objects(b"".join(pieces)))
+        ):
             return await parse_large(pieces)
         raw = b"".join(pieces)
     finally:

@@ -140,7 +140,7 @@ class Http2Connection(FrameReader[HeadT]):
         if stream is None or stream.ended:
             self._check_closed(stream_id, stream)
             stream = None
-            self._control.spend()
+            self._control.take_token()
         else:
             stream.receive_window -= size
             if stream.receive_window < 0:
@@ -154,7 +154,7 @@ class Http2Connection(FrameReader[HeadT]):
         self.arriving_stream = stream
         if not self.arriving_bytes:
             if not self._frame_ends_stream:
-                self._control.spend()
+                self._control.take_token()
             if stream is not None:
                 self._pass_data(stream, _EMPTY_VIEW, events)
 
@@ -201,13 +201,13 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == RST_STREAM:
             self._handle_reset(stream_id, payload, events)
         elif frame_type == SETTINGS:
-            self._control.spend()
+            self._control.take_token()
             self._handle_settings(flags, stream_id, payload)
         elif frame_type == PING:
-            self._control.spend()
+            self._control.take_token()
             self._handle_ping(flags, stream_id, payload, events)
         elif frame_type == GOAWAY:
-            self._control.spend()
+            self._control.take_token()
             if stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
             if len(payload) < 8:
@@ -215,7 +215,7 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == PUSH_PROMISE:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
-            self._control.spend()
+            self._control.take_token()
             if frame_type == PRIORITY:
                 _check_priority(stream_id, payload)
 
@@ -235,7 +235,7 @@ class Http2Connection(FrameReader[HeadT]):
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
         if self._control.tokens < self._limits.control:
-            self._control.earn(_EARNED_PER_FRAME)
+            self._control.add_tokens(_EARNED_PER_FRAME)
         events.append(StreamOpened(stream, head))
         if ended:
             if stream.expected_bytes > 0:
@@ -250,7 +250,7 @@ class Http2Connection(FrameReader[HeadT]):
         if stream is None or stream.ended:
             self._headers.skip_block(block)
             self._check_closed(stream_id, stream)
-            self._control.spend()
+            self._control.take_token()
             return
         self._headers.decode_trailers(block)
         if not flags & END_STREAM or stream.expected_bytes > 0:
@@ -273,21 +273,21 @@ class Http2Connection(FrameReader[HeadT]):
         stream = self.streams.get(stream_id)
         if stream_id and stream is None:
             self._check_not_idle(stream_id, "WINDOW_UPDATE")
-            self._control.spend()
+            self._control.take_token()
             return
         if not increment:
             if not stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_for_data()
-        self._control.spend()
+        self._control.take_token()
         self.sending.receive_window_update(stream, increment)
 
     def _earn_for_data(self) -> None:
         sending, (frames_before, bytes_before) = self.sending, self._credited_output
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
-        self._resets.earn(sent_frames)
+        self._resets.add_tokens(sent_frames)
         earned = (
             _EARNED_PER_FRAME * sent_frames
             + (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
@@ -295,17 +295,17 @@ class Http2Connection(FrameReader[HeadT]):
         saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
         needed = min(saved, self._control.debt)
         self._saved_control_frames = saved - needed
-        self._control.earn(needed)
+        self._control.add_tokens(needed)
 
     def _handle_reset(self, stream_id: int, payload: bytes, events: list[Event[HeadT]]) -> None:
         frames.parse_uint32(payload, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:  # the server ended the stream while the frame was in flight
             self._check_not_idle(stream_id, "RST_STREAM")
-            self._control.spend()
+            self._control.take_token()
             return
         self._earn_for_data()
-        self._resets.spend()
+        self._resets.take_token()
         self._remove(stream)
         events.append(StreamReset(stream))
 
@@ -348,7 +348,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     def _fail_stream(self, stream_id: int, code: FaultCode, events: list[Event[HeadT]]) -> None:
         """Reset a stream on which the client has violated the protocol."""
-        self._resets.spend()
+        self._resets.take_token()
         stream = self.streams.get(stream_id)
         if stream_id > self.last_stream_id:
             raise ConnectionFault(code, "a malformed frame on an idle stream")

@@ -105,7 +105,7 @@ class Budget:
         """Return the number of tokens spent and not earned back."""
         return self._capacity - self.tokens
 
-    def spend(self) -> None:
+    def take_token(self) -> None:
         """Spend a token; raise ConnectionFault if none is left."""
         self.tokens -= 1
         if self.tokens < 0:
@@ -117,7 +117,7 @@ class Budget:
             if self.tokens < 0:
                 raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._event_name}")
 
-    def earn(self, count: int) -> None:
+    def add_tokens(self, count: int) -> None:
         """Add tokens for useful work of the client, up to the capacity."""
         if self.tokens < self._capacity:
             self.tokens = min(self.tokens + count, self._capacity)

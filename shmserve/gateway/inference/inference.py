@@ -52,7 +52,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import stopping_text
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def submit(
         priority=request.priority,
         timeout_us=request.timeout_us,
         limit_us=limit_us,
-        limit=limit_origin,
+        limit_origin=limit_origin,
         flags=request.flags,
         correlation_id=request.correlation_id,
         source=client.connection_id if request.correlation_id else 0,
@@ -338,7 +338,7 @@ class StreamingInference(GatewayRequest):
                 self.built_request.trace.finish()
             return
         sizes = () if inferred is None else (_byte_size(tensor.data) for tensor in inferred.outputs)
-        credit = self._window.read(sum(sizes))
+        credit = self._window.record_read(sum(sizes))
         if credit:
             self.schedulers.credit(self, credit)
 

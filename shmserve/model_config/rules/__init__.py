@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path, PurePath
 from typing import Any
 
-from shmserve.errors import InvalidArgument, clip, nearest, refused
+from shmserve.errors import InvalidArgument, clip, convert_os_errors, nearest
 from shmserve.ipc.model_spec import (
     FIRST_RESPONSE_FAMILY,
     KNOWN_PARAMETERS,
@@ -282,7 +282,7 @@ def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
 
 def _read_lines(path: Path, output: str) -> list[str]:
     description = f"label file '{path.name}' of output '{output}'"
-    with refused(f"{description} cannot be read"), path.open("rb") as file:
+    with convert_os_errors(f"{description} cannot be read"), path.open("rb") as file:
         raw = file.read(_LARGEST_LABEL_FILE + 1)
     if len(raw) > _LARGEST_LABEL_FILE:
         raise InvalidArgument(f"{description} has more than {_LARGEST_LABEL_FILE} bytes")

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,
@@ -81,7 +81,7 @@ class Account:
         self.credit = _INITIAL_CREDIT
         self._trial_misses = 0.0
 
-    def earn(self, on_time: int) -> None:
+    def add_credit(self, on_time: int) -> None:
         """Credit the misses that these requests in time have earned.
 
         Args:
@@ -94,7 +94,7 @@ class Account:
         """End the learning period."""
         self.credit = min(self.credit, _MAX_CREDIT)
 
-    def spend(self, misses: float) -> None:
+    def subtract_misses(self, misses: float) -> None:
         """Subtract the misses that a trial has caused."""
         self.credit -= misses
         self._trial_misses += misses
@@ -137,7 +137,7 @@ class WaitingChoice:
         self._batches += 1
         self._misses += misses
         if misses and self.waits is not self._waiting_is_better:
-            self._account.spend(misses)
+            self._account.subtract_misses(misses)
         if self._batches > _SETTLING_BATCHES:
             self._request_count += len(latencies_ns)
             self._sum_ns += sum(latencies_ns)
@@ -255,7 +255,7 @@ class Sizes:
             self._delayed_requests -= count
             charged = min(misses, self._price)
             self._price -= charged
-            self._account.spend(charged)
+            self._account.subtract_misses(charged)
 
 
 class AdaptiveBatcher(Batcher):
@@ -305,7 +305,7 @@ class AdaptiveBatcher(Batcher):
 
     def _adjust_aim(self, on_time: int, misses: int) -> None:
         """Adjust the aimed latency to requests in time and to misses that no trial has caused."""
-        self._account.earn(on_time)
+        self._account.add_credit(on_time)
         self._excess_misses = min(
             max(self._excess_misses - _TOLERATED_MISSES * on_time, 0) + misses, _MAX_MISSES
         )

@@ -85,10 +85,10 @@ class Dispatcher(ABC):
         """
         return None
 
-    def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:  # noqa: B027
+    def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:  # noqa: B027
         """Record that a request was enqueued."""
 
-    def removed(  # noqa: B027
+    def on_removed(  # noqa: B027
         self,
         request: ScheduledRequest,
         now_ns: int,
@@ -166,7 +166,7 @@ class Dispatch(Dispatcher):
         self._holds_batches = False
         self._batcher.flush()
 
-    def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
+    def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         self._batcher.record_arrival(request.enqueued_ns, self._responses.live_requests)
 
     def run(self, now_ns: int) -> int:

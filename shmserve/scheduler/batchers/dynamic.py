@@ -24,7 +24,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol, final
 
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 

@@ -85,7 +85,7 @@ class SequenceDispatch(Dispatcher):
         is_open = self._sequences.is_open(message.correlation_text or message.correlation_id)
         return is_open and not message.flags & SEQUENCE_START
 
-    def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
+    def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         assert sequence_key is not None
         request.flags = sequence_key.flags
         if self._sequences.enqueue(request, sequence_key.correlation_id):
@@ -104,7 +104,7 @@ class SequenceDispatch(Dispatcher):
             text if request.sequence.instance_slots is not None else f"{_BACKLOG_EXPIRED}: {text}"
         )
 
-    def removed(
+    def on_removed(
         self,
         request: ScheduledRequest,
         now_ns: int,
@@ -205,7 +205,7 @@ class SequenceDispatch(Dispatcher):
             requests = self._sequences.start_rows(slots, decision.rows)
             for request in requests:
                 self._queue.remove(request)
-                request.meet(Event.DISPATCH)
+                request.transition(Event.DISPATCH)
             self._executions.start(requests, decision.reason, now_ns, instance, rows)
         elif isinstance(decision, WaitUntil):
             return decision.ns

@@ -39,7 +39,7 @@ from operator import attrgetter
 
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.transport.records import record
+from shmserve.ipc.transport.frames import record
 from shmserve.scheduler.batchers import dynamic
 from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest

@@ -27,7 +27,7 @@ from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping_text
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import (
@@ -40,7 +40,7 @@ from shmserve.scheduler.ensemble.request import (
 from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.requests.queue import believable, earlier_deadline, expired_text
+from shmserve.scheduler.requests.queue import earlier_deadline, expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -94,7 +94,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     # --- clients ----------------------------------------------------------------------------------
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        arrived_ns = believable(submit.arrived_ns, now_ns)
+        arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
         deadline_ns = self._deadline_ns(submit, arrived_ns)
         if 0 < deadline_ns < now_ns:
             raise Unavailable(expired_text(submit, arrived_ns, deadline_ns))
@@ -152,7 +152,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             if schema_properties.absent_inputs
             else inputs
         )
-        arrived_ns = believable(submit.arrived_ns, now_ns)
+        arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
         times = (arrived_ns, now_ns, self._deadline_ns(submit, arrived_ns), now_ns)
         return EnsembleRequest(
             client,
@@ -207,7 +207,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def format_error(self, text: str) -> str:
         return self._requests.error_text(text)
 
-    def cancel(self, request: EnsembleRequest, now_ns: int, listening: bool = False) -> None:
+    def cancel(self, request: EnsembleRequest, now_ns: int, keeps_reading: bool = False) -> None:
         self._requests.fail(request, "CANCELLED", "request cancelled", now_ns)
         self._steps.cancel(request)
 

@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
-from shmserve.scheduler.requests.queue import Timers, believable, expired_text
+from shmserve.scheduler.requests.queue import Timers, expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import (
     CACHED,
     NOTHING,
@@ -159,7 +159,7 @@ class EnsembleRequest:
     responses: int = 0
     untimed: bool = False
 
-    def meet(self, event: EnsembleEvent) -> EnsembleState:
+    def transition(self, event: EnsembleEvent) -> EnsembleState:
         """Apply an event: move to the next state and return the previous one.
 
         Raises:
@@ -189,12 +189,12 @@ class UnreadResponses:
 
     def add(self, values: Iterable[Value], byte_size: int) -> None:
         """Record a response that is sent; its values are released once it is read."""
-        self._window.sent(byte_size)
+        self._window.record_sent(byte_size)
         self._values.append(list(values))
 
     def read(self, responses: int) -> None:
         """Release the oldest `responses` responses, which the client has read."""
-        for _ in range(self._window.read(responses)):
+        for _ in range(self._window.record_credit(responses)):
             _release(self._values.popleft())
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class EnsembleRequests:
         self.changed[request] = None
         if request.state is not RUNNING:
             return
-        request.meet(EnsembleEvent.FAIL)
+        request.transition(EnsembleEvent.FAIL)
         text = self.error_text(text)
         request.failure = Failed(request.submit.id, code, text, retry_after_s, False)
         reason = Reason.CANCELED if code == "CANCELLED" else Reason.OTHER
@@ -266,7 +266,7 @@ class EnsembleRequests:
         """Fail a request whose client has exited."""
         if request.failure is None:
             self._statistics.count_failure(request.arrived_ns, Reason.CANCELED, now_ns)
-        request.meet(EnsembleEvent.ABANDON)
+        request.transition(EnsembleEvent.ABANDON)
         self.changed[request] = None
 
     def stop(self, request: EnsembleRequest, text: str, now_ns: int) -> None:
@@ -277,7 +277,7 @@ class EnsembleRequests:
 
     def expire(self, now_ns: int) -> list[EnsembleRequest]:
         """Fail the requests whose deadlines have expired, and return them."""
-        expired = self.timers.expired(now_ns)
+        expired = self.timers.take_expired(now_ns)
         for request in expired:
             text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
             self.fail(request, Unavailable.code, text, now_ns)
@@ -285,7 +285,7 @@ class EnsembleRequests:
         return expired
 
     def _report(self, request: EnsembleRequest, is_early: bool) -> None:
-        request.meet(EnsembleEvent.REPORT)
+        request.transition(EnsembleEvent.REPORT)
         assert request.failure is not None
         request.client.post(replace(request.failure, early=is_early))
 
@@ -315,7 +315,7 @@ class EnsembleRequests:
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
         """End a request that has no steps in flight, and send its client the end."""
-        match request.meet(EnsembleEvent.END):
+        match request.transition(EnsembleEvent.END):
             case EnsembleState.RUNNING:
                 self._succeed(request, now_ns)
             case EnsembleState.FAILED:
@@ -369,7 +369,7 @@ class EnsembleRequests:
         """Send the cached response to a request, which runs no step."""
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
-        arrived_ns = believable(message.arrived_ns, now_ns)
+        arrived_ns = plausible_arrival_ns(message.arrived_ns, now_ns)
         self._statistics.count_hit(arrived_ns, 0, lookup.ns, now_ns)
         times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
         spans = spans_of(self._statistics, message, *times)

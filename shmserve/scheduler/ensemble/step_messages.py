@@ -36,7 +36,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.trace import TraceContext
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, StepNode, Target, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of

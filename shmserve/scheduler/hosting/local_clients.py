@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_trace
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
 from shmserve.scheduler.requests.request import ControlLink
 
@@ -146,12 +146,12 @@ class LocalClientRules:
         is_server_limit = (
             self._limit_us and deadline_ns == min(arrived_ns, now_ns) + self._limit_us * 1000
         )
-        limit = "--request-timeout-us" if is_server_limit else ""
-        sent_fields = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.limit)
-        if sent_fields == (arrived_ns, deadline_ns, 0, limit) and not submit.callers:
+        deadline_origin = "--request-timeout-us" if is_server_limit else ""
+        sent_fields = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.deadline_origin)
+        if sent_fields == (arrived_ns, deadline_ns, 0, deadline_origin) and not submit.callers:
             return submit
         checked_submit = replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
-        return replace(checked_submit, source=0, limit=limit, callers="")
+        return replace(checked_submit, source=0, deadline_origin=deadline_origin, callers="")
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """Return the deadline of a request, or 0.

@@ -170,13 +170,13 @@ class Executions:
         slot.has_served = True
         self._control.post(InstanceServed(slot.pid))
 
-    def cancel(self, request: ScheduledRequest, listening: bool = False) -> None:
+    def cancel(self, request: ScheduledRequest, keeps_reading: bool = False) -> None:
         """Cancel a request at its worker.
 
-        `listening`: the client still receives what the model sends until it ends the request.
+        `keeps_reading`: the client still receives what the model sends until it ends the request.
         """
         if request.worker is not None:
-            self._workers.post(request.worker.peer, CancelExecution(request.key, listening))
+            self._workers.post(request.worker.peer, CancelExecution(request.key, keeps_reading))
 
     def credit(self, request: ScheduledRequest, responses: int) -> None:
         """Send a request's worker credit for the responses that the client has read.
@@ -195,7 +195,7 @@ class Executions:
             release = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, release)
         # A predecessor scheduler's worker, which has not connected yet.
-        elif message.pid in self._pool.awaited():
+        elif message.pid in self._pool.awaited_pids():
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
         else:  # the process may be announced later: clients may learn of a successor first
@@ -210,7 +210,7 @@ class Executions:
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
         # These workers of a predecessor may not have been notified.
-        for awaited_pid in self._pool.awaited():
+        for awaited_pid in self._pool.awaited_pids():
             self._early_releases.setdefault(awaited_pid, []).append(ReaderExited(pid))
 
     # --- instances that become ready --------------------------------------------------------------

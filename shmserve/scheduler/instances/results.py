@@ -105,13 +105,15 @@ class Results:
     ) -> None:
         requests = execution.requests
         self._pool.finish(slot, now_ns)
-        timing = Timing.clamped(
+        timing = Timing.from_worker(
             message, execution.sent_ns, now_ns, execution.rows, execution.reason or ""
         )
         if message.executed:
             self._observe(execution, timing, now_ns)
-        if message.copied_in or message.copied_out:
-            self._statistics.executions.count_copied(message.copied_in, message.copied_out)
+        if message.copied_input_bytes or message.copied_output_bytes:
+            self._statistics.executions.count_copied(
+                message.copied_input_bytes, message.copied_output_bytes
+            )
         if self._settings.decoupled:
             self._handle_returned(slot, execution, message.replies, timing, now_ns)
             return
@@ -173,12 +175,12 @@ class Results:
                 self.unexpected += 1
             elif reply.code == RESCHEDULED and self._reschedule(open_request):
                 del slot.requests[reply.key]
-                self._pool.ended(slot)
+                self._pool.update_free(slot)
             else:
                 self._end_request(slot, open_request, reply, now_ns)
         for request in execution.requests:
             if request.state is State.EXECUTING:
-                request.meet(Event.RESPOND)
+                request.transition(Event.RESPOND)
         if slot.execution is not None:  # the next execution waited for the returned one
             for request in slot.execution.requests:
                 request.responded_ns = now_ns
@@ -192,8 +194,8 @@ class Results:
         if slot is None or request is None or not self._settings.decoupled:
             self.unexpected += 1
             return
-        if message.copied_out:
-            self._statistics.executions.count_copied(0, message.copied_out)
+        if message.copied_output_bytes:
+            self._statistics.executions.count_copied(0, message.copied_output_bytes)
         if message.final:
             self._end_request(slot, request, message, now_ns)
         elif request.state in AT_WORK:
@@ -210,7 +212,7 @@ class Results:
         now_ns: int,
     ) -> None:
         del slot.requests[request.key]
-        self._pool.ended(slot)
+        self._pool.update_free(slot)
         if not slot.has_served:
             self._executions.report_served(slot)
         if request.state in AT_WORK:
@@ -277,7 +279,7 @@ class Results:
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
 
-    def overrun(self, slot: Slot, now_ns: int) -> None:
+    def kill_overrun(self, slot: Slot, now_ns: int) -> None:
         """Kill a worker whose batch exceeded the limit, and fail a request that was alone in it.
 
         The requests of a larger batch wait for the exit of the worker, which still uses their
@@ -288,20 +290,20 @@ class Results:
         limit_s = self._settings.execution_limit_ns / 1e9
         limit = f"exceeded the limit of {limit_s:g} seconds"
         requests = slot.execution.requests
-        self._doom(slot, f"an execution of {len(requests)} requests {limit}")
+        self._kill_instance(slot, f"an execution of {len(requests)} requests {limit}")
         if len(requests) == 1 and requests[0].state in AT_WORK:
             self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
 
     def _kill_untrusted(self, slot: Slot, now_ns: int) -> None:
         """Kill a worker that returned a batch that it was not given: its state is unknown."""
         if slot.state is SlotState.BUSY:
-            self._doom(slot, "it returned a batch that was not sent to it")
+            self._kill_instance(slot, "it returned a batch that was not sent to it")
             for request in slot.requests.values():
                 if request.state in AT_WORK:
                     self._fail_early(request, "internal error", now_ns)
 
-    def _doom(self, slot: Slot, reason: str) -> None:
-        slot.meet("doom")
+    def _kill_instance(self, slot: Slot, reason: str) -> None:
+        slot.transition("doom")
         self._control.post(KillInstance(slot.pid, reason))
 
     def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:

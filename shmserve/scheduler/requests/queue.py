@@ -70,7 +70,7 @@ class Timers(Generic[R]):
         # A timer expires once its time has strictly passed.
         self.due_ns = heap[0][0] + 1
 
-    def expired(self, now_ns: int) -> list[R]:
+    def take_expired(self, now_ns: int) -> list[R]:
         """Remove the expired timers and return their requests, except those that have ended."""
         heap, expired = self._heap, []
         while heap and (heap[0][0] < now_ns or self._has_ended(heap[0][2])):
@@ -279,7 +279,7 @@ class RequestQueue:
         if deadline_ns:
             self.timers.add(deadline_ns, request)
         if cached:
-            request.meet(Event.DISPATCH)
+            request.transition(Event.DISPATCH)
             return request
         self.in_order.append(request)
         if message.callers:
@@ -317,7 +317,7 @@ class RequestQueue:
         level, policy = self._only_level or self._level(message.priority)
         arrived_ns, deadline_ns = message.arrived_ns, message.deadline_ns
         if not 0 < arrived_ns < now_ns:
-            arrived_ns = believable(arrived_ns, now_ns)
+            arrived_ns = plausible_arrival_ns(arrived_ns, now_ns)
         if deadline_ns < 0:
             deadline_ns = 0
         own_timeout_us = 0
@@ -342,26 +342,26 @@ class RequestQueue:
     def take_retry(self) -> ScheduledRequest:
         """Dispatch the first request that must run alone."""
         request = self.retries.popitem(last=False)[1]
-        request.meet(Event.DISPATCH)
+        request.transition(Event.DISPATCH)
         return request
 
     def take(self, count: int) -> list[ScheduledRequest]:
         """Dispatch the first `count` requests of the queue."""
         requests = self.in_order.take(count)
         for request in requests:
-            request.meet(Event.DISPATCH)
+            request.transition(Event.DISPATCH)
         return requests
 
     def retry(self, request: ScheduledRequest) -> None:
         """Requeue a request whose worker died; it runs alone and before all others."""
-        request.meet(Event.RETURN)
+        request.transition(Event.RETURN)
         # A retried request has no queue limit, because it has waited before.
         request.queue_limit_ns = 0
         self.retries[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
         """Requeue a dispatched request that was not begun, before all others."""
-        request.meet(Event.RETURN)
+        request.transition(Event.RETURN)
         self.in_order.prepend(request)
 
     def remove(self, request: ScheduledRequest) -> None:
@@ -371,14 +371,14 @@ class RequestQueue:
 
     # --- time -------------------------------------------------------------------------------------
 
-    def expired(self, now_ns: int) -> list[ScheduledRequest]:
+    def take_expired(self, now_ns: int) -> list[ScheduledRequest]:
         """Return the expired requests: past their deadline, or past their queue limit while queued.
 
         If the policy of its level delays it, a request past its queue limit moves behind the others
         of the level and has no queue limit any more.
         """
         expired: list[ScheduledRequest] = []
-        for request in self.timers.expired(now_ns):
+        for request in self.timers.take_expired(now_ns):
             is_past_deadline = 0 < request.deadline_ns < now_ns
             match request.state:
                 case State.QUEUED if is_past_deadline:
@@ -414,7 +414,9 @@ def expired_text(message: Submit, arrived_ns: int, deadline_ns: int) -> str:
     The text contains the origin of the deadline.
     """
     origin = (
-        (message.limit or "the caller") if deadline_ns == message.deadline_ns else _TIMEOUT_ORIGIN
+        (message.deadline_origin or "the caller")
+        if deadline_ns == message.deadline_ns
+        else _TIMEOUT_ORIGIN
     )
     timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
     return _EXPIRED_TEXT.format(us=timeout_us, where="", origin=origin)
@@ -433,6 +435,6 @@ def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
     return _EXPIRED_TEXT.format(us=timeout_us, where=" in the queue", origin=origin)
 
 
-def believable(arrived_ns: int, now_ns: int) -> int:
+def plausible_arrival_ns(arrived_ns: int, now_ns: int) -> int:
     """Return the arrival time that a client sent, or `now_ns` if that time is impossible."""
     return arrived_ns if 0 < arrived_ns < now_ns else now_ns

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from shmserve.errors import refused
+from shmserve.errors import convert_os_errors
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 
 _MAX_ELEMENTS = 64  # maximum number of elements of the inputs in an example
@@ -34,7 +34,7 @@ def redirect_stderr(path: str) -> Iterator[None]:
         yield
         return
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    with refused(f"--log-file: cannot write '{path}'", "not a path"):
+    with convert_os_errors(f"--log-file: cannot write '{path}'", "not a path"):
         file = os.open(path, flags, 0o640)
     console = os.dup(2)
     os.dup2(file, 2)

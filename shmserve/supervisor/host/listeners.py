@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common.peers import NO_GROUP, is_loopback
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.ipc.transport.router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer
 
@@ -34,7 +34,7 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
         InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`.
             The message names `flag`.
     """
-    with refused(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
+    with convert_os_errors(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
         addresses = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )

@@ -18,7 +18,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from shmserve.common.peers import admit_group
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
 
@@ -57,21 +57,23 @@ class RunDirectory:
                 is too long, or if this user may not grant access to the group.
         """
         if folder is None:
-            with refused("--run-dir: required because no temporary folder is usable"):
+            with convert_os_errors("--run-dir: required because no temporary folder is usable"):
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
             self.path = Path(os.path.abspath(folder))
-            creating = refused(f"--run-dir: cannot make '{self.path}'")
+            creating = convert_os_errors(f"--run-dir: cannot make '{self.path}'")
             # The type of an existing file is checked next.
             with creating, contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         group_bits = 0o010 if group >= 0 else 0
         if reason := objection(self.path, self.path.lstat(), group_bits):
             raise InvalidArgument(f"--run-dir: {reason}")
-        with refused(f"--run-dir: cannot use '{self.path}'"):
+        with convert_os_errors(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
         if group >= 0:
-            with refused(f"--shm-group: group {group} cannot be given access to '{self.path}'"):
+            with convert_os_errors(
+                f"--shm-group: group {group} cannot be given access to '{self.path}'"
+            ):
                 try:
                     admit_group(self.path, group)
                 except OSError:

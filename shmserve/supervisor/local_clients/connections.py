@@ -33,7 +33,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.messages.control_requests import Refused
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.router import Listener, open_listening_socket, socket_error
 
 logger = logging.getLogger(__name__)

@@ -57,7 +57,7 @@ from shmserve.ipc.messages.publications import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, is_within, require_integer
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.supervisor.local_clients.connections import (
     LocalClient,
     LocalClientConnections,
@@ -257,8 +257,7 @@ class LocalClientServer:
             return
         number = self._acknowledgements.begin(self.numbers())
         self.announce(ServerEnding(number))
-        while not self._acknowledgements.is_acknowledged(number):
-            await self._acknowledgements.next_complete()
+        await self._acknowledgements.until_acknowledged(number)
 
     def _disconnected(self, number: int) -> None:
         self._acknowledgements.exited(number)

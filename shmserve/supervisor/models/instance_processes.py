@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from shmserve.common.tasks import either
+from shmserve.common.tasks import wait_any
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import ProcessExited
@@ -174,20 +174,22 @@ class Instances:
 
     async def complete_config(self) -> None:
         """Complete the configuration with the first instance, and reserve resources for all."""
-        first = self._instances[0]
-        await self._spawn(first, self._spec.config, len(self._instances))
-        self._send(first, m.CompleteConfig(self._spec.config))
-        self.reported_config = (await self._loaded_response(first, m.ConfigCompleted)).config
+        first_instance = self._instances[0]
+        await self._spawn(first_instance, self._spec.config, len(self._instances))
+        self._send(first_instance, m.CompleteConfig(self._spec.config))
+        self.reported_config = (
+            await self._loaded_response(first_instance, m.ConfigCompleted)
+        ).config
         self.config = self._complete(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
-            first.rate_limit = instances[0].rate_limit
-            instances[0] = first
+            first_instance.rate_limit = instances[0].rate_limit
+            instances[0] = first_instance
         self._instances = instances
-        if first not in instances and first.child is not None:
+        if first_instance not in instances and first_instance.child is not None:
             # The completed configuration has no instance with this process's device.
-            first.child.kill()
-            await first.child.until_exit()
+            first_instance.child.kill()
+            await first_instance.child.until_exit()
         self._scheduler.reserve(self.config, self._instances)
 
     async def load(self) -> None:
@@ -280,7 +282,7 @@ class Instances:
         assert child is not None
         receiving = asyncio.ensure_future(instance.inbox.get())
         try:
-            await either(receiving, child.exited)
+            await wait_any(receiving, child.exited)
         finally:
             receiving.cancel()
         if not receiving.done() and instance.inbox.empty():
@@ -470,7 +472,7 @@ class Instances:
         instance = self._instance_of(pid)
         if instance is not None:
             instance.crashes = 0
-            instance.backoff.worked()
+            instance.backoff.record_work()
 
     async def _restart(self, instance: Instance, exited_child: Child) -> None:
         exited_at = time.monotonic()

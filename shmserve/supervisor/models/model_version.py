@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.common.tasks import either
+from shmserve.common.tasks import wait_any
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import MemoryDropped, ModelPublished, SchedulerLost
@@ -279,7 +279,7 @@ class ModelVersion:
         while not self._lifetime.is_retiring:
             scheduler, started_at = self.scheduler.serving, time.monotonic()
             child = scheduler.child
-            await either(scheduler.closed, child.exited)
+            await wait_any(scheduler.closed, child.exited)
             if not self._lifetime.is_retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a replacement takes over", child.title, reason)
@@ -323,7 +323,7 @@ class ModelVersion:
                 self.instances.kill_overdue(pid, reason)
             case m.InstanceServed(pid):
                 self.instances.served(pid)
-                self._backoff.worked()
+                self._backoff.record_work()
             case m.InstanceRetired(pid):
                 self.instances.retired(pid)
             case MemoryDropped():  # an ensemble has kept this memory open for its steps' workers

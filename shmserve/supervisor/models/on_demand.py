@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from shmserve.common.tasks import either
+from shmserve.common.tasks import wait_any
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import IDLE_UNLOAD, parse_idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
@@ -191,7 +191,7 @@ class OnDemand:
         if load is None:
             load = self._loads[name] = asyncio.get_running_loop().create_future()
             self._context.background(self._load(name, load))
-        await either(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
+        await wait_any(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
         if not load.done():
             raise Unavailable(f"model '{name}' was not loaded within the time of the request")
         error = load.result()

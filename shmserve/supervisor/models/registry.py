@@ -223,8 +223,8 @@ class ModelRegistry:
             for row in index_rows(name, by_model.get(name), folders.get(name), ready_only)
         ]
 
-    def states(self) -> dict[tuple[str, str], tuple[str, str]]:
-        """Return the state of each version and its reason, by name and version."""
+    def states(self) -> dict[tuple[str, str], Status]:
+        """Return the status of each version, by name and version."""
         return {
             (name, version): state
             for name, summary in self._summaries.items()
@@ -279,13 +279,13 @@ class ModelSummary(NamedTuple):
     """The facts about a model that the server reports.
 
     Attributes:
-        states: The state of each version and its reason.
+        states: The status of each version.
         is_ready: Whether every version that should serve is ready.
         failed: The versions that should serve and do not, in order.
         progress: The progress of the load; empty if the model is not loaded at the start.
     """
 
-    states: dict[str, tuple[str, str]]
+    states: dict[str, Status]
     is_ready: bool
     failed: list[str]
     progress: str
@@ -293,9 +293,8 @@ class ModelSummary(NamedTuple):
     @classmethod
     def of(cls, model: ModelEntry) -> Self:
         """Return the summary of a model in its current state."""
-        states = {number: (str(s.state), s.reason) for number, s in statuses(model).items()}
-        failed = sorted(problems_of(model))
-        return cls(states, is_ready(model), failed, progress(model) if model.is_expected else "")
+        text = progress(model) if model.is_expected else ""
+        return cls(statuses(model), is_ready(model), sorted(problems_of(model)), text)
 
 
 _UNLOADED_STATUS = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
@@ -431,16 +430,16 @@ class ReadinessCheck:
         pending = {self._outcome(pid) for pid in pids}
         any_ready = False
         while pending:
-            done, pending = await asyncio.wait(
+            completed, pending = await asyncio.wait(
                 pending,
                 timeout=max(0.0, deadline - loop.time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            outcomes = {future.result() for future in done}
+            outcomes = {future.result() for future in completed}
             if False in outcomes:
                 return False
             any_ready = any_ready or True in outcomes
-            if not done:
+            if not completed:
                 break
         return any_ready
 
@@ -452,7 +451,7 @@ class ReadinessCheck:
             self._send(pid, CheckReady(check.number))
         return check.outcome
 
-    def checked(self, pid: int, message: ReadyChecked) -> None:
+    def handle_response(self, pid: int, message: ReadyChecked) -> None:
         """Handle the response of a worker."""
         check = self._in_flight.get(pid)
         if check is not None and check.number == message.id:

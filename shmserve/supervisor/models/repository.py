@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.common.names import CLASS_IN_FILE, check_model_name, is_checkpoint
-from shmserve.errors import InvalidArgument, clip, refused
+from shmserve.errors import InvalidArgument, clip, convert_os_errors
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
 CONFIG_FILE = "config.pbtxt"
@@ -70,7 +70,7 @@ class ModelFolder:
         Raises:
             InvalidArgument: The folder cannot be read.
         """
-        with refused(f"{self.name}/{version}"):
+        with convert_os_errors(f"{self.name}/{version}"):
             return sorted(os.listdir(self.path / str(version)))
 
 
@@ -197,7 +197,7 @@ def check_agents(folder: ModelFolder, config: ModelConfig) -> str:
             kind, _, file = key.partition(":")
             if kind != "MD5" or not file:
                 return f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
-            with refused(f"file '{file}' for agent 'checksum'"):
+            with convert_os_errors(f"file '{file}' for agent 'checksum'"):
                 digest = hashlib.md5((folder.path / file).read_bytes()).hexdigest()
             if digest != expected.strip().lower():
                 return f"Mismatched MD5 hash for file {file}, expect: {expected}, got: {digest}"
@@ -325,7 +325,7 @@ def _link_folder(base_dir: Path, name: str, folder: Path) -> Path:
 
 def _subfolders(repository: Path) -> list[Path]:
     name = repository.absolute().name  # without the path, because clients see the error
-    with refused(f"model repository '{name}'"), os.scandir(repository) as entries:
+    with convert_os_errors(f"model repository '{name}'"), os.scandir(repository) as entries:
         names = sorted(entry.name for entry in entries if os.path.isdir(entry))
     return [repository / name for name in names if not name.startswith(_IGNORED_PREFIXES)]
 
@@ -369,7 +369,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    with refused(f"{path.parent.name}/{path.name}", "not UTF-8 text"):
+    with convert_os_errors(f"{path.parent.name}/{path.name}", "not UTF-8 text"):
         return path.read_text(encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.common.model_metrics import total
-from shmserve.common.tasks import either, settle
+from shmserve.common.tasks import settle, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -156,7 +156,7 @@ class VersionScheduler:
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         # A scheduler receives no message before it is ready.
-        await either(ready, hosted.closed, hosted.child.exited)
+        await wait_any(ready, hosted.closed, hosted.child.exited)
         if self._lifetime.is_stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
@@ -261,7 +261,7 @@ class VersionScheduler:
         assert hosted is not None
         self._drained = asyncio.get_running_loop().create_future()
         self._context.control.send(hosted.address, m.Drain(sequences_only))
-        await either(self._drained, hosted.closed, hosted.child.exited, *losses)
+        await wait_any(self._drained, hosted.closed, hosted.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler belongs to another process, given its group."""

@@ -219,7 +219,7 @@ class RestartBackoff:
 
     deaths: int = 0
 
-    def worked(self) -> None:
+    def record_work(self) -> None:
         """Record that the process has done useful work, which shortens the next pause."""
         self.deaths = min(self.deaths, _MAX_DEATHS_AFTER_WORK)
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmserve.common.tasks import either, settle
+from shmserve.common.tasks import settle, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
@@ -85,7 +85,7 @@ class SchedulerHosts:
         host = await self._host(group)
         host.pending_opens += 1
         try:
-            await either(host.ready, host.child.exited)
+            await wait_any(host.ready, host.child.exited)
         finally:
             host.pending_opens -= 1
         if not host.child.alive:
@@ -139,7 +139,7 @@ class SchedulerHosts:
         """Close a scheduler, and its process if it was the last one, and wait for that."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
-        await either(hosted.closed, host.child.exited, timeout_s=patience_s)
+        await wait_any(hosted.closed, host.child.exited, timeout_s=patience_s)
         settle(hosted.closed, "")
         host.hosted.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
@@ -150,6 +150,6 @@ class SchedulerHosts:
         if not host.child.alive:
             return
         self._control.send(host.child.pid, m.Stop())
-        await either(host.child.exited, timeout_s=patience_s)
+        await wait_any(host.child.exited, timeout_s=patience_s)
         host.child.kill()
         await host.child.until_exit()

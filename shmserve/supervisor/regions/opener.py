@@ -103,14 +103,14 @@ class RegionQuota:
             InvalidArgument: The budget is exceeded.
         """
         limit = self.policy.sparse_byte_size
-        if byte_size > limit - self._charged():
+        if byte_size > limit - self._charged_bytes():
             self._refund_removed()
-        if byte_size > limit - self._charged():
+        if byte_size > limit - self._charged_bytes():
             raise InvalidArgument(
                 f"{byte_size} bytes of shared memory object '{key}' are not allocated, and "
-                f"{self._charged()} of the {limit} bytes that the server allocates for clients are "
-                "in use (--shm-sparse-byte-size): allocate it with posix_fallocate, or write to "
-                "it, before it is registered"
+                f"{self._charged_bytes()} of the {limit} bytes that the server allocates for "
+                "clients are in use (--shm-sparse-byte-size): allocate it with posix_fallocate, or "
+                "write to it, before it is registered"
             )
         if byte_size:
             _, charged = self._allocated.get(file, (key, 0))
@@ -124,7 +124,7 @@ class RegionQuota:
         else:
             self._allocated.pop(file, None)
 
-    def _charged(self) -> int:
+    def _charged_bytes(self) -> int:
         return sum(size for _, size in self._allocated.values())
 
     def _refund_removed(self) -> None:
@@ -210,7 +210,7 @@ class HandleCheck:
         if response.code:
             raise from_code(response.code, response.message)
 
-    def checked(self, pid: int, message: MemoryChecked) -> None:
+    def handle_response(self, pid: int, message: MemoryChecked) -> None:
         """Handle the response of worker `pid`.
 
         The first response of a worker that can use the device counts, or else the last response.

@@ -118,7 +118,7 @@ class DrainingRegions:
             region.is_listed = True
             await self._processes.publish(region.listing, "gateway")
 
-    def released(self, pid: int, memory_id: int) -> None:
+    def record_release(self, pid: int, memory_id: int) -> None:
         """Record that no request of gateway `pid` uses the region any more."""
         region = self._regions.get(memory_id)
         if region is not None:
@@ -130,7 +130,7 @@ class DrainingRegions:
         for memory_id in list(self.retired):
             self.record_use(pid, memory_id, False)
         for memory_id in list(self._regions):
-            self.released(pid, memory_id)
+            self.record_release(pid, memory_id)
 
     def _close_unused(self, region: OpenRegion) -> None:
         if region.users or self._regions.pop(region.memory_id, None) is None:
@@ -162,12 +162,12 @@ class RegionRegistry:
         processes: Processes,
         opener: RegionOpener,
         publish_event: Callable[[Any], None],
-        kept: KeptRegions,
+        kept_regions: KeptRegions,
     ) -> None:
         self._processes = processes
         self._publish_event = publish_event
         self._opener = opener
-        self._kept = kept
+        self._kept = kept_regions
         self.draining = DrainingRegions(processes, opener)
         self._tasks: set[asyncio.Task[None]] = set()
         self._active: dict[str, OpenRegion] = {}

@@ -135,7 +135,7 @@ class CallWaits:
         for start in (wait for wait in stuck if wait.scheduler == scheduler):
             paths, visited = [(start, [start.model])], {id(start)}
             for wait, models in paths:  # grows: a breadth-first search
-                awaited = self._awaited(wait, stuck)
+                awaited = self._awaited_executions(wait, stuck)
                 own_call = _call_of(awaited, start)
                 if own_call is not None:
                     chain = [caller.model for caller in start.calls[own_call.key]] + models
@@ -150,7 +150,7 @@ class CallWaits:
                     paths.append((successor, [*models, *caller, successor.model]))
         return None
 
-    def _awaited(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
+    def _awaited_executions(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
         """Return the executions that must end before a call of this wait can run."""
         executions = {caller for stuck_wait in stuck for caller in stuck_wait.callers()}
         holders = self._holders(wait.scheduler, {pid for pid, _ in executions})

@@ -17,11 +17,13 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     """Return a model whose instances need these resources, each NAME:COUNT, or
     NAME:COUNT:global.
     """
-    needs = []
-    for each in resources:
-        resource, count, *scope = each.split(":")
-        needs.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
-    limits = f"rate_limiter {{ resources [ {', '.join(needs)} ] priority: {priority} }}"
+    resources_needed = []
+    for description in resources:
+        resource, count, *scope = description.split(":")
+        resources_needed.append(
+            f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}'
+        )
+    limits = f"rate_limiter {{ resources [ {', '.join(resources_needed)} ] priority: {priority} }}"
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
     recording_model = recorder(name, "", instances=instances)
     lines = recording_model.config.splitlines()
@@ -29,7 +31,7 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     return Model(name, "\n".join([*kept_lines, group]), recording_model.one)
 
 
-def taking_turns(name: str, resource: str) -> Script:
+def models_take_turns(name: str, resource: str) -> Script:
     """Two models of which only one can execute at a time."""
     models = [needing(f"{name}_{n}", resource) for n in (1, 2)]
     steps: list[Step] = [Send("a", f"{name}_1", 1), Send("b", f"{name}_2", 2), Release("a")]
@@ -85,16 +87,16 @@ def unlimited() -> Script:
 
 
 SCRIPTS = [
-    taking_turns("one_of_a_device", "of_device:1"),
-    taking_turns("one_of_all", "of_all:1:global"),
+    models_take_turns("one_of_a_device", "of_device:1"),
+    models_take_turns("one_of_all", "of_all:1:global"),
     own_instances(),
     priorities(),
     much_and_little(),
     unlimited(),
 ]
-ON = "--rate-limit=execution_count"
+RATE_LIMIT_FLAG = "--rate-limit=execution_count"
 GROUPS = [
-    Group("limited", SCRIPTS, flags=[ON]),
+    Group("limited", SCRIPTS, flags=[RATE_LIMIT_FLAG]),
     # If one resource's count is given, Triton knows no other resource.
-    Group("counted", [room_for_two()], flags=[ON, "--rate-limit-resource=seats:2"]),
+    Group("counted", [room_for_two()], flags=[RATE_LIMIT_FLAG, "--rate-limit-resource=seats:2"]),
 ]

@@ -10,17 +10,17 @@ from pathlib import Path
 from tests.faults.scene import assert_recovers, scene
 from tests.support.servers import ROOT, running
 
-_MOUNT = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+_MOUNT_COMMAND = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
 
 
 def can_mount() -> bool:
     """Return whether this user may mount a private /dev/shm."""
-    tried = subprocess.run(
+    mounting = subprocess.run(
         ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"],
         capture_output=True,
         check=False,
     )
-    return tried.returncode == 0
+    return mounting.returncode == 0
 
 
 # This program runs in the server's mount namespace, which has the small /dev/shm.
@@ -77,7 +77,7 @@ def fill_shared_memory(repository: Path) -> None:
     Registered objects remain usable, and other clients are served. The repository has "identity"
     and "simple".
     """
-    prefix = ["unshare", "-m", "sh", "-c", _MOUNT, "sh"]
+    prefix = ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, "sh"]
     with running(repository, prefix=prefix) as server, scene(server, regions=0) as stage:
         enter = ["nsenter", "-t", str(server.pid), "-m", sys.executable, "-c", _PROGRAM]
         completed = subprocess.run(

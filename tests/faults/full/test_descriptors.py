@@ -21,10 +21,10 @@ from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request, stub
 
 _LIMIT = 300
-_MANY = 2 * _LIMIT
+_CONNECTION_COUNT = 2 * _LIMIT
 _STARTED_S = 15.0
-_BUSY = 0.5  # share of a core that an idle process may use
-_SOCKETS = ("http", "unix http", "metrics", "grpc", "control", "door", "guests", "gateways")
+_IDLE_CORE_SHARE = 0.5  # share of a core that an idle process may use
+_SOCKET_NAMES = ("http", "unix http", "metrics", "grpc", "control", "door", "guests", "gateways")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
     """Open as many silent connections as the server accepts."""
     family, kind, where = address(server, name)
     with contextlib.ExitStack() as stack:
-        for _ in range(_MANY):
+        for _ in range(_CONNECTION_COUNT):
             sock = stack.enter_context(socket.socket(family, kind))
             sock.setblocking(False)
             with contextlib.suppress(BlockingIOError):  # raised if the listen queue is full
@@ -72,9 +72,9 @@ def crowded(server: Server, name: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", _SOCKETS)
+@pytest.mark.parametrize("name", _SOCKET_NAMES)
 def test_many_silent_connections(server: Server, name: str) -> None:
-    before = State.of(server)
+    state_before = State.of(server)
     with scene(server) as stage:
         with crowded(server, name):
             assert_recovers(stage, time.monotonic())
@@ -84,30 +84,30 @@ def test_many_silent_connections(server: Server, name: str) -> None:
             until("it is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
         assert_recovers(stage, time.monotonic())
     with crowded(server, name):
-        until("all have come", lambda: settled(server))
-        began = cpu_seconds(server)
+        until("all have come", lambda: are_idle(server))
+        cpu_before = cpu_seconds(server)
         time.sleep(1.0)
-        burnt = {title: now - began[title] for title, now in cpu_seconds(server).items()}
-        assert max(burnt.values()) < _BUSY, burnt
-    until("it is what it was", lambda: not before.differences(State.of(server), 0))
+        cpu_used = {title: now - cpu_before[title] for title, now in cpu_seconds(server).items()}
+        assert max(cpu_used.values()) < _IDLE_CORE_SHARE, cpu_used
+    until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
 
 
 def test_grpc_connections_leave_some(server: Server) -> None:
     """Connected clients are still served, also by a new scheduler."""
-    before = State.of(server)
+    state_before = State.of(server)
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
         with crowded(server, "grpc"):
-            until("all have come", lambda: settled(server))
+            until("all have come", lambda: are_idle(server))
             gateway = server.find_one("gateway grpc")
             assert gateway.num_fds() < _LIMIT - 50
             victim = server.find_one("scheduler simple")
             victim.kill()
             wait_replaced(server, victim, "scheduler simple", _STARTED_S)
             assert is_right(call.ModelInfer(simple_request(), timeout=10))
-    until("it is what it was", lambda: not before.differences(State.of(server), 0))
+    until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
 
 
 def test_registrations_leave_some(server: Server) -> None:
@@ -121,24 +121,24 @@ def test_registrations_leave_some(server: Server) -> None:
         contextlib.ExitStack() as stack,
     ):
         replies = [stage.http.register(f"r{n}", shared_object.key, 4096) for n in range(_LIMIT)]
-        refused = replies[-1]
-        assert refused.status == 400 and "can be registered" in refused.error
+        refused_reply = replies[-1]
+        assert refused_reply.status == 400 and "can be registered" in refused_reply.error
         for _ in range(_LIMIT):
-            plain = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            plain.connect(str(endpoints.listener(server.run_dir)))
+            unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            unix_socket.connect(str(endpoints.listener(server.run_dir)))
         for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
             victim = server.find_one(title)
             victim.kill()
             wait_replaced(server, victim, title, _STARTED_S)
             assert_recovers(stage, time.monotonic(), _STARTED_S)
-        with server.http() as another:
+        with server.http() as second_client:
             for number in range(_LIMIT):
-                another.unregister(f"r{number}").ok()
+                second_client.unregister(f"r{number}").ok()
     assert [answer for answer in stage.load.troubles() if not answer.is_disconnected] == []
 
 
-def settled(server: Server) -> bool:
+def are_idle(server: Server) -> bool:
     """Return whether all processes are idle again."""
-    began = cpu_seconds(server)
+    cpu_before = cpu_seconds(server)
     time.sleep(0.05)
-    return all(now - began[title] < 0.05 for title, now in cpu_seconds(server).items())
+    return all(now - cpu_before[title] < 0.05 for title, now in cpu_seconds(server).items())

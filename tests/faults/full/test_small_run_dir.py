@@ -15,7 +15,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
-_MOUNT = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
+_MOUNT_COMMAND = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
 # A program with the native client, which is rejected twice.
 _NATIVE = """
 import sys, numpy, shmserve.client
@@ -38,13 +38,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def small(folder: Path, inodes: int) -> list[str]:
-    return ["unshare", "-m", "sh", "-c", _MOUNT, str(inodes), str(folder)]
+def small_mount_command(folder: Path, inodes: int) -> list[str]:
+    return ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, str(inodes), str(folder)]
 
 
 @pytest.mark.parametrize("inodes", [4, 5])
 def test_a_full_run_directory_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
-    server = Server([repository], run_dir=folder / "run", prefix=small(folder, inodes))
+    server = Server(
+        [repository], run_dir=folder / "run", prefix=small_mount_command(folder, inodes)
+    )
     try:
         assert server.wait_exit(30) == 1
         assert server.log() == (
@@ -60,11 +62,11 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
     The affected model is not ready until there is space again, and its requests do not wait for
     that.
     """
-    server = Server([repository], run_dir=folder / "run", prefix=small(folder, 60))
+    server = Server([repository], run_dir=folder / "run", prefix=small_mount_command(folder, 60))
     try:
         server.wait_ready()
         inside = Path(f"/proc/{server.pid}/root{folder}")
-        full = list(fill(inside))
+        filler_paths = list(fill(inside))
         server.find_one("scheduler identity").kill()
         server.wait_log("cannot start: cannot create a socket in the run directory: No space left")
         assert not server.answers("/v2/models/identity/ready")
@@ -81,7 +83,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
         command = [sys.executable, "-c", _NATIVE, str(server.run_dir)]
         subprocess.run(["nsenter", namespace, *command], check=True, timeout=30)
         assert "Traceback" not in server.log()
-        for path in full:
+        for path in filler_paths:
             path.unlink()
         until("identity is ready", lambda: server.answers("/v2/models/identity/ready"))
         with scene(server) as stage:

@@ -20,7 +20,7 @@ from tests.support import repositories
 from tests.support.load import Load
 from tests.support.servers import Server, running
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
-from tests.support.wire.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
+from tests.support.wire.http2 import CLIENT_OPENING, PREFACE, SERVICE, flood, frame, message, post
 
 _PATIENCE_S = 20.0
 # Bytes of buffers and threads that gRPC keeps for later calls.
@@ -44,7 +44,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         yield started
 
 
-def fine(stage: Scene) -> None:
+def check_other_clients(stage: Scene) -> None:
     """Check that other clients are served over both listeners."""
     with stub(stage.server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=_PATIENCE_S))
@@ -57,25 +57,27 @@ _RANDOM = random.Random(11)
 
 STREAMS: dict[str, bytes] = {
     "half a preface": PREFACE[:10],
-    "no frames": OPENED + _RANDOM.randbytes(5000),
-    "an unknown frame": OPENED + frame(99, 255, 1, bytes(100)),
-    "a frame that is too large": OPENED + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
-    "half a frame": OPENED + frame(0, 0, 1, bytes(1000))[:500],
-    "data for no stream": OPENED + frame(0, 1, 7, bytes(1000)),
-    "headers that are no headers": OPENED + frame(1, 5, 1, _RANDOM.randbytes(500)),
-    "headers without end": OPENED + frame(1, 0, 1, b"") + frame(9, 0, 1, bytes(10_000)) * 500,
-    "a flood of settings": OPENED + frame(4, 0, 0) * 20_000,
-    "a flood of pings": OPENED + frame(6, 0, 0, bytes(8)) * 20_000,
-    "a flood of resets": OPENED
+    "no frames": CLIENT_OPENING + _RANDOM.randbytes(5000),
+    "an unknown frame": CLIENT_OPENING + frame(99, 255, 1, bytes(100)),
+    "a frame that is too large": CLIENT_OPENING + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
+    "half a frame": CLIENT_OPENING + frame(0, 0, 1, bytes(1000))[:500],
+    "data for no stream": CLIENT_OPENING + frame(0, 1, 7, bytes(1000)),
+    "headers that are no headers": CLIENT_OPENING + frame(1, 5, 1, _RANDOM.randbytes(500)),
+    "headers without end": CLIENT_OPENING
+    + frame(1, 0, 1, b"")
+    + frame(9, 0, 1, bytes(10_000)) * 500,
+    "a flood of settings": CLIENT_OPENING + frame(4, 0, 0) * 20_000,
+    "a flood of pings": CLIENT_OPENING + frame(6, 0, 0, bytes(8)) * 20_000,
+    "a flood of resets": CLIENT_OPENING
     + b"".join(frame(1, 5, n, _HEADERS) + frame(3, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
-    "a window of nothing": OPENED + frame(8, 0, 0, bytes(4)),
-    "a message of 4 GiB": OPENED
+    "a window of nothing": CLIENT_OPENING + frame(8, 0, 0, bytes(4)),
+    "a message of 4 GiB": CLIENT_OPENING
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(1000)),
-    "a message that is compressed and is not": OPENED
+    "a message that is compressed and is not": CLIENT_OPENING
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 1, 1, b"\1\0\0\0\4abcd"),
-    "a message that is cut short": OPENED
+    "a message that is cut short": CLIENT_OPENING
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 1, 1, b"\0\0\0\0\x10abcd"),
 }
@@ -92,47 +94,51 @@ def test_streams(server: Server, name: str) -> None:
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(65536):
                     pass
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_incomplete_messages(server: Server) -> None:
     """R15: a hundred calls whose messages arrive byte by byte block no other call and leave no
     state.
     """
-    begun = OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+    partial_request = (
+        CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+    )
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
-        slow = [
+        slow_sockets = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port)))
             for _ in range(100)
         ]
-        for sock in slow:
-            sock.sendall(begun)
+        for sock in slow_sockets:
+            sock.sendall(partial_request)
         for _ in range(5):
-            for sock in slow:
+            for sock in slow_sockets:
                 sock.sendall(frame(0, 0, 1, b"x"))
-            fine(stage)
+            check_other_clients(stage)
 
 
 _REQUEST = frame(0, 1, 0, message(simple_request().SerializeToString()))
-_RESET = frame(3, 0, 0, bytes(4))
+_RESET_FRAME = frame(3, 0, 0, bytes(4))
 
 
 def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]:
     """Return a function that encodes a call with its headers and `frames` for a stream."""
-    every = (frame(1, flags, 0, post(path)), *frames)
+    all_frames = (frame(1, flags, 0, post(path)), *frames)
 
     def make(stream: int) -> bytes:
         number = stream.to_bytes(4, "big")
-        return b"".join(frame[:5] + number + frame[9:] for frame in every)
+        return b"".join(frame[:5] + number + frame[9:] for frame in all_frames)
 
     return make
 
 
 FLOODS: dict[str, Callable[[int], bytes]] = {
-    "begun and reset": call_of(f"{SERVICE}ModelInfer", _RESET),
-    "asked and reset": call_of(f"{SERVICE}ModelInfer", _REQUEST, _RESET),
-    "streams that are reset": call_of(f"{SERVICE}ModelStreamInfer", _RESET),
-    "another method, reset": call_of(f"{SERVICE}ServerLive", frame(0, 1, 0, bytes(5)), _RESET),
+    "begun and reset": call_of(f"{SERVICE}ModelInfer", _RESET_FRAME),
+    "asked and reset": call_of(f"{SERVICE}ModelInfer", _REQUEST, _RESET_FRAME),
+    "streams that are reset": call_of(f"{SERVICE}ModelStreamInfer", _RESET_FRAME),
+    "another method, reset": call_of(
+        f"{SERVICE}ServerLive", frame(0, 1, 0, bytes(5)), _RESET_FRAME
+    ),
     "reset by the server": call_of(f"{SERVICE}ModelInfer", frame(0, 0, 0, bytes(9)), flags=5),
     "begun and left": call_of(f"{SERVICE}ModelInfer"),
     "asked, the answer not read": call_of(f"{SERVICE}ModelInfer", _REQUEST),
@@ -150,19 +156,19 @@ def test_floods(server: Server, name: str) -> None:
     """
     with scene(server, 2 * _GRPC_BYTES) as stage:
         with flood(server.grpc_port, FLOODS[name]), flood(server.grpc_port, FLOODS[name]):
-            with stub(server) as old:
+            with stub(server) as old_stub:
                 for _ in range(5):
-                    with stub(server) as new:
-                        for call in (old, new):
+                    with stub(server) as new_stub:
+                        for call in (old_stub, new_stub):
                             answer = call.ModelInfer(simple_request(), timeout=_PATIENCE_S)
                             assert is_right(answer)
             assert stage.load.troubles() == []
-        fine(stage)
+        check_other_clients(stage)
 
 
 def requests() -> Iterator[bytes]:
-    right = simple_request().SerializeToString()
-    yield from (right[:cut] for cut in range(0, len(right), 3))
+    request_bytes = simple_request().SerializeToString()
+    yield from (request_bytes[:length] for length in range(0, len(request_bytes), 3))
     yield from (_RANDOM.randbytes(size) for size in (1, 10, 1000, 100_000))
     shapes = ([2**62], [2**63 - 1, 2**63 - 1], [-1], [-(2**63)], [1] * 65_536, [0], [1 << 40] * 3)
     for shape in shapes:
@@ -185,7 +191,7 @@ def requests() -> Iterator[bytes]:
     request.parameters["triton_x"].bool_param = True
     yield request.SerializeToString()
     # A field with a length of 4 GiB, of which few bytes follow.
-    yield b"\x0a\xff\xff\xff\xff\x0f" + right
+    yield b"\x0a\xff\xff\xff\xff\x0f" + request_bytes
     yield b"\x33" * 100_000  # nested protobuf groups
 
 
@@ -199,20 +205,20 @@ def test_requests(server: Server) -> None:
         other_methods.append(channel.unary_unary("/"))
         other_methods.append(channel.unary_unary("/" + "x" * 5000))
         for data in requests():
-            with pytest.raises(grpc.RpcError) as caught:
+            with pytest.raises(grpc.RpcError) as error_info:
                 infer(data, timeout=_PATIENCE_S)
-            assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "Traceback" not in caught.value.details()
-            assert str(server.run_dir) not in caught.value.details()
+            assert error_info.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "Traceback" not in error_info.value.details()
+            assert str(server.run_dir) not in error_info.value.details()
         for call in other_methods:
             with pytest.raises(grpc.RpcError):
                 call(_RANDOM.randbytes(1000), timeout=_PATIENCE_S)
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_metadata(server: Server) -> None:
     """The metadata is too large or malformed."""
-    odd: list[list[tuple[str, Any]]] = [
+    odd_metadata: list[list[tuple[str, Any]]] = [
         [("x", "y" * 100_000)],
         [(f"x{number}", "y") for number in range(5000)],
         [("x-bin", _RANDOM.randbytes(4000))],
@@ -220,10 +226,10 @@ def test_metadata(server: Server) -> None:
         [("authorization", "Bearer " + "x" * 6000)],
     ]
     with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
-        for metadata in odd:
+        for metadata in odd_metadata:
             with contextlib.suppress(grpc.RpcError, ValueError):
                 call.ModelInfer(simple_request(), timeout=_PATIENCE_S, metadata=metadata)
-        fine(stage)
+        check_other_clients(stage)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +241,7 @@ def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
     call = frame(1, 4, 1, post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout)))
     request_frames = frame(0, 1, 1, message(simple_request().SerializeToString()))
     with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=_PATIENCE_S) as sock:
-        sock.sendall(OPENED + call + request_frames)
+        sock.sendall(CLIENT_OPENING + call + request_frames)
         answer = b""
         while b"grpc-status" not in answer:
             answer += sock.recv(65536)
@@ -250,22 +256,22 @@ def test_bombs(server: Server) -> None:
         for _ in range(3):
             with pytest.raises(grpc.RpcError):
                 call.ModelInfer(request, timeout=_PATIENCE_S, compression=grpc.Compression.Gzip)
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_streams_that_are_not_read(tmp_path: Path) -> None:
     """The server reads a limited number of requests from a client that reads no responses, and
     disconnects it after a while.
     """
-    large = request_of("identity", np.zeros(250_000, np.float32), "FP32")
+    large_request = request_of("identity", np.zeros(250_000, np.float32), "FP32")
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
-    taken = 0
+    received_count = 0
 
     def large_messages() -> Iterator[Any]:
-        nonlocal taken
+        nonlocal received_count
         while True:
-            taken += 1
-            yield large
+            received_count += 1
+            yield large_request
 
     with (
         serving(tmp_path, "--http-body-timeout-secs=2") as server,
@@ -277,11 +283,11 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
                 request_serializer=pb.ModelInferRequest.SerializeToString,
             )(large_messages(), timeout=60)
             while stream.is_active():
-                fine(stage)
-                assert taken < 5000
+                check_other_clients(stage)
+                assert received_count < 5000
             # Only this stream ends. Its status arrives after the unread messages.
             assert stream.code() is grpc.StatusCode.CANCELLED
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_cancelled_calls(server: Server) -> None:
@@ -291,7 +297,7 @@ def test_cancelled_calls(server: Server) -> None:
             pending = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
             pending.cancel()
             call.ModelStreamInfer(iter([simple_request()]), timeout=_PATIENCE_S).cancel()
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_no_resources_remain_after_all_grpc_garbage(server: Server, state_before: State) -> None:

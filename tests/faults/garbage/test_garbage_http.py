@@ -19,17 +19,17 @@ from tests.support.wire.raw_http import json_input, raw_connection, read_reply
 
 ROW = np.zeros((1, 16), np.int32)
 REQUEST = json.dumps({"inputs": [json_input("INPUT0", ROW), json_input("INPUT1", ROW)]}).encode()
-HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
+REQUEST_HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def head(*lines: str) -> bytes:
     """Return the head of an infer request with these header lines."""
-    return HEAD + "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n"
+    return REQUEST_HEAD + "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n"
 
 
 # Bytes that are sent on a new connection each. The server responds with a client error or
 # disconnects.
-BYTES: dict[str, bytes] = {
+BAD_BYTES: dict[str, bytes] = {
     "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "random": random.Random(1).randbytes(5000),
     "random after a head": head("Content-Length: 5000") + random.Random(2).randbytes(5000),
@@ -37,11 +37,11 @@ BYTES: dict[str, bytes] = {
     "a bad method": b"\x00\x01 / HTTP/1.1\r\n\r\n",
     "an endless method": b"A" * 100_000,
     "an endless target": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "an endless header": HEAD + b"X: " + b"y" * 1_000_000 + b"\r\n\r\n",
-    "endless headers": HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(50_000)) + b"\r\n",
-    "a header without a colon": HEAD + b"nonsense\r\n\r\n",
-    "a header with a null": HEAD + b"X: a\x00b\r\n\r\n",
-    "a header that is folded": HEAD + b"X: a\r\n b\r\nContent-Length: 0\r\n\r\n",
+    "an endless header": REQUEST_HEAD + b"X: " + b"y" * 1_000_000 + b"\r\n\r\n",
+    "endless headers": REQUEST_HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(50_000)) + b"\r\n",
+    "a header without a colon": REQUEST_HEAD + b"nonsense\r\n\r\n",
+    "a header with a null": REQUEST_HEAD + b"X: a\x00b\r\n\r\n",
+    "a header that is folded": REQUEST_HEAD + b"X: a\r\n b\r\nContent-Length: 0\r\n\r\n",
     "a negative length": head("Content-Length: -1"),
     "a length of words": head("Content-Length: many"),
     "a length of 20 digits": head("Content-Length: 99999999999999999999"),
@@ -67,11 +67,16 @@ def one_input_body(
     name: bytes = b"INPUT0",
     datatype: bytes = b"INT32",
     shape: bytes = b"[1,16]",
-    rest: bytes = b'"data":[1]',
+    data_member: bytes = b'"data":[1]',
 ) -> bytes:
     """Return a request with one input, one part of which is malformed."""
-    described = b'"name":"%s","datatype":"%s","shape":%s,%s' % (name, datatype, shape, rest)
-    return b'{"inputs":[{' + described + b"}]}"
+    tensor_members = b'"name":"%s","datatype":"%s","shape":%s,%s' % (
+        name,
+        datatype,
+        shape,
+        data_member,
+    )
+    return b'{"inputs":[{' + tensor_members + b"}]}"
 
 
 # Invalid JSON bodies. The server responds with a client error, or with 500 for JSON of the wrong
@@ -79,13 +84,13 @@ def one_input_body(
 BODIES: dict[str, bytes] = {
     "nested 100,000 deep": b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "nested 100,000 deep, objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "nested data": one_input_body(rest=b'"data":' + b"[" * 5000 + b"]" * 5000),
+    "nested data": one_input_body(data_member=b'"data":' + b"[" * 5000 + b"]" * 5000),
     "no json": random.Random(3).randbytes(10_000),
     "not utf-8": b'{"id":"\xff\xfe"}',
     "lone surrogate": rb'{"id":"\ud800","inputs":[]}',
     "a nul in a name": one_input_body(name=b"a\\u0000b"),
-    "a huge integer": one_input_body(rest=b'"data":[' + b"9" * 5000 + b"]"),
-    "a huge exponent": one_input_body(rest=b'"data":[1e999999]'),
+    "a huge integer": one_input_body(data_member=b'"data":[' + b"9" * 5000 + b"]"),
+    "a huge exponent": one_input_body(data_member=b'"data":[1e999999]'),
     "a huge dimension": one_input_body(shape=b"[1," + b"9" * 100 + b"]"),
     "65,536 dimensions": one_input_body(shape=b"[" + b"1," * 65535 + b"1]"),
     "a shape that overflows": one_input_body(shape=b"[4294967296,4294967296,4294967296]"),
@@ -97,15 +102,17 @@ BODIES: dict[str, bytes] = {
     + b"]}",
     "an endless name": one_input_body(name=b"n" * 1_000_000),
     "an unknown datatype": one_input_body(datatype=b"COMPLEX"),
-    "a binary size that is negative": one_input_body(rest=b'"parameters":{"binary_data_size":-1}'),
+    "a binary size that is negative": one_input_body(
+        data_member=b'"parameters":{"binary_data_size":-1}'
+    ),
     "a binary size that is huge": one_input_body(
-        rest=b'"parameters":{"binary_data_size":18446744073709551615}'
+        data_member=b'"parameters":{"binary_data_size":18446744073709551615}'
     ),
     "the same key a thousand times": b"{" + b'"inputs":[],' * 1000 + b'"inputs":[]}',
 }
 
 # Other endpoints that take bodies.
-REQUESTS: dict[str, tuple[str, bytes]] = {
+BAD_REQUESTS: dict[str, tuple[str, bytes]] = {
     "register without json": ("/v2/systemsharedmemory/region/x/register", b"\xff"),
     "register a list": ("/v2/systemsharedmemory/region/x/register", b"[]"),
     "register deep": ("/v2/systemsharedmemory/region/x/register", b"[" * 100_000),
@@ -132,18 +139,18 @@ def assert_refused(connection: socket.socket) -> None:
     assert 400 <= status < 600
 
 
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("name", BAD_BYTES)
 def test_bytes(server: Server, name: str) -> None:
     with scene(server) as stage:
         for _ in range(2):
             with raw_connection(server.http_port) as connection:
                 try:
-                    connection.sendall(BYTES[name])
+                    connection.sendall(BAD_BYTES[name])
                     connection.shutdown(socket.SHUT_WR)
                 except OSError:
                     pass
                 assert_refused(connection)
-        fine(stage)
+        check_clients(stage)
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -153,23 +160,23 @@ def test_bodies(server: Server, name: str) -> None:
             reply = stage.http.infer("simple", BODIES[name])
             assert reply.status in (400, 500, 501), reply
             assert len(reply.error) < 3_000_000
-        fine(stage)
+        check_clients(stage)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_other_requests(server: Server, name: str) -> None:
-    path, body = REQUESTS[name]
+    path, body = BAD_REQUESTS[name]
     with scene(server) as stage:
         assert stage.http.post(path, body).status in (400, 404, 500, 503)
-        fine(stage)
+        check_clients(stage)
 
 
 def test_every_truncation_of_a_request(server: Server) -> None:
     """The body is truncated at every position."""
     with scene(server) as stage:
-        for cut in range(0, len(REQUEST), 3):
-            assert stage.http.infer("simple", REQUEST[:cut]).status in (400, 500)
-        fine(stage)
+        for length in range(0, len(REQUEST), 3):
+            assert stage.http.infer("simple", REQUEST[:length]).status in (400, 500)
+        check_clients(stage)
 
 
 def test_every_split_of_a_binary_request(server: Server) -> None:
@@ -178,19 +185,21 @@ def test_every_split_of_a_binary_request(server: Server) -> None:
         for size in range(1, len(REQUEST), 3):
             headers = {"Inference-Header-Content-Length": str(size)}
             assert stage.http.infer("simple", REQUEST, headers).status in (400, 500)
-        fine(stage)
+        check_clients(stage)
 
 
 def test_many_silent_connections(server: Server) -> None:
     """200 connections send no byte, or one, while other clients are served."""
     with scene(server) as stage:
-        silent = [socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)]
+        silent_connections = [
+            socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)
+        ]
         try:
-            for connection in silent[::2]:
+            for connection in silent_connections[::2]:
                 connection.sendall(b"P")
-            fine(stage)
+            check_clients(stage)
         finally:
-            for connection in silent:
+            for connection in silent_connections:
                 connection.close()
 
 
@@ -215,12 +224,12 @@ def test_a_client_that_reads_no_responses_is_not_read_from(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(1.0)
         connection.connect(("127.0.0.1", server.http_port))
-        sent = 0
+        sent_bytes = 0
         with contextlib.suppress(TimeoutError):
-            while sent < 64 << 20:
-                sent += connection.send(flood)
-        assert sent < 64 << 20
-        fine(stage)
+            while sent_bytes < 64 << 20:
+                sent_bytes += connection.send(flood)
+        assert sent_bytes < 64 << 20
+        check_clients(stage)
 
 
 def test_a_slow_sender_delays_no_other_client(server: Server) -> None:
@@ -228,7 +237,7 @@ def test_a_slow_sender_delays_no_other_client(server: Server) -> None:
         connection.sendall(head(f"Content-Length: {len(REQUEST)}"))
         for start in range(0, len(REQUEST), 40):
             connection.sendall(REQUEST[start : start + 40])
-            fine(stage)
+            check_clients(stage)
         assert read_reply(connection).status == 200
 
 
@@ -241,18 +250,18 @@ def test_a_large_json_body_delays_no_other_client(serve: Callable[..., Server]) 
         {"inputs": [json_input("INPUT0", values)], "outputs": requested_outputs}
     ).encode()
     longest = []  # the longest wait as a share of all waits, by round
-    with scene(server, ARENA_BYTES) as stage, server.http() as another:
+    with scene(server, ARENA_BYTES) as stage, server.http() as other_client:
         for _ in range(3):  # three rounds, because the machine may pause in some of them
             pending = stage.pool.infer("identity", body)
-            waits = []
+            waits_s = []
             while not pending.done():
                 start_s = time.monotonic()
-                assert another.get("/v2/health/live").status == 200
-                waits.append(time.monotonic() - start_s)
+                assert other_client.get("/v2/health/live").status == 200
+                waits_s.append(time.monotonic() - start_s)
             assert pending.result().status == 200
-            longest.append(max(waits) / sum(waits))
+            longest.append(max(waits_s) / sum(waits_s))
         assert min(longest) < 1 / 3  # in one round at least, no wait took most of the time
-        fine(stage)
+        check_clients(stage)
 
 
 def test_metrics_port(server: Server) -> None:
@@ -271,9 +280,9 @@ def test_metrics_port(server: Server) -> None:
     assert "nv_inference_count" in server.metrics()
 
 
-def fine(stage: Scene) -> None:
+def check_clients(stage: Scene) -> None:
     """Check that existing and new clients are served."""
     assert_recovers(stage, time.monotonic())
-    with stage.server.http() as another:
-        assert another.infer("simple", REQUEST).status == 200
+    with stage.server.http() as other_client:
+        assert other_client.infer("simple", REQUEST).status == 200
     assert stage.load.troubles() == []

@@ -29,7 +29,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 
 RANDOM = random.Random(5)
-UNIONS = (
+MESSAGE_UNIONS = (
     unions.ClientToScheduler,
     inference.SchedulerToClient,
     unions.SchedulerToWorker,
@@ -41,10 +41,12 @@ UNIONS = (
     unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
 )
-TAGS = sorted({frames.tags_by_class()[kind] for union in UNIONS for kind in typing.get_args(union)})
+TAGS = sorted(
+    {frames.tags_by_class()[kind] for union in MESSAGE_UNIONS for kind in typing.get_args(union)}
+)
 FIELDS = {
     frames.tags_by_class()[kind]: len(kind.__slots__)
-    for union in UNIONS
+    for union in MESSAGE_UNIONS
     for kind in typing.get_args(union)
 }
 
@@ -93,16 +95,16 @@ def sockets(server: Server) -> list[Path]:
     return sorted(sockets - {server.run_dir / "handover"})
 
 
-@pytest.mark.parametrize("sent", [b"x", b"[]", b"7", b"[1, 2]", b"[" * 60_000])
-def test_at_the_handover(server: Server, sent: bytes) -> None:
+@pytest.mark.parametrize("garbage", [b"x", b"[]", b"7", b"[1, 2]", b"[" * 60_000])
+def test_at_the_handover(server: Server, garbage: bytes) -> None:
     """A client that is no server takes over nothing, and does not prevent a take-over."""
     with scene(server) as stage:
         for _ in range(2):
-            until("it is as if nobody had come", lambda: said_to(server, sent))
+            until("it is as if nobody had come", lambda: send_as_successor(server, garbage))
         assert_recovers(stage, time.monotonic(), 3.0)
 
 
-def said_to(server: Server, sent: bytes) -> bool:
+def send_as_successor(server: Server, garbage: bytes) -> bool:
     """Send bytes in the place of a successor server; return whether a successor could have
     taken over.
     """
@@ -113,13 +115,13 @@ def said_to(server: Server, sent: bytes) -> bool:
         for fd in fds:
             os.close(fd)
         if fds:
-            link.send(sent)
+            link.send(garbage)
             assert not link.recv(100)
     return b"sockets" in data
 
 
 OUR_OWN = b"%d.%d" % (os.getpid(), os.getpid())
-ENDINGS = (
+STREAM_ENDINGS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -145,12 +147,12 @@ def test_frames(server: Server, identity: bytes | None) -> None:
                 if identity is not None:
                     dealer.setsockopt(zmq.IDENTITY, identity)
                 dealer.sndtimeo = patience_ms
-                monitor = dealer.get_monitor_socket(ENDINGS)
+                monitor = dealer.get_monitor_socket(STREAM_ENDINGS)
                 dealer.connect(f"ipc://{path}")
                 # A peer that only publishes has no connection to this kind of socket.
                 with contextlib.suppress(zmq.Again):
-                    for sent in garbage():
-                        dealer.send(sent)
+                    for frame in garbage():
+                        dealer.send(frame)
                     dealer.send_multipart([b"", b"a", b"b", b"c"] * 10)
                 is_ended = identity == OUR_OWN or monitor.poll(2000)
                 dealer.disable_monitor()
@@ -167,17 +169,17 @@ def test_other_kinds_of_sockets(server: Server, kind: int) -> None:
     context = zmq.Context()
     with scene(server) as stage:
         for path in sockets(server):
-            with context.socket(kind) as other:
-                other.linger = 0
-                other.connect(f"ipc://{path}")
+            with context.socket(kind) as foreign_socket:
+                foreign_socket.linger = 0
+                foreign_socket.connect(f"ipc://{path}")
                 with contextlib.suppress(zmq.ZMQError):
-                    other.send(b"hello", zmq.NOBLOCK)
+                    foreign_socket.send(b"hello", zmq.NOBLOCK)
         context.term()
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []
 
 
-def test_the_identity_of_another(server: Server) -> None:
+def test_a_stolen_identity(server: Server) -> None:
     """A peer with the identity of a connected process is rejected, and that process stays
     connected.
     """
@@ -197,7 +199,7 @@ def test_the_identity_of_another(server: Server) -> None:
         assert stage.load.troubles() == []
 
 
-def ended(link: Dealer) -> bool:
+def has_ended(link: Dealer) -> bool:
     link.receive()
     return not link.connected
 
@@ -219,7 +221,7 @@ def test_model_code_cannot_impersonate_a_server_process(server: Server) -> None:
                 intruder.send(InstanceReady(0, pid))
                 intruder.send(Release(pid, list(range(0, 1 << 20, 4096))))
                 intruder.send(Stop())
-                until("it is ended", partial(ended, intruder))
+                until("it is ended", partial(has_ended, intruder))
                 intruder.close()
         assert "kept" in [region["name"] for region in stage.http.regions().json()]
         stage.http.unregister("kept").ok()
@@ -240,9 +242,9 @@ def test_peers_that_do_not_speak_zeromq(server: Server) -> None:
                 greeting,
                 greeting + RANDOM.randbytes(5000),
             ):
-                plain = stack.enter_context(socket.socket(socket.AF_UNIX))
-                plain.connect(str(path))
+                unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX))
+                unix_socket.connect(str(path))
                 with contextlib.suppress(OSError):
-                    plain.sendall(text)
+                    unix_socket.sendall(text)
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []

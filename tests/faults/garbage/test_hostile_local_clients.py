@@ -24,10 +24,10 @@ from shmserve.ipc.tensors.descriptors import Range, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp
 from tests.faults.conftest import make_repository
-from tests.faults.garbage.test_garbage_sockets import ended, garbage
+from tests.faults.garbage.test_garbage_sockets import garbage, has_ended
 from tests.faults.scene import Scene, State, assert_is_as_it_was, assert_recovers, scene
-from tests.rigs.arrivals import arrived, framed, send_raw
-from tests.rigs.local_clients import Guest, answer, memfd, small, submit
+from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
+from tests.rigs.local_clients import Guest, answer, memfd, small_tensor, submit
 from tests.support.leaks import cpu_seconds
 from tests.support.load import Load
 from tests.support.regions import punch
@@ -46,11 +46,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def honest(stage: Scene) -> None:
+def check_honest_client(stage: Scene) -> None:
     """Check that another local client can connect and is served."""
     with contextlib.closing(Guest(stage.server).hello()) as local_client:
         link = local_client.link("identity")
-        link.send(submit((small(),)))
+        link.send(submit((small_tensor(),)))
         assert isinstance(answer(link), m.Finished)
 
 
@@ -64,45 +64,47 @@ def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
         link = local_client.link(
             "identity", f"{local_client.number}.{local_client.token}.g{len(frames)}"
         )
-        send_raw(link, b"", b"".join(framed(frames.pop()) for _ in range(min(8, len(frames)))))
-        link.send(submit((small(),)))
-        answered = arrived(link)
-        assert all(isinstance(reply, m.Finished | m.Failed) for reply in answered)
+        send_raw(link, b"", b"".join(encode_zmtp(frames.pop()) for _ in range(min(8, len(frames)))))
+        link.send(submit((small_tensor(),)))
+        replies = receive_arrived(link)
+        assert all(isinstance(reply, m.Finished | m.Failed) for reply in replies)
         link.close()
     link = local_client.link("identity", f"{local_client.number}.{local_client.token}.flood")
-    send_raw(link, b"", framed(b"x") * 50_000)
-    until("it is ended", partial(ended, link))
+    send_raw(link, b"", encode_zmtp(b"x") * 50_000)
+    until("it is ended", partial(has_ended, link))
 
 
 def no_zeromq(local_client: Guest, stage: Scene) -> None:
     """Send bytes that are no frames, and incomplete frames."""
     stream_bytes = (
-        zmtp.GREETING + zmtp.ready_command("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
+        zmtp.GREETING
+        + zmtp.ready_command("DEALER", b"%d.x" % local_client.number)
+        + encode_zmtp(b"abc")
     )
     with contextlib.ExitStack() as stack:
         for endpoint in local_client.models.values():
             for text in (
                 os.urandom(5000),
-                *(stream_bytes[:cut] for cut in range(0, len(stream_bytes), 7)),
+                *(stream_bytes[:length] for length in range(0, len(stream_bytes), 7)),
             ):
-                plain = stack.enter_context(socket.socket(socket.AF_UNIX))
-                plain.connect(endpoint.removeprefix("ipc://"))
+                unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX))
+                unix_socket.connect(endpoint.removeprefix("ipc://"))
                 with contextlib.suppress(OSError):
-                    plain.sendall(text)
+                    unix_socket.sendall(text)
         assert_recovers(stage, time.monotonic())
-        honest(stage)
+        check_honest_client(stage)
 
 
 def a_handshake_without_end(local_client: Guest, stage: Scene) -> None:
     """Send an endless handshake; a valid one needs only a few bytes."""
     endless = b"\x06" + (64 * MIB).to_bytes(8, "big") + bytes(MIB)
-    with socket.socket(socket.AF_UNIX) as plain:
-        plain.settimeout(10)
-        plain.connect(local_client.models["identity"].removeprefix("ipc://"))
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        unix_socket.settimeout(10)
+        unix_socket.connect(local_client.models["identity"].removeprefix("ipc://"))
         with contextlib.suppress(OSError):
-            plain.sendall(zmtp.GREETING + endless)
+            unix_socket.sendall(zmtp.GREETING + endless)
         with contextlib.suppress(ConnectionError):
-            while plain.recv(1000):
+            while unix_socket.recv(1000):
                 pass
 
 
@@ -113,7 +115,7 @@ def never_read(local_client: Guest, stage: Scene) -> None:
     identity = f"{local_client.number}.{local_client.token}.deaf".encode()
     connection.sendall(zmtp.GREETING + zmtp.ready_command("DEALER", identity))
     connection.settimeout(1.0)
-    frame = framed(frames.pack([submit((small(),), number) for number in range(500)]))
+    frame = encode_zmtp(frames.pack([submit((small_tensor(),), number) for number in range(500)]))
     with contextlib.closing(connection), contextlib.suppress(TimeoutError):
         for _ in range(2000):
             connection.sendall(frame)
@@ -140,51 +142,55 @@ def half_frames(local_client: Guest, stage: Scene) -> None:
         return sum(link.connected for link in links) <= 7
 
     until("some are ended", some_are_ended)
-    honest(stage)
+    check_honest_client(stage)
 
 
 def a_frame_too_large(local_client: Guest, stage: Scene) -> None:
     for size in (8 * MIB + 1, 1 << 40, 2**64 - 1):
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{size}")
         send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
-        until("it is ended", partial(ended, link))
+        until("it is ended", partial(has_ended, link))
 
 
 def a_request_too_large(local_client: Guest, stage: Scene) -> None:
     """Send a request that is too large for a message; large tensors must be in shared memory."""
     link = local_client.link("identity")
     link.send(submit((TensorRef("INPUT0", "FP32", (MIB,), bytes(4 * MIB)),)))
-    failed = answer(link)
-    assert isinstance(failed, m.Failed) and "shared memory" in failed.message
-    link.send(submit((small(),)))
+    failed_answer = answer(link)
+    assert isinstance(failed_answer, m.Failed) and "shared memory" in failed_answer.message
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
 
 
 def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
-    link.send(replace(submit((small(),)), request_id="x" * MIB))
-    failed = answer(link)
-    assert isinstance(failed, m.Failed) and "larger than" in failed.message
+    link.send(replace(submit((small_tensor(),)), request_id="x" * MIB))
+    failed_answer = answer(link)
+    assert isinstance(failed_answer, m.Failed) and "larger than" in failed_answer.message
 
 
 def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     """Send millions of messages, or invalid elements, in one frame; other clients are served
     meanwhile.
     """
-    before = cpu_seconds(stage.server)["scheduler identity"]
+    cpu_before = cpu_seconds(stage.server)["scheduler identity"]
     message = msgpack.packb(["Cancel", 1])
-    many = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
-    for number, words in enumerate((message * (7 * MIB // len(message)), many, message * 6 * MIB)):
+    nested_arrays = b"".join(
+        b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130)
+    )
+    for number, words in enumerate(
+        (message * (7 * MIB // len(message)), nested_arrays, message * 6 * MIB)
+    ):
         count = words.count(b"\xdd") or len(words) // len(message)
-        frame = framed(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
+        frame = encode_zmtp(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{number}")
         assert link._connection is not None
         link._connection.sock.settimeout(20)
         with contextlib.suppress(OSError):
             link._connection.sock.sendall(frame)
         link._connection.sock.setblocking(False)
-    honest(stage)
-    assert cpu_seconds(stage.server)["scheduler identity"] - before < 5
+    check_honest_client(stage)
+    assert cpu_seconds(stage.server)["scheduler identity"] - cpu_before < 5
 
 
 def slow_to_close(local_client: Guest, stage: Scene) -> None:
@@ -203,7 +209,7 @@ def slow_to_close(local_client: Guest, stage: Scene) -> None:
         scheduler.connect(local_client.models["identity"].removeprefix("ipc://"))
         send_what_lingers(stack, scheduler, zmtp.GREETING, 1)
         start_s = time.monotonic()
-        honest(stage)
+        check_honest_client(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()
         assert time.monotonic() - start_s < LINGER_S / 2
@@ -234,41 +240,41 @@ def send_what_lingers(
 
 def many_links(local_client: Guest, stage: Scene) -> None:
     """Open more links than allowed, and links without a token."""
-    mine = [
+    own_links = [
         local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
         for n in range(40)
     ]
     made_up = [
         local_client.link("identity", f"{local_client.number}.{'0' * 32}.{n}") for n in range(200)
     ]
-    for link in (*mine, *made_up):
-        link.send(submit((small(),)))
-    until("those are ended", lambda: all(map(ended, made_up)))
-    until("some are left", lambda: sum(map(ended, mine)) == 24)
-    honest(stage)
+    for link in (*own_links, *made_up):
+        link.send(submit((small_tensor(),)))
+    until("those are ended", lambda: all(map(has_ended, made_up)))
+    until("some are left", lambda: sum(map(has_ended, own_links)) == 24)
+    check_honest_client(stage)
 
 
 def another_s_identity(local_client: Guest, stage: Scene) -> None:
     """Open a link with the identity of another link."""
     link = local_client.link("identity")
-    link.send(submit((small(),)))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
-    thief = local_client.link("identity")
-    until("the second is ended", partial(ended, thief))
-    link.send(submit((small(),)))
+    thief_link = local_client.link("identity")
+    until("the second is ended", partial(has_ended, thief_link))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
 
 
 def stay_after_leaving(local_client: Guest, stage: Scene) -> None:
     """Disconnect from the listener; all links are closed and cannot be opened again."""
     link = local_client.link("identity")
-    link.send(submit((small(),)))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
     local_client.listener.close()
-    until("its link is ended", partial(ended, link))
+    until("its link is ended", partial(has_ended, link))
     second_link = local_client.link("identity")
-    second_link.send(submit((small(),)))
-    until("so is the next", partial(ended, second_link))
+    second_link.send(submit((small_tensor(),)))
+    until("so is the next", partial(has_ended, second_link))
 
 
 def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
@@ -280,27 +286,27 @@ def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
         link.send(submit((numbers,), 5))
     link.send(m.Cancel(99))
     link.send(submit((), 6))  # answered at once, although it was sent last
-    failed = answer(link)
-    assert isinstance(failed, m.Failed) and failed.id == 6
+    failed_answer = answer(link)
+    assert isinstance(failed_answer, m.Failed) and failed_answer.id == 6
     visit.release()
     assert isinstance(answer(link), m.Finished)
-    assert arrived(link, 0.2) == []
+    assert receive_arrived(link, 0.2) == []
 
 
 def odd_numbers(local_client: Guest, stage: Scene) -> None:
     """Send extreme times, priorities and identifiers."""
     link = local_client.link("identity")
-    work = pack_inference(Inference((small(),)))
-    odd = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
+    work = pack_inference(Inference((small_tensor(),)))
+    odd_values = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
     number = 0
     for field in range(4):
-        for value in odd:
+        for value in odd_values:
             number += 1
             a, b, c, d = (value if field == n else 0 for n in range(4))
             link.send(m.Submit(number, *work, a, b, c, d, "x" * 70_000))
-            replied = answer(link)
-            assert isinstance(replied, m.Finished | m.Failed) and replied.id == number
-    for value in odd:
+            reply = answer(link)
+            assert isinstance(reply, m.Finished | m.Failed) and reply.id == number
+    for value in odd_values:
         link.send(m.Submit(value, *work, 0, 0, 0, 0))
         assert answer(link).id == value
 
@@ -336,42 +342,46 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
         (1.5,),
         ("4",),
     ]
-    bad: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
-    bad += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
-    bad += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
+    bad_tensors: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
+    bad_tensors += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
+    bad_tensors += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
     # Equal to the correct shape as a number, but of another type.
-    bad.append(["INPUT0", "FP32", [4.0]])
-    packed, data = pack_inference(Inference((small(),), ()))
+    bad_tensors.append(["INPUT0", "FP32", [4.0]])
+    packed, data = pack_inference(Inference((small_tensor(),), ()))
     schema = msgpack.unpackb(packed)
-    works: list[tuple[Any, list[Any]]] = [([[tensor], *schema[1:]], data) for tensor in bad]
+    bad_requests: list[tuple[Any, list[Any]]] = [
+        ([[tensor], *schema[1:]], data) for tensor in bad_tensors
+    ]
     contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
     contents += [[0] * count for count in range(1, 12)]
     memories: tuple[Any, ...] = (b"", b"\x90", "", 1, None, [], {})
     contents += [[memory, 0, 16] for memory in memories]
-    works += [(schema, [content]) for content in contents]
-    works += [(schema, []), (schema, [*data, *data])]
+    bad_requests += [(schema, [content]) for content in contents]
+    bad_requests += [(schema, []), (schema, [*data, *data])]
     for field in range(1, len(schema)):
-        odd: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
-        works += [([*schema[:field], value, *schema[field + 1 :]], data) for value in odd]
-    link.send(submit((small(),)))
+        odd_values: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
+        bad_requests += [
+            ([*schema[:field], value, *schema[field + 1 :]], data) for value in odd_values
+        ]
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
-    for number, work in enumerate(works, 2):
+    for number, work in enumerate(bad_requests, 2):
         link.send(m.Submit(number, msgpack.packb(work[0]), work[1], 0, 0, 0, 0))
-        failed = answer(link)
-        assert isinstance(failed, m.Failed) and failed.id == number, work
-        assert failed.code == "INVALID_ARG", (work, failed)
-        assert len(failed.message) < 200_000
-        assert "Traceback" not in failed.message
+        failed_answer = answer(link)
+        assert isinstance(failed_answer, m.Failed) and failed_answer.id == number, work
+        assert failed_answer.code == "INVALID_ARG", (work, failed_answer)
+        assert len(failed_answer.message) < 200_000
+        assert "Traceback" not in failed_answer.message
 
 
 def deep_messages(local_client: Guest, stage: Scene) -> None:
     """Send deeply nested arrays as a message, as a request and in a parameter."""
-    deep = b"\x91" * 100_000 + b"\xc0"
+    deep_schema = b"\x91" * 100_000 + b"\xc0"
     link = local_client.link("identity")
-    link.send(m.Submit(1, deep, [], 0, 0, 0, 0))
+    link.send(m.Submit(1, deep_schema, [], 0, 0, 0, 0))
     assert isinstance(answer(link), m.Failed)
-    send_raw(link, b"", framed(bytes((0x92, frames.VERSION)) + deep))
-    link.send(submit((small(),), 2))
+    send_raw(link, b"", encode_zmtp(bytes((0x92, frames.VERSION)) + deep_schema))
+    link.send(submit((small_tensor(),), 2))
     assert answer(link).id == 2
 
 
@@ -396,7 +406,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
     and no worker exits.
     """
     link = local_client.link("identity")
-    before = len(stage.server.log())
+    log_length = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
             memory = unpack_memory(
@@ -406,24 +416,27 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
             memory_range = Range(memory, 0, 16)
             for work in (
                 submit((TensorRef("INPUT0", "FP32", (4,), memory_range),)),
-                submit((small(),), outputs=(RequestedOutput("OUTPUT0", memory_range),)),
+                submit((small_tensor(),), outputs=(RequestedOutput("OUTPUT0", memory_range),)),
             ):
                 link.send(work)
-                refused = answer(link)
-                assert isinstance(refused, m.Failed) and "cannot be mapped" in refused.message
-    assert " ended (" not in stage.server.log()[before:]
+                refused_answer = answer(link)
+                assert (
+                    isinstance(refused_answer, m.Failed)
+                    and "cannot be mapped" in refused_answer.message
+                )
+    assert " ended (" not in stage.server.log()[log_length:]
 
 
 def many_memories(local_client: Guest, stage: Scene) -> None:
     """Share more memories than allowed; all are released when the local client disconnects."""
-    refused = None
+    refused_answer = None
     with memfd(4096) as fd:
         for number in range(5000):
             reply = local_client.request(ShareMemory(number, 4096, False), fd)
             if isinstance(reply, Refused):
-                refused = reply
+                refused_answer = reply
                 break
-    assert refused is not None and "at most" in refused.message
+    assert refused_answer is not None and "at most" in refused_answer.message
     for number in (0, -1, 7, 2**63):
         with contextlib.suppress(OSError):
             local_client.send(WithdrawMemory(number))
@@ -449,9 +462,11 @@ def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
         for _ in range(600):
             # A blocking socket waits for a place in the listen queue; a socket with a timeout would
             # fail.
-            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            silent.connect(str(endpoints.listener(stage.server.run_dir)))
-        honest(stage)
+            silent_socket = stack.enter_context(
+                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            )
+            silent_socket.connect(str(endpoints.listener(stage.server.run_dir)))
+        check_honest_client(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()
         assert_recovers(stage, time.monotonic())
@@ -490,7 +505,7 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
     with scene(server) as stage:
         with contextlib.closing(Guest(server).hello()) as local_client:
             crime(local_client, stage)
-        honest(stage)
+        check_honest_client(stage)
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []
 

@@ -60,7 +60,7 @@ def _field(name: bytes, value: bytes) -> bytes:
     return encode_block(((name, value),))
 
 
-_STARTS = [
+_BLOCK_STARTS = [
     *[_REQUEST + b"\x01\x01h"] * 8,
     *(b"\x82\x87\x84\x41\x01h", b"\x83\x86\x04\x02/x\x01\x01h", b"\x83\x86\x44\x02/y\x01\x01h"),
     *(_REQUEST + b"\x66\x01h", _REQUEST + b"\x01\x01h\x0f\x10\x10application/grpc"),
@@ -105,11 +105,11 @@ _FIELDS = [
     ),
     *(b"\x00\x01a\x84\x3f\xff\xff\xff", b"\x0f\x80", b"\xc5", b"\x00\x01\xffa\x01b"),
 ]
-_FINE = [
+_VALID_FIELDS = [
     *(*_FIELDS[:4], _field(b"te", b"trailers"), b"\x90", b"\x40\x02bb\x03ccc"),
     *(_field(b"content-length", b"4"), _field(b"a", b"\xff"), _field(b"b", b"")),
 ]
-_GROWTH = [
+_INCREMENTS = [
     *(1, 1, 2, 5, 100, 2**14, 2**16, 2**30, 2**31 - 1 - 65535, 2**31 - 1, 0, 2**31, 2**32 - 1)
 ]
 _SETTINGS = [
@@ -144,11 +144,11 @@ class Conversation:
 
     def _step(self, kind: int) -> Iterator[Step]:
         if kind >= 0xE8:
-            what = "answer" if kind & 1 else "reset"
-            yield Step(what, b"", self._one_of(self._begun))
+            action = "answer" if kind & 1 else "reset"
+            yield Step(action, b"", self._one_of(self._begun))
             return
-        for sent in self._frames(kind % 20):
-            yield Step("send", self._broken(sent) if self._number() > 0xE8 else sent)
+        for frame_bytes in self._frames(kind % 20):
+            yield Step("send", self._broken(frame_bytes) if self._number() > 0xE8 else frame_bytes)
 
     def _frames(self, kind: int) -> list[bytes]:
         if kind < 6:
@@ -160,8 +160,8 @@ class Conversation:
         if kind == 11:
             return [frame(RESET, 0, self._stream(), struct.pack(">I", self._number()))]
         if kind == 12:
-            more = struct.pack(">I", self._one_of(_GROWTH))
-            return [frame(WINDOW, 0, self._one_of([0, self._stream()]), more)]
+            increment = struct.pack(">I", self._one_of(_INCREMENTS))
+            return [frame(WINDOW, 0, self._one_of([0, self._stream()]), increment)]
         if kind == 13:
             values = [self._one_of(_SETTINGS) for _ in range(self._number() % 3)]
             payload = b"".join(struct.pack(">HI", *value) for value in values)
@@ -172,11 +172,11 @@ class Conversation:
             depends = struct.pack(">IB", self._one_of([0, 0, 0, 0, 0, 0, 1, self._next]), 16)
             return [frame(PRIORITY, 0, self._stream(), depends)]
         if kind == 16 and self._number() > 0xC0:
-            last, code = (
+            last_stream, code = (
                 struct.pack(">I", self._number() & 0xF2),
                 struct.pack(">I", self._number() % 16),
             )
-            return [frame(GO_AWAY, 0, 0, last + code)]
+            return [frame(GO_AWAY, 0, 0, last_stream + code)]
         if kind == 17 and self._number() > 0xD0:
             return [frame(SETTINGS, 1, 0)]
         if kind == 18:
@@ -193,16 +193,18 @@ class Conversation:
         return stream
 
     def _stream(self) -> int:
-        which = self._number()
-        if which > 0xF4:
-            return (0, 2, self._next, self._next + 2, 2**31 - 1, 2**31, 1)[which % 7]
-        return self._begun[-1 - which % min(len(self._begun), 4)]
+        stream_number = self._number()
+        if stream_number > 0xF4:
+            return (0, 2, self._next, self._next + 2, 2**31 - 1, 2**31, 1)[stream_number % 7]
+        return self._begun[-1 - stream_number % min(len(self._begun), 4)]
 
     def _block(self) -> bytes:
         count = self._number()
-        odd = count > 0xD8
-        fields = [self._one_of(_FIELDS if odd else _FINE) for _ in range(count % 4)]
-        return self._one_of(_STARTS if odd else _STARTS[:_FINE_STARTS]) + b"".join(fields)
+        is_odd = count > 0xD8
+        fields = [self._one_of(_FIELDS if is_odd else _VALID_FIELDS) for _ in range(count % 4)]
+        return self._one_of(_BLOCK_STARTS if is_odd else _BLOCK_STARTS[:_FINE_STARTS]) + b"".join(
+            fields
+        )
 
     def _headers(self, stream: int) -> list[bytes]:
         block, choice = self._block(), self._number()
@@ -211,9 +213,12 @@ class Conversation:
             return [self._padded(HEADERS, stream, block, END_HEADERS | end)]
         cuts = sorted(self._number() % (len(block) + 1) for _ in range(choice % 3 + 1))
         pieces = [block[at:to] for at, to in zip([0, *cuts], [*cuts, len(block)], strict=True)]
-        sent = [frame(HEADERS, end, stream, pieces[0])]
-        sent += [frame(CONTINUATION, 0, stream, piece) for piece in pieces[1:-1]]
-        return [*sent, frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, pieces[-1])]
+        header_frames = [frame(HEADERS, end, stream, pieces[0])]
+        header_frames += [frame(CONTINUATION, 0, stream, piece) for piece in pieces[1:-1]]
+        return [
+            *header_frames,
+            frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, pieces[-1]),
+        ]
 
     def _padded(self, kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
         choice = self._number()
@@ -228,10 +233,10 @@ class Conversation:
             payload = bytes((size,)) + payload + bytes(size)
         return frame(kind, flags, stream, payload)
 
-    def _broken(self, sent: bytes) -> bytes:
+    def _broken(self, frame_bytes: bytes) -> bytes:
         """Return a malformed frame."""
         choice, value = self._number() % 8, self._number()
-        head, payload = bytearray(sent[:9]), bytearray(sent[9:])
+        head, payload = bytearray(frame_bytes[:9]), bytearray(frame_bytes[9:])
         if choice < 2:
             head[4] ^= 1 << value % 8  # a flag
         elif choice == 2:

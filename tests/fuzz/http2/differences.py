@@ -17,47 +17,56 @@ class Known(NamedTuple):
     why: str
 
 
-def difference(ours: Seen, theirs: Seen) -> str:
-    """How what two engines made of the same step differs, as "what: ours | theirs"; "" if not.
+def difference(own_view: Seen, peer_view: Seen) -> str:
+    """Return the difference of two engines after a step, as "field: ours | theirs"; "" if equal.
 
-    `over` is why a connection is over, else what its engine did instead; `resets` are the codes of
-    streams that only one has reset, and what the other has of them.
+    `over` is the reason why a connection has ended, or else the resets of its engine. `resets` are
+    the codes of streams that only one engine has reset, and the requests of the other.
     """
-    if ours.over or theirs.over:
-        if ours.over and theirs.over:
+    if own_view.over or peer_view.over:
+        if own_view.over and peer_view.over:
             return ""
-        return f"over: {ours.over or _instead(ours)} | {theirs.over or _instead(theirs)}"
-    if ours.resets != theirs.resets:
-        return f"resets: {_resets(ours, theirs)} | {_resets(theirs, ours)}"
-    if ours.requests != theirs.requests:
-        return f"requests: {_requests(ours, theirs)} | {_requests(theirs, ours)}"
-    if ours.answers != theirs.answers:
-        return f"answers: {ours.answers} | {theirs.answers}"
+        ends = [view.over or _describe_fresh_reset(view) for view in (own_view, peer_view)]
+        return f"over: {' | '.join(ends)}"
+    if own_view.resets != peer_view.resets:
+        return f"resets: {_resets(own_view, peer_view)} | {_resets(peer_view, own_view)}"
+    if own_view.requests != peer_view.requests:
+        return f"requests: {_requests(own_view, peer_view)} | {_requests(peer_view, own_view)}"
+    if own_view.answers != peer_view.answers:
+        return f"answers: {own_view.answers} | {peer_view.answers}"
     return ""
 
 
-def _instead(seen: Seen) -> str:
-    return "-" if seen.fresh is None else f"resets {seen.fresh}"
+def _describe_fresh_reset(view: Seen) -> str:
+    return "-" if view.fresh is None else f"resets {view.fresh}"
 
 
-def _resets(seen: Seen, other: Seen) -> str:
+def _resets(view: Seen, other_view: Seen) -> str:
     resets = []
-    for number, code in seen.resets.items():
-        if other.resets.get(number) != code:
-            request = other.requests.get(number)
-            resets.append(f"{code} of {written(request.fields if request is not None else ())}")
+    for number, code in view.resets.items():
+        if other_view.resets.get(number) != code:
+            request = other_view.requests.get(number)
+            resets.append(
+                f"{code} of {format_fields(request.fields if request is not None else ())}"
+            )
     return ", ".join(resets) or "-"
 
 
-def written(fields: Fields) -> str:
-    return repr(b" ".join(b"=".join(it) for it in fields))
+def format_fields(fields: Fields) -> str:
+    return repr(b" ".join(b"=".join(pair) for pair in fields))
 
 
-def _requests(seen: Seen, other: Seen) -> str:
-    return str({n: it for n, it in seen.requests.items() if other.requests.get(n) != it})
+def _requests(view: Seen, other_view: Seen) -> str:
+    return str(
+        {
+            n: request
+            for n, request in view.requests.items()
+            if other_view.requests.get(n) != request
+        }
+    )
 
 
-KNOWN = [
+KNOWN_DIFFERENCES = [
     # --- streams
     Known(
         "",
@@ -223,9 +232,11 @@ KNOWN = [
 ]
 
 
-def explained(whose: str, text: str) -> Known | None:
+def find_known_difference(peer: str, text: str) -> Known | None:
     """Return the entry of the table for a difference; None if it is a finding."""
-    for known in KNOWN:
-        if known.whose in (whose, "") and re.fullmatch(known.pattern, text, re.DOTALL):
-            return known
+    for known_difference in KNOWN_DIFFERENCES:
+        if known_difference.whose in (peer, "") and re.fullmatch(
+            known_difference.pattern, text, re.DOTALL
+        ):
+            return known_difference
     return None

@@ -12,10 +12,10 @@ from h2.exceptions import H2Error
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
 from shmserve.gateway.http2.incoming import Limits
-from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
+from tests.support.wire.http2 import ACK, CLIENT_OPENING, GO_AWAY, PING, RESET, SETTINGS
 from tests.support.wire.http2_engine import Engine, RequestFields, frames_of
 
-_WINDOW = 2**31 - 1
+_MAX_WINDOW = 2**31 - 1
 LIMITS = Limits(streams=100, header_list=65536, window=65535, frame=16384)
 _ANSWER = b"\x88"
 
@@ -43,8 +43,8 @@ class Seen:
     resets: dict[int, int] = field(default_factory=dict)
     answers: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def take(self, sent: bytes) -> None:
-        for sent_frame in frames_of(sent):
+    def take(self, frames_sent: bytes) -> None:
+        for sent_frame in frames_of(frames_sent):
             if sent_frame.kind == RESET:
                 self.fresh = int.from_bytes(sent_frame.payload, "big")
                 self.resets[sent_frame.stream] = self.fresh
@@ -65,7 +65,7 @@ class Seen:
 class Side(Protocol):
     seen: Seen
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         """Read a frame of the client."""
 
     def answer(self, stream: int) -> None:
@@ -88,32 +88,32 @@ class Ours:
         headers._decode = self._decode  # type: ignore[method-assign]
         headers._convert = self._read
         self.seen = Seen()
-        self.take(OPENED)
+        self.take(CLIENT_OPENING)
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         engine = self._engine
         at = len(engine.sent)
-        for start in range(0, len(sent), self._step):
-            engine.take(sent[start : start + self._step])
+        for start in range(0, len(data), self._step):
+            engine.take(data[start : start + self._step])
         assert not engine.http2.pending
         assert not engine.http2._buffer, "a whole frame is not handled"
         self._look(at)
 
     def _look(self, at: int) -> None:
-        engine, seen = self._engine, self.seen
-        seen.requests = {
+        engine, view = self._engine, self.seen
+        view.requests = {
             number: Request(list(vars(request.fields)["sent"]), request.data, request.ended)
             for number, request in engine.requests.items()
             if not request.cancelled and number not in self._answered
         }
-        seen.take(b"".join(_written(answer) for answer in engine.sent[at:]))
-        for number in seen.resets:
-            seen.requests.pop(number, None)
+        view.take(b"".join(_encode_sent_frame(answer) for answer in engine.sent[at:]))
+        for number in view.resets:
+            view.requests.pop(number, None)
             if number not in engine.requests or not engine.requests[number].ended:
                 self.early.add(number)
-        assert engine.http2.closing == bool(seen.over)
+        assert engine.http2.closing == bool(view.over)
         assert all(stream.id == number for number, stream in engine.http2.streams.items())
-        assert not seen.requests.keys() & seen.resets.keys()
+        assert not view.requests.keys() & view.resets.keys()
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
         fields = HeaderDecoder._decode(self._engine.http2._headers, block)
@@ -150,7 +150,7 @@ class Ours:
         self._look(at)
 
 
-def _written(sent_frame: Any) -> bytes:
+def _encode_sent_frame(sent_frame: Any) -> bytes:
     head = len(sent_frame.payload).to_bytes(3, "big") + bytes((sent_frame.kind, sent_frame.flags))
     return head + sent_frame.stream.to_bytes(4, "big") + sent_frame.payload
 
@@ -165,14 +165,14 @@ class H2:
     def __init__(self) -> None:
         self._engine = H2Connection(self._config)
         self._engine.initiate_connection()
-        self._engine.increment_flow_control_window(_WINDOW - 65535)
+        self._engine.increment_flow_control_window(_MAX_WINDOW - 65535)
         self._engine.data_to_send()
         self.seen = Seen()
-        self.take(OPENED)
+        self.take(CLIENT_OPENING)
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         try:
-            events = self._engine.receive_data(sent)
+            events = self._engine.receive_data(data)
         except H2Error as error:
             self._engine.data_to_send()
             self.seen.over = f"{type(error).__name__} {error}"
@@ -193,9 +193,9 @@ class H2:
         self.seen.take(self._engine.data_to_send())
 
     def answer(self, stream: int) -> None:
-        ended = self.seen.answered(stream)
+        has_ended = self.seen.answered(stream)
         self._engine.send_headers(stream, [(b":status", b"200")], end_stream=True)
-        if not ended:
+        if not has_ended:
             self._engine.reset_stream(stream, FaultCode.NO_ERROR)
         self.seen.take(self._engine.data_to_send())
 
@@ -210,17 +210,17 @@ class Ngh2:
     def __init__(self) -> None:
         self._engine = ngh2.Connection(ngh2.Role.SERVER)
         self._engine.initiate_connection()
-        self._engine.set_local_window_size(_WINDOW)
+        self._engine.set_local_window_size(_MAX_WINDOW)
         self._engine.data_to_send()
         self.seen = Seen()
-        self.take(OPENED)
+        self.take(CLIENT_OPENING)
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         error = ""
         try:
-            self._engine.receive_data(sent)
-        except ngh2.NGH2Error as raised:
-            error = f"{type(raised).__name__} {raised}"
+            self._engine.receive_data(data)
+        except ngh2.NGH2Error as error_raised:
+            error = f"{type(error_raised).__name__} {error_raised}"
         requests = self.seen.requests
         for event in self._engine.events():
             if isinstance(event, ngh2.RequestReceived):
@@ -239,10 +239,10 @@ class Ngh2:
         self.seen.over = self.seen.over or error
 
     def answer(self, stream: int) -> None:
-        ended = self.seen.answered(stream)
+        has_ended = self.seen.answered(stream)
         self._engine.send_response(stream, [(b":status", b"200")], end_stream=True)
         self.seen.take(self._engine.data_to_send())
-        if not ended:
+        if not has_ended:
             self._engine.reset_stream(stream, FaultCode.NO_ERROR)
             self.seen.take(self._engine.data_to_send())
 

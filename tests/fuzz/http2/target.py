@@ -6,11 +6,11 @@ import ngh2
 from h2.exceptions import H2Error
 
 from tests.fuzz.http2.conversations import Conversation
-from tests.fuzz.http2.differences import difference, explained, written
+from tests.fuzz.http2.differences import difference, find_known_difference, format_fields
 from tests.fuzz.http2.sides import H2, Ngh2, Ours, Side
 
 # The number of times that each entry of the table occurred, for the analysis of a long run.
-MET: Counter[str] = Counter()
+DIFFERENCE_COUNTS: Counter[str] = Counter()
 
 
 def http2(data: bytes) -> None:
@@ -19,7 +19,7 @@ def http2(data: bytes) -> None:
     `ngh2` plays half of them and `h2`, which is slower, one of sixteen. The rest is played with the
     bytes split in another way.
     """
-    kind, rest = data[:1], data[1:]
+    kind, conversation = data[:1], data[1:]
     other_sides: dict[str, Side] = {}
     number = kind[0] if kind else 0
     if number % 16 == 0:
@@ -28,42 +28,42 @@ def http2(data: bytes) -> None:
         other_sides["ngh2"] = Ngh2()
     else:
         other_sides["cut"] = Ours(1 + number // 16)
-    ours = Ours()
-    for step in Conversation(rest).steps():
-        for side in (ours, *other_sides.values()):
+    own_side = Ours()
+    for step in Conversation(conversation).steps():
+        for side in (own_side, *other_sides.values()):
             side.seen.fresh = None
-        behind_reset, begun = step.of in ours.early, step.of in ours.seen.requests
+        behind_reset, has_begun = step.of in own_side.early, step.of in own_side.seen.requests
         if step.what == "send":
-            ours.take(step.sent)
-        elif ours.is_open(step.stream):
-            _do(ours, step.what, step.stream)
+            own_side.take(step.sent)
+        elif own_side.is_open(step.stream):
+            _perform(own_side, step.what, step.stream)
         else:
             continue
-        for name, other in list(other_sides.items()):
+        for name, peer in list(other_sides.items()):
             if step.what == "send":
-                other.take(step.sent)
+                peer.take(step.sent)
             else:
                 try:
-                    _do(other, step.what, step.stream)
+                    _perform(peer, step.what, step.stream)
                 except (H2Error, ngh2.NGH2Error) as error:
-                    other.seen.over = f"{type(error).__name__} {error}"
-            found_difference = "" if ours.in_block else difference(ours.seen, other.seen)
+                    peer.seen.over = f"{type(error).__name__} {error}"
+            found_difference = "" if own_side.in_block else difference(own_side.seen, peer.seen)
             if found_difference:
                 found_difference = f"{step.name} {found_difference}"
                 if behind_reset and "STREAM_CLOSED" in found_difference:
                     found_difference += " behind a reset"
-                if begun and "resets: -" in found_difference:
-                    found_difference += f" with trailers {written(ours.decoded)}"
-                known = explained(name, found_difference)
-                assert known is not None, f"{name}: {found_difference}"
-                MET[f"{name}: {known.why}"] += 1
+                if has_begun and "resets: -" in found_difference:
+                    found_difference += f" with trailers {format_fields(own_side.decoded)}"
+                known_difference = find_known_difference(name, found_difference)
+                assert known_difference is not None, f"{name}: {found_difference}"
+                DIFFERENCE_COUNTS[f"{name}: {known_difference.why}"] += 1
                 del other_sides[name]
-        if ours.seen.over or not other_sides:
+        if own_side.seen.over or not other_sides:
             return
 
 
-def _do(side: Side, what: str, stream: int) -> None:
-    if what == "answer":
+def _perform(side: Side, action: str, stream: int) -> None:
+    if action == "answer":
         side.answer(stream)
     else:
         side.reset(stream)

@@ -36,7 +36,7 @@ PROMPTS = [
     for number in range(12)
 ]
 NEW_TOKENS = 24
-_LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
+_LENIENT_FLAGS = ("--exit-on-error=false", "--strict-readiness=false")
 
 
 @pytest.fixture(scope="module")
@@ -73,27 +73,29 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return texts
 
 
-def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
+def text(server: Server, model: str, prompt: list[int], **sampling_parameters: Any) -> str:
     body = {
         "input_ids": prompt,
         "exclude_input_in_output": True,
-        "sampling_parameters": json.dumps({"max_tokens": NEW_TOKENS, "temperature": 0, **more}),
+        "sampling_parameters": json.dumps(
+            {"max_tokens": NEW_TOKENS, "temperature": 0, **sampling_parameters}
+        ),
     }
     request = urllib.request.Request(
         f"http://{server.url}/v2/models/{model}/generate", json.dumps(body).encode()
     )
-    with urllib.request.urlopen(request, timeout=120) as answered:
-        text: str = json.load(answered)["text_output"]
+    with urllib.request.urlopen(request, timeout=120) as response:
+        text: str = json.load(response)["text_output"]
     return text
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "halves"])
 def test_texts_equal_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
-    alone = [text(server, model, prompt) for prompt in PROMPTS[:4]]
+    single_texts = [text(server, model, prompt) for prompt in PROMPTS[:4]]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = list(pool.map(lambda prompt: text(server, model, prompt), PROMPTS))
-    assert alone == expected[:4]
-    assert together == expected
+        parallel_texts = list(pool.map(lambda prompt: text(server, model, prompt), PROMPTS))
+    assert single_texts == expected[:4]
+    assert parallel_texts == expected
 
 
 def test_weights_of_16_bits_generate(server: Server) -> None:
@@ -103,19 +105,19 @@ def test_weights_of_16_bits_generate(server: Server) -> None:
 
 
 def test_a_seed_reproduces_the_sampled_text(server: Server) -> None:
-    drawn = [
+    drawn_texts = [
         text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
         for seed in (7, 7, 8)
     ]
-    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn_texts[0] == drawn_texts[1] != drawn_texts[2]
 
 
 def test_weights_of_8_bits_are_for_processors(tmp_path: Path) -> None:
     write_folder(tmp_path / "models" / "narrow" / "1")
     (tmp_path / "models" / "narrow" / "config.pbtxt").write_text(CONFIG)
     (tmp_path / "models" / "narrow" / "engine.yaml").write_text("weights: int8\n")
-    with running(tmp_path / "models", *_LENIENT, gpu=True) as started:
+    with running(tmp_path / "models", *_LENIENT_FLAGS, gpu=True) as started:
         request = urllib.request.Request(f"http://{started.url}/v2/repository/index", b"")
-        with urllib.request.urlopen(request, timeout=30) as answered:
-            (row,) = json.load(answered)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            (row,) = json.load(response)
     assert "weights: int8 is supported on CPUs only" in row["reason"]

@@ -20,7 +20,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.support import repositories, servers
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
@@ -34,7 +34,7 @@ SIDE = 512
 SIZE = SIDE * SIDE * 4
 X = np.arange(SIDE * SIDE, dtype=np.float32).reshape(SIDE, SIDE) % 97
 MODEL = f"""
-{WAITING}
+{WAITING_CODE}
 import torch
 
 class Model(torch.nn.Module):
@@ -49,7 +49,7 @@ input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
 instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
 """
-EXPORTER = """
+EXPORTER_PROGRAM = """
 import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
 region = shm.create_shared_memory_region("r", int(sys.argv[1]), 0)
 shm.set_shared_memory_region(region, [np.full(int(sys.argv[1]) // 4, 3, np.float32)])
@@ -91,7 +91,7 @@ class Child:
 
     def __init__(self, byte_size: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", EXPORTER, str(byte_size)],
+            [sys.executable, "-c", EXPORTER_PROGRAM, str(byte_size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -134,7 +134,7 @@ def second_half(shm: Any, region: Any) -> np.ndarray:
     return result
 
 
-def copied(server: Server) -> float:
+def copied_bytes(server: Server) -> float:
     """Return the number of copied input bytes. An output is copied to its region from device to
     device.
     """
@@ -149,15 +149,15 @@ def test_register_and_infer(
     server: Server, client: triton.InferenceServerClient, shm: Any, region: Any
 ) -> None:
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 2 * SIZE)
-    listed = [{"name": "r", "device_id": 0, "byte_size": 2 * SIZE}]
-    assert client.get_cuda_shared_memory_status() == listed
-    assert client.get_cuda_shared_memory_status("r") == listed
+    expected_regions = [{"name": "r", "device_id": 0, "byte_size": 2 * SIZE}]
+    assert client.get_cuda_shared_memory_status() == expected_regions
+    assert client.get_cuda_shared_memory_status("r") == expected_regions
     for turn in range(3):
         shm.set_shared_memory_region(region, [X + turn])
-        before = copied(server)
+        copied_before = copied_bytes(server)
         infer(client)
         assert (second_half(shm, region) == (X + turn) * 2).all()
-    assert copied(server) == before, "no input is copied once the model is known"
+    assert copied_bytes(server) == copied_before, "no input is copied once the model is known"
     client.unregister_cuda_shared_memory("r")
     assert client.get_cuda_shared_memory_status() == []
     with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'"):
@@ -200,15 +200,15 @@ def test_the_device_is_checked_by_its_uuid(http: Http, shm: Any, region: Any) ->
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no second CUDA device here")
 def test_memory_of_another_device(client: triton.InferenceServerClient, shm: Any) -> None:
     """It is copied from device to device, for the instance that runs elsewhere."""
-    other = shm.create_shared_memory_region("other", 2 * SIZE, 1)
+    other_region = shm.create_shared_memory_region("other", 2 * SIZE, 1)
     try:
-        shm.set_shared_memory_region(other, [X])
-        client.register_cuda_shared_memory("other", shm.get_raw_handle(other), 1, 2 * SIZE)
+        shm.set_shared_memory_region(other_region, [X])
+        client.register_cuda_shared_memory("other", shm.get_raw_handle(other_region), 1, 2 * SIZE)
         infer(client, "other", "other")
-        assert (second_half(shm, other) == X * 2).all()
+        assert (second_half(shm, other_region) == X * 2).all()
     finally:
         client.unregister_cuda_shared_memory()
-        shm.destroy_shared_memory_region(other)
+        shm.destroy_shared_memory_region(other_region)
 
 
 def test_unregister_in_flight(
@@ -217,14 +217,14 @@ def test_unregister_in_flight(
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 2 * SIZE)
     with holding(server.gate) as until_it_runs:
         inputs, outputs = arguments("r", "r")
-        running = client.async_infer("twice", inputs, outputs=outputs)
+        call = client.async_infer("twice", inputs, outputs=outputs)
         until_it_runs()
         client.unregister_cuda_shared_memory("r")
         (listed,) = client.get_cuda_shared_memory_status()  # the region is in use
         assert listed["name"] == "r"
         with pytest.raises(InferenceServerException, match="Unable to find"):
             infer(client)
-    running.get_result()
+    call.get_result()
     assert (second_half(shm, region) == X * 2).all()
     until("it is listed no more", lambda: client.get_cuda_shared_memory_status() == [])
 
@@ -274,22 +274,26 @@ def test_a_thousand_registrations_take_no_memory(
 ) -> None:
     handle = shm.get_raw_handle(region)
 
-    def cycle() -> None:
+    def register_and_infer() -> None:
         client.register_cuda_shared_memory("r", handle, 0, 2 * SIZE)
         infer(client)
         client.unregister_cuda_shared_memory("r")
 
-    def used() -> tuple[int, int, int]:
-        free, total = torch.cuda.mem_get_info()
+    def resource_use() -> tuple[int, int, int]:
+        free_bytes, total = torch.cuda.mem_get_info()
         process = worker(server)
-        return total - free, process.memory_info().rss, len(os.listdir(f"/proc/{process.pid}/fd"))
+        return (
+            total - free_bytes,
+            process.memory_info().rss,
+            len(os.listdir(f"/proc/{process.pid}/fd")),
+        )
 
     for _ in range(20):
-        cycle()
-    device, host, descriptors = used()
+        register_and_infer()
+    device, host, descriptors = resource_use()
     for _ in range(1000):
-        cycle()
-    after = used()
-    assert after[0] - device < 16 * 2**20
-    assert after[1] - host < 32 * 2**20
-    assert after[2] <= descriptors + 2
+        register_and_infer()
+    use_after = resource_use()
+    assert use_after[0] - device < 16 * 2**20
+    assert use_after[1] - host < 32 * 2**20
+    assert use_after[2] <= descriptors + 2

@@ -16,7 +16,7 @@ import torch
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
 
@@ -27,8 +27,8 @@ pytestmark = [
 
 SIDE = 4096
 ROW = SIDE * 4
-TWICE = f"""
-{WAITING}
+DOUBLING_MODEL = f"""
+{WAITING_CODE}
 import torch
 
 class Model(torch.nn.Module):
@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
         return x * 2
 """
 # Long on the device, and no time at all to ask for.
-SLOW = """
+SLOW_MODEL = """
 import torch
 
 class Model(torch.nn.Module):
@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
 """
 # The first value selects the fault: 1 asks for more memory than any device has, 2 breaks CUDA in
 # this process.
-FRAGILE = """
+FRAGILE_MODEL = """
 import torch
 
 class Model(torch.nn.Module):
@@ -112,21 +112,23 @@ max_batch_size: 8
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
 """
-STRINGS = """
+STRING_MODEL = """
 input [ { name: "words" data_type: TYPE_STRING dims: [ 2 ] } ]
 output [ { name: "again" data_type: TYPE_STRING dims: [ 2 ] } ]
 """
 ON_CPU = "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
 ON_GPU = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] count: 1 } ]\n"
-BATCHING = "dynamic_batching { }\n"
-STAYS = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n'
+DYNAMIC_BATCHING = "dynamic_batching { }\n"
+KEEPS_ON_DEVICE = (
+    'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n'
+)
 MODELS = {
-    "twice": (TWICE, CONFIG % "pytorch" + ON_GPU + BATCHING),
-    "slow": (SLOW, CONFIG % "pytorch" + ON_GPU),
-    "fragile": (FRAGILE, CONFIG % "pytorch" + ON_GPU),
-    "python": (PYTHON, CONFIG % "python" + ON_GPU + STAYS),
-    "host": (HOST, CONFIG % "python" + STRINGS + ON_CPU),
-    "anywhere": (TWICE, CONFIG % "pytorch"),
+    "twice": (DOUBLING_MODEL, CONFIG % "pytorch" + ON_GPU + DYNAMIC_BATCHING),
+    "slow": (SLOW_MODEL, CONFIG % "pytorch" + ON_GPU),
+    "fragile": (FRAGILE_MODEL, CONFIG % "pytorch" + ON_GPU),
+    "python": (PYTHON, CONFIG % "python" + ON_GPU + KEEPS_ON_DEVICE),
+    "host": (HOST, CONFIG % "python" + STRING_MODEL + ON_CPU),
+    "anywhere": (DOUBLING_MODEL, CONFIG % "pytorch"),
     "native": (NATIVE, 'backend: "native"\n'),
 }
 PROGRAM = f"""
@@ -157,16 +159,16 @@ def forms(rows: int = 1) -> dict[str, tuple[tuple[int, int], str]]:
     return {"x": ((rows, SIDE), "FP32"), "y": ((rows, SIDE), "FP32")}
 
 
-def batch(rows: int = 1, first: int = 0) -> np.ndarray[Any, Any]:
+def batch(rows: int = 1, first_value: int = 0) -> np.ndarray[Any, Any]:
     values = np.arange(rows * SIDE, dtype=np.float32).reshape(rows, SIDE) % 1009
-    return values + np.float32(first)
+    return values + np.float32(first_value)
 
 
 def executions(server: Server, model: str) -> float:
     return server.metric("nv_inference_exec_count", model=model)
 
 
-def copied(server: Server) -> float:
+def copied_bytes(server: Server) -> float:
     return server.metric("shmserve_copied_bytes_total")
 
 
@@ -175,33 +177,37 @@ def test_a_batch_is_gathered_from_everywhere(
 ) -> None:
     """Rows of three allocations and of a message, answered into two of them and by messages."""
     with (
-        client.allocate(forms(), device="cuda:0") as one,
-        client.allocate(forms(2), device="cuda:0") as two,
-        client.allocate(forms(), device="cuda:0") as three,
+        client.allocate(forms(), device="cuda:0") as first_region,
+        client.allocate(forms(2), device="cuda:0") as second_region,
+        client.allocate(forms(), device="cuda:0") as third_region,
     ):
-        for region, rows, first in ((one, 1, 1), (two, 2, 2), (three, 1, 3)):
-            region["x"].fill(batch(rows, first))
-        before = executions(server, "twice")
+        for region, rows, first_value in (
+            (first_region, 1, 1),
+            (second_region, 2, 2),
+            (third_region, 1, 3),
+        ):
+            region["x"].fill(batch(rows, first_value))
+        executions_before = executions(server, "twice")
         with holding(server.gate) as until_it_runs:
-            running = client.infer_async("twice", x=batch())
+            running_future = client.infer_async("twice", x=batch())
             until_it_runs()
-            together = [
-                client.infer_async("twice", one),
-                client.infer_async("twice", two),
-                client.infer_async("twice", x=three["x"]),
+            futures = [
+                client.infer_async("twice", first_region),
+                client.infer_async("twice", second_region),
+                client.infer_async("twice", x=third_region["x"]),
                 client.infer_async("twice", x=batch(2, 4)),
             ]
             server.wait_pending("twice", 4)
-        assert (running.result(30)["y"] == batch() * 2).all()
-        results = [future.result(30) for future in together]
-        assert executions(server, "twice") == before + 2
-        assert (one["y"].numpy() == batch(1, 1) * 2).all()
-        assert (two["y"].numpy() == batch(2, 2) * 2).all()
+        assert (running_future.result(30)["y"] == batch() * 2).all()
+        results = [future.result(30) for future in futures]
+        assert executions(server, "twice") == executions_before + 2
+        assert (first_region["y"].numpy() == batch(1, 1) * 2).all()
+        assert (second_region["y"].numpy() == batch(2, 2) * 2).all()
         assert (results[2]["y"] == batch(1, 3) * 2).all()
         assert (results[3]["y"] == batch(2, 4) * 2).all()
 
 
-def test_rows_side_by_side_are_a_batch_as_they_are(
+def test_adjacent_rows_are_a_batch_without_a_copy(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """The inputs are not gathered. Only the outputs are copied, on the device, to their ranges."""
@@ -210,22 +216,22 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
         region["a"].fill(batch(4)[:2])
         region["b"].fill(batch(4)[2:])
         client.infer("twice", x=batch())  # until the model is known
-        before = copied(server)
+        copied_before = copied_bytes(server)
         client.infer("twice", x=batch())
-        alone = copied(server) - before
+        single_copied = copied_bytes(server) - copied_before
         with holding(server.gate) as until_it_runs:
-            running = client.infer_async("twice", x=batch())
+            running_future = client.infer_async("twice", x=batch())
             until_it_runs()
-            together = [
+            joint_futures = [
                 client.infer_async("twice", {"x": region[x]}, outputs={"y": region[y]})
                 for x, y in (("a", "c"), ("b", "d"))
             ]
             server.wait_pending("twice", 2)
-        for future in (running, *together):
+        for future in (running_future, *joint_futures):
             future.result(30)
         result = np.concatenate([region["c"].numpy(), region["d"].numpy()])
         assert (result == batch(4) * 2).all()
-        assert copied(server) - before == 2 * alone + 4 * ROW
+        assert copied_bytes(server) - copied_before == 2 * single_copied + 4 * ROW
 
 
 @pytest.mark.parametrize("model", ["twice", "slow", "anywhere", "native"])
@@ -242,7 +248,7 @@ def test_the_response_follows_the_end_of_the_devices_work(
             assert (region["y"].numpy() == batch(1, turn) * 2).all()
 
 
-def test_a_python_model_that_calls_another(client: shmserve.client.Server) -> None:
+def test_a_python_model_that_calls_another_model(client: shmserve.client.Server) -> None:
     """Its tensors stay on the device; those of its call travel in host memory."""
     with client.allocate(forms(2), device="cuda:0") as region:
         region["x"].fill(batch(2))
@@ -285,7 +291,7 @@ def test_a_model_on_the_cpu(server: Server) -> None:
         shm.destroy_shared_memory_region(strings)
 
 
-def test_instances_are_put_on_the_devices_there_are(server: Server) -> None:
+def test_instances_are_placed_on_existing_devices(server: Server) -> None:
     """The default is Triton's: one instance on each device."""
     with server.http() as http:
         groups = http.get("/v2/models/anywhere/config").ok().json()["instance_group"]
@@ -309,11 +315,11 @@ def test_a_device_that_fails_costs_one_worker(
     with client.allocate(forms(), device="cuda:0") as region:
         region["x"].fill(batch())
         client.infer("fragile", region)
-        old = server.find_one("worker fragile")
+        old_worker = server.find_one("worker fragile")
         with pytest.raises(shmserve.client.Internal, match="worker died while running"):
             client.infer("fragile", x=np.full((1, SIDE), 2, np.float32))
         client.infer("twice", region)
-        until("there is another worker", lambda: old not in server.find("worker fragile"))
+        until("there is another worker", lambda: old_worker not in server.find("worker fragile"))
         region["y"].fill(0)
         client.infer("fragile", region, timeout=60)
         assert (region["y"].numpy() == batch() * 2).all()
@@ -346,13 +352,13 @@ def test_over_grpc(server: Server) -> None:
     try:
         shm.set_shared_memory_region(region, [batch()])
         with (
-            grpc.InferenceServerClient(server.grpc_url) as first,
-            http.InferenceServerClient(server.url) as second,
+            grpc.InferenceServerClient(server.grpc_url) as grpc_client,
+            http.InferenceServerClient(server.url) as http_client,
         ):
-            first.register_cuda_shared_memory("g", shm.get_raw_handle(region), 0, 2 * ROW)
-            listed = first.get_cuda_shared_memory_status(as_json=True)
-            assert listed["regions"]["g"]["byte_size"] == str(2 * ROW)
-            for listener, kind in ((first, grpc), (second, http)):
+            grpc_client.register_cuda_shared_memory("g", shm.get_raw_handle(region), 0, 2 * ROW)
+            region_statuses = grpc_client.get_cuda_shared_memory_status(as_json=True)
+            assert region_statuses["regions"]["g"]["byte_size"] == str(2 * ROW)
+            for listener, kind in ((grpc_client, grpc), (http_client, http)):
                 shm.set_shared_memory_region(region, [np.zeros((2, SIDE), np.float32)])
                 shm.set_shared_memory_region(region, [batch()])
                 x = kind.InferInput("x", [1, SIDE], "FP32")
@@ -362,16 +368,16 @@ def test_over_grpc(server: Server) -> None:
                 listener.infer("twice", [x], outputs=[y])
                 result = shm.get_contents_as_numpy(region, np.float32, [2, SIDE])
                 assert (result[1:] == batch() * 2).all()
-            second.unregister_cuda_shared_memory("g")
+            http_client.unregister_cuda_shared_memory("g")
             with pytest.raises(grpc.InferenceServerException, match="Unable to find"):
-                first.infer("twice", [_shared(grpc)])
+                grpc_client.infer("twice", [_shared_input(grpc)])
             with pytest.raises(grpc.InferenceServerException, match="invalid args"):
-                first.register_cuda_shared_memory("g", bytes(64), 0, ROW)
+                grpc_client.register_cuda_shared_memory("g", bytes(64), 0, ROW)
     finally:
         shm.destroy_shared_memory_region(region)
 
 
-def _shared(kind: Any) -> Any:
+def _shared_input(kind: Any) -> Any:
     x = kind.InferInput("x", [1, SIDE], "FP32")
     x.set_shared_memory("g", ROW)
     return x

@@ -20,7 +20,7 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from tests.support import repositories, servers
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
@@ -32,7 +32,7 @@ pytestmark = [
 
 SIDE = 1024
 SIZE = SIDE * SIDE * 4
-LINEAR = f"""
+LINEAR_MODEL = f"""
 import torch
 
 class Model(torch.nn.Linear):
@@ -40,8 +40,8 @@ class Model(torch.nn.Linear):
         torch.manual_seed(0)
         super().__init__({SIDE}, {SIDE})
 """
-TWICE = f"""
-{WAITING}
+DOUBLING_MODEL = f"""
+{WAITING_CODE}
 import torch
 
 class Model(torch.nn.Module):
@@ -71,8 +71,11 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, given in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
-        repositories.write(models, name, CONFIG % given, text)
+    for name, text, input_name in (
+        ("linear", LINEAR_MODEL, "input"),
+        ("twice", DOUBLING_MODEL, "x"),
+    ):
+        repositories.write(models, name, CONFIG % input_name, text)
     return start(models, gpu=True)
 
 
@@ -83,17 +86,17 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     gc.collect()
 
 
-def forms(given: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
-    return {given: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
+def forms(input_name: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
+    return {input_name: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
 
 
-def copied(server: Server) -> float:
+def copied_bytes(server: Server) -> float:
     return server.metric("shmserve_copied_bytes_total")
 
 
-def used() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+def used_device_bytes() -> int:
+    free_bytes, total = torch.cuda.mem_get_info()
+    return total - free_bytes
 
 
 def test_torch_tensors_in_place(server: Server, client: shmserve.client.Server) -> None:
@@ -103,14 +106,14 @@ def test_torch_tensors_in_place(server: Server, client: shmserve.client.Server) 
         for turn in range(3):
             x.copy_(torch.arange(SIDE).expand(SIDE, SIDE) + turn)
             torch.cuda.synchronize()
-            before = copied(server)
+            copied_before = copied_bytes(server)
             result = client.infer("twice", region)
             assert torch.equal(y, x * 2) and torch.equal(result["y"].torch(), x * 2)
-        assert copied(server) - before <= SIZE  # the output, to its region
-        kept = x
+        assert copied_bytes(server) - copied_before <= SIZE  # the output, to its region
+        alias = x
     with pytest.raises(shmserve.client.Released):
         result["y"].torch()
-    assert kept.sum().item() > 0, "what was made of it keeps the memory"
+    assert alias.sum().item() > 0, "what was made of it keeps the memory"
 
 
 def test_a_linear_layer_copies_no_input(server: Server, client: shmserve.client.Server) -> None:
@@ -121,13 +124,15 @@ def test_a_linear_layer_copies_no_input(server: Server, client: shmserve.client.
         x.normal_()
         torch.cuda.synchronize()
         client.infer("linear", region)  # until the model is known
-        before = server.metric("shmserve_copied_bytes_total", direction="in")
+        copied_before = server.metric("shmserve_copied_bytes_total", direction="in")
         for _ in range(3):
             region["y"].fill(0)
             client.infer("linear", region)
             assert torch.allclose(region["y"].torch(), layer(x), atol=1e-4)
-        after = server.metric("shmserve_copied_bytes_total", direction="in")
-        assert after == before, "no byte in; the output is copied to the region, on the device"
+        copied_after = server.metric("shmserve_copied_bytes_total", direction="in")
+        assert copied_after == copied_before, (
+            "no byte in; the output is copied to the region, on the device"
+        )
 
 
 def test_without_torch_in_the_program(client: shmserve.client.Server) -> None:
@@ -141,7 +146,7 @@ def test_without_torch_in_the_program(client: shmserve.client.Server) -> None:
         assert (part["y"] == x[:2] * 2).all()
 
 
-def test_devices_that_are_not_there(client: shmserve.client.Server) -> None:
+def test_missing_devices(client: shmserve.client.Server) -> None:
     with pytest.raises(shmserve.client.InvalidArgument, match="sees no device"):
         client.allocate(forms(), device=f"cuda:{torch.cuda.device_count()}")
     with pytest.raises(shmserve.client.Unavailable, match="cannot be allocated"):
@@ -153,10 +158,10 @@ def test_released_in_flight(server: Server, client: shmserve.client.Server) -> N
     region["x"].fill(1)
     y = region["y"].torch()
     with holding(server.gate) as until_it_runs:
-        running = client.infer_async("twice", region)
+        future = client.infer_async("twice", region)
         until_it_runs()
         region.release()
-    assert running.result(30) is not None
+    assert future.result(30) is not None
     assert bool((y == 2).all())
 
 
@@ -164,7 +169,7 @@ def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         # The first request allocates the memory of the worker itself.
         client.infer("twice", x=np.ones((1, SIDE), np.float32))
-    before = used()
+    used_before = used_device_bytes()
     command = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
     for _ in range(2):
         with subprocess.Popen(
@@ -172,7 +177,7 @@ def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
         ) as program:
             assert program.stdout and program.stdout.readline() == "used\n"
             program.kill()
-        until("its memory is back", lambda: used() - before < 8 * 2**20)
+        until("its memory is back", lambda: used_device_bytes() - used_before < 8 * 2**20)
     with shmserve.client.connect(server.run_dir) as client:
         assert client.infer("twice", x=np.ones((1, SIDE), np.float32))
 
@@ -196,33 +201,33 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
     assert not mismatches
 
     async def talk() -> None:
-        async with aio.connect(server.run_dir) as other:
-            with await other.allocate(forms(), device="cuda:0") as region:
+        async with aio.connect(server.run_dir) as second_client:
+            with await second_client.allocate(forms(), device="cuda:0") as region:
                 region["x"].fill(4)
-                await other.infer("twice", region)
+                await second_client.infer("twice", region)
                 assert (region["y"].numpy() == 8).all()
 
     asyncio.run(talk())
 
 
 def test_a_thousand_regions_take_no_memory(server: Server, client: shmserve.client.Server) -> None:
-    def cycle() -> None:
+    def allocate_and_infer() -> None:
         with client.allocate(forms(), device="cuda:0") as region:
             client.infer("twice", region)
 
     def resource_use() -> tuple[int, int, int]:
         process = next(p for p in server.tree() if servers.title(p).startswith("worker twice"))
-        return used(), _rss(process), len(os.listdir(f"/proc/{process.pid}/fd"))
+        return used_device_bytes(), _rss(process), len(os.listdir(f"/proc/{process.pid}/fd"))
 
     for _ in range(20):
-        cycle()
+        allocate_and_infer()
     device, host, descriptors = resource_use()
     for _ in range(1000):
-        cycle()
-    until("the device's memory is back", lambda: used() - device < 32 * 2**20)
-    after = resource_use()
-    assert after[1] - host < 32 * 2**20
-    assert after[2] <= descriptors + 2
+        allocate_and_infer()
+    until("the device's memory is back", lambda: used_device_bytes() - device < 32 * 2**20)
+    use_after = resource_use()
+    assert use_after[1] - host < 32 * 2**20
+    assert use_after[2] <= descriptors + 2
 
 
 def _rss(process: psutil.Process) -> int:
@@ -231,9 +236,9 @@ def _rss(process: psutil.Process) -> int:
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
     """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
-    few = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
+    few_rows = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
-        with client.allocate(few, pin=True) as region:
+        with client.allocate(few_rows, pin=True) as region:
             region["x"][:] = 3
             client.infer("twice", region)
             assert (region["y"] == 6).all()

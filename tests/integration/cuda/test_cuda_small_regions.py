@@ -52,7 +52,7 @@ MODELS = {
 }
 # A program that exports memory. On a line of input it frees the memory, allocates the same size
 # again, and exports it.
-EXPORTER = """
+EXPORTER_PROGRAM = """
 import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
 value = 3
 while True:
@@ -91,7 +91,10 @@ def client(server: Server) -> Iterator[triton.InferenceServerClient]:
 @pytest.fixture
 def exporter() -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
-        [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", EXPORTER_PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     yield child
     child.send_signal(signal.SIGCONT)
@@ -159,25 +162,25 @@ def test_memory_that_is_freed_and_allocated_again(
     memory.
     """
     assert exporter.stdout and exporter.stdin
-    mine = shm.create_shared_memory_region("mine", 4096, 0)
-    before = server.find_one("worker gpu")
+    own_region = shm.create_shared_memory_region("mine", 4096, 0)
+    worker_before = server.find_one("worker gpu")
     try:
-        client.register_cuda_shared_memory("mine", shm.get_raw_handle(mine), 0, 4096)
+        client.register_cuda_shared_memory("mine", shm.get_raw_handle(own_region), 0, 4096)
         for value in range(3, 13):
             handle = exporter.stdout.readline().strip()
             client.register_cuda_shared_memory(f"t{value}", handle, 0, 4096)
             infer(client, "gpu", f"t{value}", "mine")
-            result = shm.get_contents_as_numpy(mine, np.int32, [N])
+            result = shm.get_contents_as_numpy(own_region, np.int32, [N])
             assert (result == value + 1).all(), (value, result)
             exporter.stdin.write("again\n")
             exporter.stdin.flush()
         for value in range(3, 12):  # all freed: any answer but the death of a worker
             with contextlib.suppress(InferenceServerException):
                 infer(client, "gpu", f"t{value}", "mine")
-        assert server.find_one("worker gpu") == before
+        assert server.find_one("worker gpu") == worker_before
     finally:
         client.unregister_cuda_shared_memory()
-        shm.destroy_shared_memory_region(mine)
+        shm.destroy_shared_memory_region(own_region)
 
 
 def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
@@ -188,34 +191,34 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
     region = shm.create_shared_memory_region("r", 4096, 0)
     shm.set_shared_memory_region(region, [np.full(1024, 5, np.int32)])
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 4096)
-    old = server.find_one("worker host")
-    old.kill()
+    old_worker = server.find_one("worker host")
+    old_worker.kill()
     until(
         "there is another worker",
-        lambda: any(process.pid != old.pid for process in server.find("worker host")),
+        lambda: any(process.pid != old_worker.pid for process in server.find("worker host")),
     )
     server.wait_ready()
-    hogs: list[Any] = []
+    allocations: list[Any] = []
     size = 1 << 34
     while size >= 1 << 20:
         try:
-            hogs.append(torch.empty(size, dtype=torch.uint8, device="cuda:0"))
+            allocations.append(torch.empty(size, dtype=torch.uint8, device="cuda:0"))
         except torch.OutOfMemoryError:
             size //= 2
     try:
-        new = server.find_one("worker host")
-        with pytest.raises(InferenceServerException) as caught:
+        new_worker = server.find_one("worker host")
+        with pytest.raises(InferenceServerException) as error_info:
             infer(client, "host", "r", "r", at=64)
-        assert caught.value.status() == "503"
-        assert "cannot use shared memory on device 0 now" in str(caught.value)
-        hogs.clear()
+        assert error_info.value.status() == "503"
+        assert "cannot use shared memory on device 0 now" in str(error_info.value)
+        allocations.clear()
         torch.cuda.empty_cache()
         infer(client, "host", "r", "r", at=64)
         result = shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N]
         assert (result == 6).all()
-        assert server.find_one("worker host") == new, "the worker died of it"
+        assert server.find_one("worker host") == new_worker, "the worker died of it"
     finally:
-        hogs.clear()
+        allocations.clear()
         torch.cuda.empty_cache()
         client.unregister_cuda_shared_memory()
         shm.destroy_shared_memory_region(region)

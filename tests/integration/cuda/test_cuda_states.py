@@ -73,9 +73,9 @@ def test_3_5_a_state_stays_on_the_device(
     server: Server, client: shmserve.client.Server, model: str
 ) -> None:
     sums = [infer_sequence(client, model, start=True)[0], infer_sequence(client, model)[0]]
-    before = server.metric("shmserve_copied_bytes_total", model=model)
+    copied_before = server.metric("shmserve_copied_bytes_total", model=model)
     sums += [infer_sequence(client, model)[0] for _ in range(3)]
-    copied = server.metric("shmserve_copied_bytes_total", model=model) - before
+    copied = server.metric("shmserve_copied_bytes_total", model=model) - copied_before
     assert sums == [1, 2, 3, 4, 5]
     assert copied < LENGTH
     infer_sequence(client, model, end=True)
@@ -88,7 +88,9 @@ def test_3_5_one_buffer_is_one_address(client: shmserve.client.Server) -> None:
     infer_sequence(client, "in_place", end=True)
 
 
-def test_rows_of_several_sequences_are_gathered_there(client: shmserve.client.Server) -> None:
+def test_rows_of_several_sequences_are_gathered_on_the_device(
+    client: shmserve.client.Server,
+) -> None:
     x = np.ones((1, 1), np.float32)
     for at in range(4):
         futures = [

@@ -78,7 +78,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, f"--workspace-byte-size=cuda:0={12 * MB}", gpu=True)
 
 
-def wrong(server: Server, model: str, count: int) -> list[int]:
+def find_wrong_outputs(server: Server, model: str, count: int) -> list[int]:
     with shmserve.client.connect(server.run_dir) as client:
         return [
             int(client.infer(model, X=np.array([n], np.int64))["output"][0]) for n in range(count)
@@ -87,17 +87,23 @@ def wrong(server: Server, model: str, count: int) -> list[int]:
 
 def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
-        pending_calls = [pool.submit(wrong, server, model, 30) for model in ("small", "large") * 3]
+        pending_calls = [
+            pool.submit(find_wrong_outputs, server, model, 30) for model in ("small", "large") * 3
+        ]
         assert [future.result() for future in pending_calls] == [[0] * 30] * 6
 
 
-def test_the_process_that_holds_it_dies(server: Server) -> None:
+def test_the_workspace_holder_dies(server: Server) -> None:
     def holders() -> list[int]:
-        every = psutil.Process(server.pid).children(recursive=True)
-        return [process.pid for process in every if "workspace cuda:0" in servers.title(process)]
+        child_processes = psutil.Process(server.pid).children(recursive=True)
+        return [
+            process.pid
+            for process in child_processes
+            if "workspace cuda:0" in servers.title(process)
+        ]
 
     (holder,) = holders()
     os.kill(holder, signal.SIGKILL)
     until("there is another one", lambda: holders() not in ([], [holder]))
     for model in ("small", "large"):
-        assert wrong(server, model, 5) == [0] * 5
+        assert find_wrong_outputs(server, model, 5) == [0] * 5

@@ -38,14 +38,14 @@ def stream(server: Server, model: str, /, **arrays: np.ndarray) -> list[list[flo
     client = triton_grpc.InferenceServerClient(server.grpc_url)
     client.start_stream(lambda result, error: responses.put(error or result))
     client.async_stream_infer(model, inputs(triton_grpc, arrays), enable_empty_final_response=True)
-    got = []
+    pairs = []
     while True:
         result = responses.get(timeout=20)
         assert not isinstance(result, Exception), result
         response = result.get_response()
         if response.outputs:
-            got.append(result.as_numpy("OUT")[:2].tolist())
+            pairs.append(result.as_numpy("OUT")[:2].tolist())
         if response.parameters["triton_final_response"].bool_param:
             client.stop_stream()
             client.close()
-            return got
+            return pairs

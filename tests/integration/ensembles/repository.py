@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy_step
 
 LARGE = 300_000  # number of elements, 1.2 MB in total
-MANY = "model_transaction_policy { decoupled: true }"
+DECOUPLED = "model_transaction_policy { decoupled: true }"
 COUNT = """
     sender = request.get_response_sender()
     for i in range(int(self.input(request, "X")[0])):
@@ -13,7 +13,7 @@ COUNT = """
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 # Code of a model that returns the fields of its request as a text.
-TELL = """
+TELL_MODEL = """
     said = [request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
             request.parameters(), request.priority() if hasattr(request, "priority") else ""]
     return self.response(Y=np.array([repr(said)], object))
@@ -44,57 +44,67 @@ def _models(repository: Path) -> None:
         given = [name for name in ("X", "Z") if self.input(request, name) is not None]
         return self.response(Y=np.array([" ".join(given)], object))
     """
-    inputs = [tensor("X"), tensor("Z", more="optional: true")]
+    inputs = [tensor("X"), tensor("Z", extra_fields="optional: true")]
     add_model(repository, "given", model_code, inputs, [tensor("Y", "BYTES")])
     model_code = 'return self.response(Y=self.input(request, "X") + self.input(request, "Z"))'
     add_model(repository, "sum", model_code, [tensor("X"), tensor("Z")])
-    add_model(repository, "tell", TELL, outputs=[tensor("Y", "BYTES")])
+    add_model(repository, "tell", TELL_MODEL, outputs=[tensor("Y", "BYTES")])
     for name, size in (("count", 1), ("count_large", LARGE)):
-        add_model(repository, name, COUNT.replace("self.SIZE", str(size)), more=MANY)
+        add_model(repository, name, COUNT.replace("self.SIZE", str(size)), settings=DECOUPLED)
         code = repository / name / "1" / "model.py"
-        returned = "return [self.one(request) for request in requests]"
-        code.write_text(code.read_text().replace(returned, returned.removeprefix("return ")))
+        return_line = "return [self.one(request) for request in requests]"
+        code.write_text(code.read_text().replace(return_line, return_line.removeprefix("return ")))
     model_code = 'return self.response(Y=self.input(request, "X") > 0)'
     add_model(repository, "is_positive", model_code, outputs=[tensor("Y", "BOOL")])
 
 
 def _ensembles(repository: Path) -> None:
-    two = [xy("add", "IN", "mid"), xy("double", "mid", "OUT")]
-    add_ensemble(repository, "two", two, max_batch_size=4)
+    two_steps = [xy_step("add", "IN", "mid"), xy_step("double", "mid", "OUT")]
+    add_ensemble(repository, "two", two_steps, max_batch_size=4)
     ends = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
-    three = [xy("fixed", "IN", "a"), xy("fixed", "a", "b"), xy("fixed", "b", "OUT")]
-    add_ensemble(repository, "three", three, *ends, max_batch_size=2)
-    passes = [xy("fixed", "IN", "a"), xy("same", "a", "b"), xy("same", "b", "OUT")]
-    add_ensemble(repository, "passes", passes, ends[0], [*ends[1], tensor("a", dims=[LARGE])])
-    add_ensemble(repository, "fails", [xy("boom", "IN", "m"), xy("plain", "m", "OUT")])
+    three_steps = [
+        xy_step("fixed", "IN", "a"),
+        xy_step("fixed", "a", "b"),
+        xy_step("fixed", "b", "OUT"),
+    ]
+    add_ensemble(repository, "three", three_steps, *ends, max_batch_size=2)
+    steps = [xy_step("fixed", "IN", "a"), xy_step("same", "a", "b"), xy_step("same", "b", "OUT")]
+    add_ensemble(repository, "passes", steps, ends[0], [*ends[1], tensor("a", dims=[LARGE])])
+    add_ensemble(repository, "fails", [xy_step("boom", "IN", "m"), xy_step("plain", "m", "OUT")])
     add_ensemble(repository, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
     add_ensemble(repository, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])
     diamond = [
-        xy("plain", "IN", "a"),
-        xy("plain", "a", "b"),
+        xy_step("plain", "IN", "a"),
+        xy_step("plain", "a", "b"),
         step("sum", {"X": "a", "Z": "b"}, {"Y": "OUT"}),
     ]
     add_ensemble(repository, "diamond", diamond)
     outputs = [tensor("GOOD"), tensor("BAD")]
-    pruned = [xy("plain", "IN", "GOOD"), xy("boom", "IN", "BAD")]
+    pruned = [xy_step("plain", "IN", "GOOD"), xy_step("boom", "IN", "BAD")]
     add_ensemble(repository, "pruned", pruned, outputs=outputs)
     add_ensemble(
-        repository, "absent_required", [xy("positive", "IN", "m"), xy("plain", "m", "OUT")]
+        repository,
+        "absent_required",
+        [xy_step("positive", "IN", "m"), xy_step("plain", "m", "OUT")],
     )
-    optional = [xy("positive", "IN", "m"), step("given", {"X": "IN", "Z": "m"}, {"Y": "OUT"})]
+    optional = [xy_step("positive", "IN", "m"), step("given", {"X": "IN", "Z": "m"}, {"Y": "OUT"})]
     texts = [tensor("OUT", "BYTES")]
     add_ensemble(repository, "absent_optional", optional, outputs=texts)
-    two_out = [xy("positive", "IN", "OUT"), xy("plain", "IN", "ALWAYS")]
+    two_out = [xy_step("positive", "IN", "OUT"), xy_step("plain", "IN", "ALWAYS")]
     outputs = [tensor("OUT"), tensor("ALWAYS")]
     add_ensemble(repository, "absent_output", two_out, outputs=outputs)
-    inputs = [tensor("IN"), tensor("MORE", more="optional: true")]
+    inputs = [tensor("IN"), tensor("MORE", extra_fields="optional: true")]
     passed = [step("given", {"X": "IN", "Z": "MORE"}, {"Y": "OUT"})]
     add_ensemble(repository, "optional_input", passed, inputs, texts)
-    add_ensemble(repository, "tells", [xy("tell", "IN", "OUT")], outputs=texts)
-    add_ensemble(repository, "into_batch", [xy("plain", "IN", "m"), xy("double", "m", "OUT")])
-    out_of = [xy("add", "IN", "m"), xy("plain", "m", "OUT")]
+    add_ensemble(repository, "tells", [xy_step("tell", "IN", "OUT")], outputs=texts)
+    add_ensemble(
+        repository, "into_batch", [xy_step("plain", "IN", "m"), xy_step("double", "m", "OUT")]
+    )
+    out_of = [xy_step("add", "IN", "m"), xy_step("plain", "m", "OUT")]
     add_ensemble(repository, "out_of_batch", out_of, max_batch_size=1)
-    add_ensemble(repository, "wrong_shape", [xy("plain", "IN", "m"), xy("fixed1", "m", "OUT")])
+    add_ensemble(
+        repository, "wrong_shape", [xy_step("plain", "IN", "m"), xy_step("fixed1", "m", "OUT")]
+    )
     model_code = 'return self.response(Y=self.input(request, "X"))'
     add_model(repository, "fixed1", model_code, [tensor("X", dims=[4])], [tensor("Y", dims=[4])])
     _streams(repository)
@@ -102,30 +112,30 @@ def _ensembles(repository: Path) -> None:
 
 
 def _streams(repository: Path) -> None:
-    add_ensemble(repository, "counts", [xy("count", "IN", "OUT")])
-    then = [xy("count", "IN", "m"), xy("plain", "m", "OUT")]
-    add_ensemble(repository, "counts_then", then)
-    large = [xy("count_large", "IN", "m"), xy("plain", "m", "OUT")]
-    add_ensemble(repository, "counts_large", large)
+    add_ensemble(repository, "counts", [xy_step("count", "IN", "OUT")])
+    following_steps = [xy_step("count", "IN", "m"), xy_step("plain", "m", "OUT")]
+    add_ensemble(repository, "counts_then", following_steps)
+    large_steps = [xy_step("count_large", "IN", "m"), xy_step("plain", "m", "OUT")]
+    add_ensemble(repository, "counts_large", large_steps)
     limited = "max_inflight_requests: 2"
-    add_ensemble(repository, "counts_limited", large, scheduling=limited)
-    meets = [xy("count", "IN", "m"), step("sum", {"X": "m", "Z": "IN"}, {"Y": "OUT"})]
-    add_ensemble(repository, "counts_meets", meets)
+    add_ensemble(repository, "counts_limited", large_steps, scheduling=limited)
+    meeting_steps = [xy_step("count", "IN", "m"), step("sum", {"X": "m", "Z": "IN"}, {"Y": "OUT"})]
+    add_ensemble(repository, "counts_meets", meeting_steps)
 
 
 def _conditions(repository: Path) -> None:
     condition = 'parameters { key: "step[%d].condition" value { string_value: "%s" } }'
     steps = [
-        xy("is_positive", "IN", "needed"),
-        xy("plain", "IN", "a"),
-        xy("plain", "a", "SOMETIMES"),
-        xy("plain", "IN", "ALWAYS"),
+        xy_step("is_positive", "IN", "needed"),
+        xy_step("plain", "IN", "a"),
+        xy_step("plain", "a", "SOMETIMES"),
+        xy_step("plain", "IN", "ALWAYS"),
     ]
     outputs = [tensor("SOMETIMES"), tensor("ALWAYS")]
-    more = condition % (1, "needed")
-    add_ensemble(repository, "conditional", steps, outputs=outputs, more=more)
+    configured_condition = condition % (1, "needed")
+    add_ensemble(repository, "conditional", steps, outputs=outputs, settings=configured_condition)
     inputs = [tensor("IN"), tensor("RUN", "BOOL")]
-    steps = [xy("plain", "IN", "OUT"), xy("plain", "IN", "ALWAYS")]
+    steps = [xy_step("plain", "IN", "OUT"), xy_step("plain", "IN", "ALWAYS")]
     outputs = [tensor("OUT"), tensor("ALWAYS")]
-    more = condition % (0, "RUN")
-    add_ensemble(repository, "asked", steps, inputs, outputs, more=more)
+    configured_condition = condition % (0, "RUN")
+    add_ensemble(repository, "asked", steps, inputs, outputs, settings=configured_condition)

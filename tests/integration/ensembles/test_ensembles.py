@@ -25,9 +25,9 @@ def server(models: Path, start: Start) -> Server:
 
 
 def error(server: Server, model: str, /, **arrays: np.ndarray) -> str:
-    with pytest.raises(triton.InferenceServerException) as caught:
+    with pytest.raises(triton.InferenceServerException) as error_info:
         infer(server, model, **arrays)
-    return caught.value.message()
+    return error_info.value.message()
 
 
 def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, An
 
 
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
-def test_two_steps_one_after_the_other(server: Server, size: int) -> None:
+def test_two_sequential_steps(server: Server, size: int) -> None:
     """Section 3.7: small tensors are in messages; large ones are read where they were written."""
     values = np.arange(2 * size, dtype=np.float32).reshape(2, size)
     assert (infer(server, "two", IN=values).as_numpy("OUT") == (values + 1) * 2).all()
@@ -63,14 +63,14 @@ def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) ->
         pending_calls = [
             client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays
         ]
-        for given, response in zip(arrays, pending_calls, strict=True):
+        for values, response in zip(arrays, pending_calls, strict=True):
             result = response.get_result()
-            assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
+            assert all((result.as_numpy(name) == values + 1).all() for name in ("OUT", "a"))
 
     send_requests(range(10))  # inputs are copied until the model is known not to write to them
-    before = server.metric("shmserve_copied_bytes_total", model="same")
+    copied_before = server.metric("shmserve_copied_bytes_total", model="same")
     send_requests(range(60))
-    assert server.metric("shmserve_copied_bytes_total", model="same") == before
+    assert server.metric("shmserve_copied_bytes_total", model="same") == copied_before
     client.close()
 
 
@@ -80,9 +80,9 @@ def test_a_step_waits_for_all_it_reads(server: Server) -> None:
 
 def test_a_nested_ensemble(server: Server) -> None:
     assert outputs(server, "outer", IN=floats(1)[None]) == {"OUT": [[4]]}
-    large = np.ones((1, LARGE), np.float32)
+    large_array = np.ones((1, LARGE), np.float32)
     for _ in range(20):
-        assert (infer(server, "outer", IN=large).as_numpy("OUT") == 4).all()
+        assert (infer(server, "outer", IN=large_array).as_numpy("OUT") == 4).all()
 
 
 def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
@@ -142,8 +142,8 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
     with SharedObject(4096) as shared_object, server.http() as http:
         http.register("condition", shared_object.key, 4096).ok()
         tensors = [json_input("IN", floats(1)), shm_input("RUN", "BOOL", [1], "condition", 1)]
-        refused = http.infer("asked", {"inputs": tensors})
-        assert (refused.status, refused.error) == (
+        refused_reply = http.infer("asked", {"inputs": tensors})
+        assert (refused_reply.status, refused_reply.error) == (
             400,
             "in ensemble 'asked', 'RUN' is a condition, which must be sent in the request, not "
             "in a shared memory region",
@@ -215,8 +215,8 @@ def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
 @pytest.mark.parametrize("model", ["counts_large", "counts_limited"])
 def test_many_large_responses(server: Server, model: str) -> None:
     """Section 3.7, max_inflight_requests: the responses together exceed any arena."""
-    got = stream(server, model, IN=floats(300))
-    assert sorted(got) == [[i + 1, i + 1] for i in range(300)]
+    responses = stream(server, model, IN=floats(300))
+    assert sorted(responses) == [[i + 1, i + 1] for i in range(300)]
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -259,21 +259,30 @@ def test_statistics_are_sums_of_steps(server: Server) -> None:
     def stats(model: str) -> Any:
         return client.get_inference_statistics(model)["model_stats"][0]
 
-    before = {name: stats(name) for name in ("two", "add", "double")}
+    statistics_before = {name: stats(name) for name in ("two", "add", "double")}
     for _ in range(5):
         infer(server, "two", IN=np.ones((3, 5), np.float32))
-    after = {name: stats(name) for name in ("two", "add", "double")}
+    statistics_after = {name: stats(name) for name in ("two", "add", "double")}
 
-    def grown(name: str, key: str, what: str) -> int:
-        parts = (stats["inference_stats"][key][what] for stats in (after[name], before[name]))
+    def growth(name: str, key: str, field: str) -> int:
+        parts = (
+            stats["inference_stats"][key][field]
+            for stats in (statistics_after[name], statistics_before[name])
+        )
         return next(parts) - next(parts)
 
-    assert after["two"]["execution_count"] - before["two"]["execution_count"] == 5
-    assert after["two"]["inference_count"] - before["two"]["inference_count"] == 15
+    assert (
+        statistics_after["two"]["execution_count"] - statistics_before["two"]["execution_count"]
+        == 5
+    )
+    assert (
+        statistics_after["two"]["inference_count"] - statistics_before["two"]["inference_count"]
+        == 15
+    )
     for key in ("compute_input", "compute_infer", "compute_output"):
-        assert grown("two", key, "ns") == grown("add", key, "ns") + grown("double", key, "ns")
-        assert grown("two", key, "count") == 5
-    sizes = {row["batch_size"] for row in after["two"]["batch_stats"]}
+        assert growth("two", key, "ns") == growth("add", key, "ns") + growth("double", key, "ns")
+        assert growth("two", key, "count") == 5
+    sizes = {row["batch_size"] for row in statistics_after["two"]["batch_stats"]}
     assert 3 in sizes
     until(
         "nothing is pending",

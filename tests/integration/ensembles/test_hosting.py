@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, xy
+from tests.rigs.pipelines import add_ensemble, add_model, xy_step
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 
@@ -20,8 +20,8 @@ def fill(repository: Path) -> None:
     """Write the ensembles "first" (a -> b), "second" (b -> c) and "third" (c -> d), and "alone"."""
     for name in ("a", "b", "c", "d", "alone"):
         add_model(repository, name, ADD_ONE)
-    for name, begins, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
-        add_ensemble(repository, name, [xy(begins, "IN", "m"), xy(ends, "m", "OUT")])
+    for name, first_step, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
+        add_ensemble(repository, name, [xy_step(first_step, "IN", "m"), xy_step(ends, "m", "OUT")])
 
 
 @pytest.fixture
@@ -93,17 +93,17 @@ def server(empty_server: tuple[Server, Path]) -> Server:
 def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: Path) -> None:
     with running(repository) as server:
         assert schedulers(server) == ["ensemble first", "scheduler alone"]
-        with Asking(server, "a", "c") as asking, server.http() as http:
+        with Asking(server, "a", "c") as asking_clients, server.http() as http:
             for name in ("first", "second", "third"):
                 tensors = [("IN", "FP32", [1], np.float32(1).tobytes())]
                 requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
                 reply = http.infer_binary(name, tensors, outputs=requested_outputs)
                 assert reply.tensors()["OUT"].tolist() == [3.0]
-            until("steps are asked directly", lambda: asking.right > 20)
-        assert asking.wrong == []
+            until("steps are asked directly", lambda: asking_clients.right > 20)
+        assert asking_clients.wrong == []
 
 
-def test_each_model_is_in_a_process_of_its_own_where_that_is_asked_for(repository: Path) -> None:
+def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
     with running(repository, "--ensemble-scheduling=separate") as server:
         ensembles = [f"ensemble {name}" for name in ("first", "second", "third")]
         assert schedulers(server) == [
@@ -119,7 +119,7 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not
         server.load(name)
     separate = [f"scheduler {name}" for name in ("a", "alone", "b", "c")]
     assert schedulers(server) == separate
-    with Asking(server, "a", "b", "c", "alone") as asking:
+    with Asking(server, "a", "b", "c", "alone") as asking_clients:
         for _ in range(2):
             server.load("first")
             shared = ["ensemble first", "scheduler alone", "scheduler c"]
@@ -127,25 +127,25 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not
             server.load("second")
             all_shared = ["ensemble first", "scheduler alone"]
             until("c moves", lambda: schedulers(server) == all_shared)  # noqa: B023
-            right_before = asking.right
-            until("all are asked", lambda: asking.right > right_before + 50)  # noqa: B023
+            right_before = asking_clients.right
+            until("all are asked", lambda: asking_clients.right > right_before + 50)  # noqa: B023
             server.unload("second")
             until("c moves", lambda: len(schedulers(server)) == 3)
             server.unload("first")
             until("all are alone", lambda: len(schedulers(server)) == 4)
-    assert asking.wrong == []
+    assert asking_clients.wrong == []
 
 
 def test_components_that_an_ensemble_connects_become_one(server: Server) -> None:
     server.load("first")
     server.load("third")
     assert schedulers(server) == ["ensemble first", "ensemble third"]
-    with Asking(server, "a", "c", "d") as asking:
+    with Asking(server, "a", "c", "d") as asking_clients:
         server.load("second")
         until("all are in one", lambda: len(schedulers(server)) == 1)
-        right_before = asking.right
-        until("all are asked", lambda: asking.right > right_before + 50)
-    assert asking.wrong == []
+        right_before = asking_clients.right
+        until("all are asked", lambda: asking_clients.right > right_before + 50)
+    assert asking_clients.wrong == []
 
 
 def test_a_step_is_reloaded_beside_its_ensemble(
@@ -153,11 +153,11 @@ def test_a_step_is_reloaded_beside_its_ensemble(
 ) -> None:
     server.load("first")
     code = empty_server[1] / "a" / "1" / "model.py"
-    with Asking(server, "a", "b") as asking:
+    with Asking(server, "a", "b") as asking_clients:
         for number in range(3):
             code.write_text(code.read_text() + f"\n# {number}\n")
             server.load("a")
             assert schedulers(server) == ["ensemble first"]
-        right_before = asking.right
-        until("all are asked", lambda: asking.right > right_before + 50)
-    assert asking.wrong == []
+        right_before = asking_clients.right
+        until("all are asked", lambda: asking_clients.right > right_before + 50)
+    assert asking_clients.wrong == []

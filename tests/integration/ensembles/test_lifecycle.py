@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
-from tests.support.gates import WAITING, holding
-from tests.support.servers import Server, refuses, running
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy_step
+from tests.support.gates import WAITING_CODE, holding
+from tests.support.servers import Server, refuses_connections, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
-ALL = ("add", "other", "inner", "outer")
-CALL = """
+MODEL_NAMES = ("add", "other", "inner", "outer")
+CALLING_METHOD = """
 wait()
 tensors = [pb_utils.Tensor("X", self.input(request, "X"))]
 call = pb_utils.InferenceRequest(model_name="add", requested_output_names=["Y"], inputs=tensors)
 return pb_utils.InferenceResponse(call.exec().output_tensors())
 """
-ADD = 'return self.response(Y=self.input(request, "X") + 1)'
+RETURN_INCREMENT = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
 @pytest.fixture
@@ -32,17 +32,19 @@ def repository(empty_server: tuple[Server, Path]) -> Path:
 
 @pytest.fixture
 def server(empty_server: tuple[Server, Path], repository: Path) -> Server:
-    add_model(repository, "add", ADD)
-    add_model(repository, "other", ADD)
-    two = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
-    add_ensemble(repository, "inner", two)
+    add_model(repository, "add", RETURN_INCREMENT)
+    add_model(repository, "other", RETURN_INCREMENT)
+    steps = [xy_step("add", "IN", "m"), xy_step("other", "m", "OUT")]
+    add_ensemble(repository, "inner", steps)
     add_ensemble(repository, "outer", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})])
     return empty_server[0]
 
 
 def states(http: Http) -> dict[str, str]:
     rows = http.post("/v2/repository/index", {}).json()
-    return {row["name"]: row["state"] for row in rows if "state" in row and row["name"] in ALL}
+    return {
+        row["name"]: row["state"] for row in rows if "state" in row and row["name"] in MODEL_NAMES
+    }
 
 
 def infer_one(http: Http, model: str) -> Any:
@@ -55,15 +57,15 @@ def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> No
     Unloading a step model unloads the ensemble, and loading the model again restores it.
     """
     http.load("outer").ok()
-    assert states(http) == dict.fromkeys(ALL, "READY")
+    assert states(http) == dict.fromkeys(MODEL_NAMES, "READY")
     assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
     http.unload("add").ok()
-    gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
-    until("they are unloaded", lambda: states(http) == {**gone, "other": "READY"})
+    unloaded = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
+    until("they are unloaded", lambda: states(http) == {**unloaded, "other": "READY"})
     assert infer_one(http, "outer").status == 404
     assert http.get("/v2/models/outer/ready").status == 400
     http.load("add").ok()
-    assert states(http) == dict.fromkeys(ALL, "READY")
+    assert states(http) == dict.fromkeys(MODEL_NAMES, "READY")
     assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
 
 
@@ -79,8 +81,8 @@ def test_unload_dependents(http: Http) -> None:
     assert states(http)["add"] == states(http)["other"] == "READY"
     http.load("inner").ok()
     http.unload("inner", unload_dependents=True).ok()
-    gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "other": "READY"}
-    until("what was its own is unloaded", lambda: gone.items() <= states(http).items())
+    unloaded = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "other": "READY"}
+    until("what was its own is unloaded", lambda: unloaded.items() <= states(http).items())
 
 
 def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
@@ -93,20 +95,20 @@ def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     http.load("add").ok()
     assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
     path = repository / "add" / "config.pbtxt"
-    good = path.read_text()
-    path.write_text(good.replace("TYPE_FP32", "TYPE_INT32"))
+    good_config = path.read_text()
+    path.write_text(good_config.replace("TYPE_FP32", "TYPE_INT32"))
     http.load("add").ok()
     until("it does not serve", lambda: states(http)["inner"] == "UNAVAILABLE")
-    path.write_text(good)
+    path.write_text(good_config)
     http.load("add").ok()
     assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
 
 
 def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
-    add_ensemble(repository, "lacks", [xy("nosuch", "IN", "OUT")])
+    add_ensemble(repository, "lacks", [xy_step("nosuch", "IN", "OUT")])
     add_ensemble(repository, "one", [step("two", {"IN": "IN"}, {"OUT": "OUT"})])
     add_ensemble(repository, "two", [step("one", {"IN": "IN"}, {"OUT": "OUT"})])
-    add_ensemble(repository, "typed", [xy("add", "IN", "OUT")], [tensor("IN", "INT32")])
+    add_ensemble(repository, "typed", [xy_step("add", "IN", "OUT")], [tensor("IN", "INT32")])
     lacks = http.load("lacks")
     assert lacks.status == 400
     assert lacks.error == (
@@ -125,27 +127,27 @@ def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     )
 
 
-def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
+def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(
     tmp_path: Path,
 ) -> None:
     """The next steps and the calls begin after the drain has begun, including those of nested
     ensembles.
     """
-    add_model(tmp_path, "add", ADD)
-    add_model(tmp_path, "slow", f"wait()\n{ADD}")
-    add_model(tmp_path, "caller", CALL)
-    add_model(tmp_path, "calling", CALL)
+    add_model(tmp_path, "add", RETURN_INCREMENT)
+    add_model(tmp_path, "slow", f"wait()\n{RETURN_INCREMENT}")
+    add_model(tmp_path, "caller", CALLING_METHOD)
+    add_model(tmp_path, "calling", CALLING_METHOD)
     for name in ("slow", "caller", "calling"):
         file = tmp_path / name / "1" / "model.py"
-        file.write_text(f"{WAITING}\n{file.read_text()}")
-    add_ensemble(tmp_path, "steps", [xy("slow", "IN", "m"), xy("add", "m", "OUT")])
-    add_ensemble(tmp_path, "calls", [xy("calling", "IN", "m"), xy("add", "m", "OUT")])
+        file.write_text(f"{WAITING_CODE}\n{file.read_text()}")
+    add_ensemble(tmp_path, "steps", [xy_step("slow", "IN", "m"), xy_step("add", "m", "OUT")])
+    add_ensemble(tmp_path, "calls", [xy_step("calling", "IN", "m"), xy_step("add", "m", "OUT")])
     request = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
 
     def answer(model: str) -> float:
-        given, quantised, _ = request[model]
+        input_name, quantised, _ = request[model]
         with started.http(timeout_s=30) as http:
-            body = {"inputs": [json_input(given, np.array([1], np.float32))]}
+            body = {"inputs": [json_input(input_name, np.array([1], np.float32))]}
             return float(http.infer(model, body).ok().tensors()[quantised][0])
 
     with running(tmp_path) as started, ThreadPoolExecutor(len(request)) as people:
@@ -154,7 +156,7 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
             for name in ("slow", "calling", "caller"):
                 until(name, partial(started.metric, "shmserve_instances", model=name, state="busy"))
             started.process.send_signal(signal.SIGTERM)
-            until("nobody is let in", lambda: refuses(started.http_port))
+            until("nobody is let in", lambda: refuses_connections(started.http_port))
         assert {model: future.result() for model, future in answers.items()} == {
             model: expected for model, (_, _, expected) in request.items()
         }

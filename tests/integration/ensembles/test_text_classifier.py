@@ -17,7 +17,7 @@ def test_the_text_classifier() -> None:
     """Checks the labels, and compares the embeddings with those of the reference implementation."""
     demo = ROOT / "examples" / "text_classifier" / "demo.py"
     command = [sys.executable, str(demo), "--requests=5"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "embeddings as sentence-transformers has them" in ran.stdout
-    assert "the same models called one by one:" in ran.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "embeddings as sentence-transformers has them" in completed.stdout
+    assert "the same models called one by one:" in completed.stdout

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.integration.ensembles.clients import floats, stream
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy_step
 from tests.support import repositories
 from tests.support.request_pool import RequestPool, values
 from tests.support.servers import Server, Start
@@ -23,7 +23,7 @@ from tests.support.texts import Beginning
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
-SAYS = {
+TEXT_METHODS = {
     "id": {"sequence_id": 99},
     "text": {"sequence_id": "abc"},
     "end": {"sequence_end": True},
@@ -31,8 +31,8 @@ SAYS = {
     "all": {"sequence_id": 99, "sequence_start": False, "sequence_end": True},
     "other": {"colour": "blue"},
 }
-INTEGERS = [tensor("INPUT0", "INT32")], [tensor("OUTPUT0", "INT32")]
-WATCH = """
+INTEGER_TENSORS = [tensor("INPUT0", "INT32")], [tensor("OUTPUT0", "INT32")]
+WATCHING_METHOD = """
     x = self.input(request, "X")
     if x[0]:
         pb_utils.Logger.log_warn("it runs")
@@ -48,17 +48,21 @@ COUNT = """
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 
-_EXPIRED = Beginning("in ensemble 'waits', Request timeout expired (")
+_EXPIRED_TEXT = Beginning("in ensemble 'waits', Request timeout expired (")
 
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
     add_model(models, "same", 'return self.response(Y=self.input(request, "X"))')
     _sequences(models)
-    _gated(models)
-    add_model(models, "watches", WATCH)
+    _add_gated_models(models)
+    add_model(models, "watches", WATCHING_METHOD)
     add_model(models, "behind", 'return self.response(Y=self.input(request, "X"))')
-    steps = [xy("same", "IN", "a"), xy("watches", "a", "b"), xy("behind", "b", "OUT")]
+    steps = [
+        xy_step("same", "IN", "a"),
+        xy_step("watches", "a", "b"),
+        xy_step("behind", "b", "OUT"),
+    ]
     add_ensemble(models, "watched", steps)
     return start(models, grpc=True)
 
@@ -68,38 +72,42 @@ def _sequences(repository: Path) -> None:
     code = f"return self.response(Y=np.array([repr({fields})], object))"
     texts = [tensor("OUT", "BYTES")]
     add_model(repository, "tell", code, outputs=[tensor("Y", "BYTES")])
-    for name, parameters in SAYS.items():
-        one = f"""
+    for name, parameters in TEXT_METHODS.items():
+        method_body = f"""
             x = pb_utils.Tensor("Y", self.input(request, "X"))
             return pb_utils.InferenceResponse([x], parameters={parameters!r})
         """
-        add_model(repository, f"says_{name}", one)
-        steps = [xy(f"says_{name}", "IN", "a"), xy("same", "a", "b"), xy("tell", "b", "OUT")]
+        add_model(repository, f"says_{name}", method_body)
+        steps = [
+            xy_step(f"says_{name}", "IN", "a"),
+            xy_step("same", "a", "b"),
+            xy_step("tell", "b", "OUT"),
+        ]
         add_ensemble(repository, f"then_{name}", steps, outputs=texts)
-    beside = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
-    add_ensemble(repository, "beside", beside, outputs=[*texts, tensor("SAID")])
+    parallel_steps = [xy_step("says_all", "IN", "SAID"), xy_step("tell", "IN", "OUT")]
+    add_ensemble(repository, "beside", parallel_steps, outputs=[*texts, tensor("SAID")])
 
 
-def _gated(repository: Path) -> None:
+def _add_gated_models(repository: Path) -> None:
     repositories.add(repository, "gated")
-    one = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
-    add_model(repository, "first", one, *INTEGERS, max_batch_size=8)
+    method_body = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
+    add_model(repository, "first", method_body, *INTEGER_TENSORS, max_batch_size=8)
     gated = {"INPUT0": "a"}, {"OUTPUT0": "OUTPUT0"}
     steps = [step("first", {"INPUT0": "INPUT0"}, {"OUTPUT0": "a"}), step("gated", *gated)]
-    add_ensemble(repository, "waits", steps, *INTEGERS, max_batch_size=8)
+    add_ensemble(repository, "waits", steps, *INTEGER_TENSORS, max_batch_size=8)
 
-    wide = repositories.add_as(repository, "wide", "gated") / "config.pbtxt"
-    wide.write_text(wide.read_text().replace("count: 1", "count: 3"))
+    config_path = repositories.add_as(repository, "wide", "gated") / "config.pbtxt"
+    config_path.write_text(config_path.read_text().replace("count: 1", "count: 3"))
     add_model(
         repository,
         "count",
         COUNT,
         outputs=[tensor("Y", "INT32")],
-        more="model_transaction_policy { decoupled: true }",
+        settings="model_transaction_policy { decoupled: true }",
     )
     code = repository / "count" / "1" / "model.py"
     code.write_text(code.read_text().replace("return [self.one(request)", "[self.one(request)"))
-    steps = [xy("count", "IN", "a"), step("wide", {"INPUT0": "a"}, {"OUTPUT0": "OUT"})]
+    steps = [xy_step("count", "IN", "a"), step("wide", {"INPUT0": "a"}, {"OUTPUT0": "OUT"})]
     for name, scheduling in (("limited", "max_inflight_requests: 2"), ("unlimited", "")):
         outputs = [tensor("OUT", "INT32")]
         add_ensemble(repository, name, steps, outputs=outputs, scheduling=scheduling)
@@ -158,48 +166,48 @@ def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
 
 def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestPool) -> None:
     """The client receives the error at once, and the step's model never receives the request."""
-    first = pool.number("waits", 1)
+    first_request = pool.number("waits", 1)
     visit = server.gate.next()
-    late = pool.number("waits", 2, deadline_us=300_000).result()
-    assert (late.status, late.error) == (503, _EXPIRED)
+    late_request = pool.number("waits", 2, deadline_us=300_000).result()
+    assert (late_request.status, late_request.error) == (503, _EXPIRED_TEXT)
     visit.release()
-    assert values(first.result()) == [1]
+    assert values(first_request.result()) == [1]
     assert server.gate.is_idle()
 
 
 def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) -> None:
     """The client receives the error at once, and the later result of the step is discarded."""
-    late = pool.number("waits", 1, deadline_us=1_000_000)
+    late_request = pool.number("waits", 1, deadline_us=1_000_000)
     visit = server.gate.next()
-    reply = late.result()
-    assert (reply.status, reply.error) == (503, _EXPIRED)
+    reply = late_request.result()
+    assert (reply.status, reply.error) == (503, _EXPIRED_TEXT)
     visit.release()
-    after = pool.number("waits", 2)
+    next_request = pool.number("waits", 2)
     server.gate.next().release()
-    assert values(after.result()) == [2]
+    assert values(next_request.result()) == [2]
 
 
 def test_a_disconnecting_client_cancels_the_running_step(server: Server) -> None:
     """The step's model detects the cancellation, and no later step runs."""
-    with hanging_up(server, "watched", floats(1)) as leave:
+    with disconnecting_client(server, "watched", floats(1)) as leave:
         server.wait_log("it runs")
         leave()
         server.wait_log("it sees that nobody waits")
-    until("the cancellation is counted", lambda: cancelled(server, "watched") == 1)
+    until("the cancellation is counted", lambda: cancelled_count(server, "watched") == 1)
     assert server.metric("nv_inference_exec_count", model="behind") == 0
     with server.http() as http:
         http.infer("watched", {"inputs": [json_input("IN", floats(0))]}).ok()
     assert server.metric("nv_inference_exec_count", model="behind") == 1
 
 
-def cancelled(server: Server, model: str) -> float:
+def cancelled_count(server: Server, model: str) -> float:
     return server.metric("nv_inference_request_failure", model=model, reason="CANCELED")
 
 
 @contextlib.contextmanager
-def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
+def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iterator[Any]:
     """Yield a function that disconnects the client of a request."""
-    body = json.dumps({"inputs": [json_input("IN", given)]}).encode()
+    body = json.dumps({"inputs": [json_input("IN", values)]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -210,19 +218,21 @@ def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
 # --- limits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "most"), [("limited", 2), ("unlimited", 3)])
-def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, most: int) -> None:
+@pytest.mark.parametrize(("model", "max_requests"), [("limited", 2), ("unlimited", 3)])
+def test_the_requests_in_flight_of_a_step_are_limited(
+    server: Server, model: str, max_requests: int
+) -> None:
     """Section 3.7, max_inflight_requests: limits the concurrent requests of a step for all
     requests of the ensemble together, also after a decoupled step.
     """
     with ThreadPoolExecutor() as pool:
-        got = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
-        visits = [server.gate.next() for _ in range(most)]
+        futures = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
+        visits = [server.gate.next() for _ in range(max_requests)]
         assert server.gate.is_idle()
-        for _ in range(8 - most):
+        for _ in range(8 - max_requests):
             visits.pop(0).release()
             visits.append(server.gate.next())
             assert server.gate.is_idle(0.01)
         for visit in visits:
             visit.release()
-        assert [sorted(future.result()) for future in got] == [[[0], [1], [2], [3]]] * 2
+        assert [sorted(future.result()) for future in futures] == [[[0], [1], [2], [3]]] * 2

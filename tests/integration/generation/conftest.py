@@ -11,7 +11,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, running
 
-EMBEDDER = """
+EMBEDDER_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -69,7 +69,7 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository.mkdir()
     for name, engine in MODELS.items():
         add_model(repository, name, engine)
-    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
     with running(repository, grpc=True) as started:
         yield started
 
@@ -107,14 +107,14 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
-    def generated(prompt: str, **settings: Any) -> list[tuple[list[int], str]]:
+    def generate_reference(prompt: str, **settings: Any) -> list[tuple[list[int], str]]:
         ids = torch.tensor([tokenizer.encode(prompt)])
         with torch.no_grad():
             rows = model.generate(ids, do_sample=False, **settings)[:, ids.shape[1] :].tolist()
         return [(row, tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
-    generated.model = model  # type: ignore[attr-defined]
-    return generated
+    generate_reference.model = model  # type: ignore[attr-defined]
+    return generate_reference
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ import tritonclient.grpc as grpc
 
 from shmserve import client as native
 from tests.integration.generation.conftest import (
-    EMBEDDER,
     EMBEDDER_CONFIG,
+    EMBEDDER_MODEL,
     MODELS,
     Beams,
     Greedy,
@@ -72,14 +72,14 @@ def too_long(server: Server) -> None:
         client.completions.create(model="tight", prompt=[5] * 80)
 
 
-def closed(server: Server) -> None:
+def close_client(server: Server) -> None:
     with client_of(server) as client:
         stream = client.completions.create(**ENDLESS, stream=True)
         next(iter(stream))
         stream.close()
 
 
-def vanished(server: Server) -> None:
+def disconnect_client(server: Server) -> None:
     """Disconnect a client during a request."""
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -88,7 +88,7 @@ def vanished(server: Server) -> None:
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
 
 
-def killed(server: Server) -> None:
+def kill_client(server: Server) -> None:
     """Kill a program during a request."""
     code = (
         "import numpy as np, sys; from shmserve import client\n"
@@ -106,7 +106,7 @@ def killed(server: Server) -> None:
 ENDLESS: dict[str, Any] = {"model": "tight", "prompt": "a", "max_tokens": 70, "seed": 1}
 
 
-@pytest.mark.parametrize("crime", [too_long, closed, vanished, killed])
+@pytest.mark.parametrize("crime", [too_long, close_client, disconnect_client, kill_client])
 def test_other_clients_faults_change_no_tokens(
     generative: Server, greedy: Greedy, crime: Callable[[Server], None]
 ) -> None:
@@ -170,11 +170,13 @@ def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> Non
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
-    first, second = (client.completions.create(**request) for _ in range(2))
-    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
-    assert [each.text for each in first.choices] == [each.text for each in second.choices]
-    assert first.choices[0].text != first.choices[1].text
-    assert first.usage is not None and first.usage.completion_tokens == 40
+    first_answer, second_answer = (client.completions.create(**request) for _ in range(2))
+    assert [choice.index for choice in first_answer.choices] == [0, 1, 2, 3]
+    assert [entry.text for entry in first_answer.choices] == [
+        entry.text for entry in second_answer.choices
+    ]
+    assert first_answer.choices[0].text != first_answer.choices[1].text
+    assert first_answer.usage is not None and first_answer.usage.completion_tokens == 40
 
 
 def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
@@ -242,16 +244,18 @@ def test_embeddings(client: openai.OpenAI) -> None:
     texts = ["a", "bcd", "e", "fg", "h", "ijklm"]
     embeddings = client.embeddings.create(model="embedder", input=texts)
     assert [row.embedding for row in embeddings.data] == [[len(t), ord(t[0])] for t in texts]
-    plain = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
-    assert plain.data[0].embedding == [3, ord("x")]
+    float_answer = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
+    assert float_answer.data[0].embedding == [3, ord("x")]
 
 
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
-    listed = {model.id: model for model in client.models.list()}
-    assert listed.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
-    extra = [listed[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")]
-    assert [card["root"] for card in extra] == ["tiny", "tiny", "embedder"]
-    assert [bool(card["max_model_len"]) for card in extra] == [True, True, False]
+    listed_models = {model.id: model for model in client.models.list()}
+    assert listed_models.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
+    extra_fields = [
+        listed_models[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")
+    ]
+    assert [card["root"] for card in extra_fields] == ["tiny", "tiny", "embedder"]
+    assert [bool(card["max_model_len"]) for card in extra_fields] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
     completion = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
     assert completion.model == "tiny"
@@ -316,26 +320,26 @@ def test_requests_that_cannot_be_converted_are_refused(
 
 def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "asleep", "aliases: [night]\n")
-    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
     flags = ("--load-on-demand", "--served-model-name=first")
     with running(tmp_path / "models", *flags) as server, client_of(server) as client:
 
-        def listed() -> dict[str, Any]:
+        def list_models() -> dict[str, Any]:
             models = client.models.list()
             return {model.id: (model.model_extra or {})["max_model_len"] for model in models}
 
-        assert listed() == dict.fromkeys(("first", "asleep", "night"))
+        assert list_models() == dict.fromkeys(("first", "asleep", "night"))
         assert client.models.retrieve("night").id == "night"
         # Retrieving a model does not load it.
-        assert listed() == dict.fromkeys(("first", "asleep", "night"))
+        assert list_models() == dict.fromkeys(("first", "asleep", "night"))
         completion = client.completions.create(model="night", prompt="a", max_tokens=1)
         assert completion.model == "first"
-        assert all(listed().values())
+        assert all(list_models().values())
         with server.http() as http:
             assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
 
 
-BAD = {
+BAD_FIELDS = {
     "no body": ([], 400, None, "a JSON object"),
     "no JSON": (b"{", 400, None, "failed to parse"),
     "no text": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None, "no low surrogate"),
@@ -364,9 +368,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD, ids=str)
+@pytest.mark.parametrize("case", BAD_FIELDS, ids=str)
 def test_errors_name_the_field(generative: Server, case: str) -> None:
-    body, status, param, text = BAD[case]
+    body, status, param, text = BAD_FIELDS[case]
     with generative.http() as http:
         reply = http.post("/v1/completions", body)
     error = reply.json()["error"]
@@ -385,7 +389,7 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CONSTRAINED)
-def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: str) -> None:
+def test_each_name_of_a_constraint_applies(client: openai.OpenAI, case: str) -> None:
     request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
     text = client.completions.create(prompt="a", **request).choices[0].text
@@ -400,12 +404,12 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
         values = choice.logprobs.token_logprobs
         return sum(values) / len(values)
 
-    every = client.completions.create(**request, n=9)
-    best = client.completions.create(**request, n=2, best_of=9)
-    ranked = sorted(every.choices, key=likelihood, reverse=True)
-    assert [each.text for each in best.choices] == [each.text for each in ranked[:2]]
-    assert [each.index for each in best.choices] == [0, 1]
-    assert best.usage == every.usage
+    full_answer = client.completions.create(**request, n=9)
+    best_answer = client.completions.create(**request, n=2, best_of=9)
+    ranked = sorted(full_answer.choices, key=likelihood, reverse=True)
+    assert [entry.text for entry in best_answer.choices] == [entry.text for entry in ranked[:2]]
+    assert [entry.index for entry in best_answer.choices] == [0, 1]
+    assert best_answer.usage == full_answer.usage
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
@@ -418,8 +422,10 @@ def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
     text = client.completions.create(**request).choices[0].text
     word = next(character for character in text[3:] if character.isascii())
-    other = client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
-    assert word in text and word not in other
+    other_text = (
+        client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
+    )
+    assert word in text and word not in other_text
 
 
 def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
@@ -433,16 +439,18 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(send_request, range(6)))
     with generative.http() as http:
-        together = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
-    assert together.status == 400  # not 429, because a retry cannot succeed
-    assert "6 prompts are more than the 2" in together.json()["error"]["message"]
-    refused = [after for status, after in replies if status == 429]
-    assert refused and all(after is not None and int(after) >= 1 for after in refused)
+        large_reply = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
+    assert large_reply.status == 400  # not 429, because a retry cannot succeed
+    assert "6 prompts are more than the 2" in large_reply.json()["error"]["message"]
+    retry_times = [retry_after for status, retry_after in replies if status == 429]
+    assert retry_times and all(
+        retry_after is not None and int(retry_after) >= 1 for retry_after in retry_times
+    )
     assert {status for status, _ in replies} == {200, 429}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_a_beam_search_finds_what_transformers_finds(
+def test_a_beam_search_equals_that_of_transformers(
     client: openai.OpenAI, beams: Beams, prompt: str
 ) -> None:
     completion = client.completions.create(
@@ -457,18 +465,23 @@ def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model:
         tokens = token_ids(generative, model, prompt, max_tokens=60)
         assert tokens == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
-    first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
-    assert first == second
+    first_tokens, second_tokens = (
+        token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2)
+    )
+    assert first_tokens == second_tokens
     assert generative.metric("shmserve_llm_speculative_drafted", model=model)
 
 
-def test_metrics_tell_what_was_generated(generative: Server) -> None:
+def test_metrics_count_generated_tokens(generative: Server) -> None:
     name = "shmserve_llm_"
-    before = generative.metric(f"{name}tokens_generated", model="tiny")
+    generated_before = generative.metric(f"{name}tokens_generated", model="tiny")
     tokens = token_ids(generative, "tiny", PROMPTS[0], ignore_eos=True)
     until(  # a response may arrive before its step is counted
         f"{len(tokens)} tokens are counted",
-        lambda: generative.metric(f"{name}tokens_generated", model="tiny") - before >= len(tokens),
+        lambda: (
+            generative.metric(f"{name}tokens_generated", model="tiny") - generated_before
+            >= len(tokens)
+        ),
     )
     forward = generative.metric(f"{name}step_seconds", model="tiny", phase="forward")
     iterations = generative.metric(f"{name}iteration_latency_seconds_sum", model="tiny")
@@ -478,7 +491,7 @@ def test_metrics_tell_what_was_generated(generative: Server) -> None:
     assert states == {"free", "cached", "used", "host"}
 
 
-def posted(server: Server, path: str, body: str) -> tuple[int, Any]:
+def post_body(server: Server, path: str, body: str) -> tuple[int, Any]:
     """Return the status and the body of a response."""
     with server.http() as http:
         response = http.post(path, json.loads(body))
@@ -491,7 +504,7 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
 ) -> None:
     settings = {"max_tokens": 6, "temperature": 0, "truncate_prompt_tokens": 7, "ignore_eos": True}
 
-    def generated(times: int) -> Any:
+    def generate_from_end(times: int) -> Any:
         text = "it was the best of times " * times
         prompts = {"text": text, "tokens": [5, 6, 7, 8] * times, "texts": ["it was the", text]}
         body: dict[str, Any] = {"model": "tiny", **settings}
@@ -502,13 +515,13 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
             body |= {"messages": [{"role": "user", "content": text}], "tools": []}
         else:
             path, body["prompt"] = "/v1/completions", prompts[kind]
-        status, answer = posted(generative, path, json.dumps(body))
+        status, answer = post_body(generative, path, json.dumps(body))
         assert status == 200, answer
         return answer["text_output"] if kind == "generate" else answer["choices"]
 
-    small = generated(100)
-    assert small
-    assert generated(500_000 if kind == "tokens" else 50_000) == small
+    small_tokens = generate_from_end(100)
+    assert small_tokens
+    assert generate_from_end(500_000 if kind == "tokens" else 50_000) == small_tokens
 
 
 @pytest.mark.parametrize(
@@ -529,22 +542,24 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
         ("/v2/models/tiny/generate", {"input_ids": "%"}),
     ],
 )
-def test_large_bodies_have_the_errors_of_small_ones(
+def test_large_and_small_bodies_have_the_same_errors(
     generative: Server, path: str, body: dict[str, Any]
 ) -> None:
-    named = {"model": "tiny", "truncate_prompt_tokens": 5, **body}
+    model_body = {"model": "tiny", "truncate_prompt_tokens": 5, **body}
     if path.startswith("/v2"):
-        del named["model"]
+        del model_body["model"]
     if path == "/v1/embeddings":
-        del named["truncate_prompt_tokens"]
-    text = json.dumps(named)
-    found = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
-    assert found[0][0] >= 400
-    assert found[0] == found[1]
+        del model_body["truncate_prompt_tokens"]
+    text = json.dumps(model_body)
+    answers = [
+        post_body(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)
+    ]
+    assert answers[0][0] >= 400
+    assert answers[0] == answers[1]
 
 
 def test_large_texts_are_embedded(generative: Server) -> None:
     body = {"model": "embedder", "input": ["é" * 600_000, "a"]}
-    status, answer = posted(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
+    status, answer = post_body(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
     assert status == 200
-    assert [each["embedding"] for each in answer["data"]] == [[1_200_000, 195], [1, 97]]
+    assert [item["embedding"] for item in answer["data"]] == [[1_200_000, 195], [1, 97]]

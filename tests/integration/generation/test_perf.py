@@ -13,8 +13,8 @@ from tests.support.servers import Server
 def test_tokens_are_counted_and_timed(generative: Server, tmp_path: Path, route: str) -> None:
     path = tmp_path / "report.json"
     arguments = ["--openai", route, "--max-tokens=6", "--prompt-words=4", "--concurrency=2"]
-    short = ["--window=0.3", "--windows=3", "--warm-up=0.1", f"--json={path}"]
-    assert main(["perf", "tiny", f"--url=http://{generative.url}", *arguments, *short]) == 0
+    short_flags = ["--window=0.3", "--windows=3", "--warm-up=0.1", f"--json={path}"]
+    assert main(["perf", "tiny", f"--url=http://{generative.url}", *arguments, *short_flags]) == 0
     (point,) = json.loads(path.read_text())["points"]
     assert (point["errors"], point["error"]) == (0, "")
     # The server's count of tokens, not the number of chunks: some tokens have no text yet.

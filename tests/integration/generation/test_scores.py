@@ -33,16 +33,16 @@ def scores(oracle: Oracle) -> Scores:
 
     model = oracle.model  # type: ignore[attr-defined]
 
-    def of(ids: list[int]) -> Any:
+    def reference_logprobs(ids: list[int]) -> Any:
         with torch.no_grad():
             return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
-    return of
+    return reference_logprobs
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_tokens", [False, True])
-@pytest.mark.parametrize("most", [0, 5])
+@pytest.mark.parametrize("max_tokens", [0, 5])
 @pytest.mark.parametrize("top", [0, 3])
 def test_a_completion_with_its_prompt(
     client: openai.OpenAI,
@@ -50,11 +50,11 @@ def test_a_completion_with_its_prompt(
     scores: Scores,
     stream: bool,
     by_tokens: bool,
-    most: int,
+    max_tokens: int,
     top: int,
 ) -> None:
     request: Any = {"model": "tiny", "prompt": tokens if by_tokens else PROMPT, "temperature": 0}
-    request |= {"echo": True, "logprobs": top, "max_tokens": most, "n": 2}
+    request |= {"echo": True, "logprobs": top, "max_tokens": max_tokens, "n": 2}
     request["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
     response: Any = client.completions.create(**request, stream=stream)
     events: Any = response if stream else [response]
@@ -67,24 +67,24 @@ def test_a_completion_with_its_prompt(
             name: [value for part in parts for value in getattr(part.logprobs, name)]
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
-        assert parts[0].prompt_token_ids == tokens and len(ids) == len(tokens) + most
-        assert text.startswith(PROMPT) and (most or text == PROMPT)
+        assert parts[0].prompt_token_ids == tokens and len(ids) == len(tokens) + max_tokens
+        assert text.startswith(PROMPT) and (max_tokens or text == PROMPT)
         assert parts[-1].finish_reason == "length"
         assert {len(values) for values in logprobs.values()} == {len(ids)}
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
         expected = scores(ids)
         for position, token in enumerate(ids[1:], 1):
-            mine, row = logprobs["token_logprobs"][position], expected[position - 1]
+            logprob, row = logprobs["token_logprobs"][position], expected[position - 1]
             likeliest = logprobs["top_logprobs"][position]
-            assert mine == pytest.approx(row[token].item(), abs=1e-4)
-            assert mine in likeliest.values() and top <= len(likeliest) <= top + 1
+            assert logprob == pytest.approx(row[token].item(), abs=1e-4)
+            assert logprob in likeliest.values() and top <= len(likeliest) <= top + 1
             if top:
                 assert max(likeliest.values()) == pytest.approx(row.max().item(), abs=1e-4)
         assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
-        assert logprobs["text_offset"][len(tokens) :][:1] == [len(PROMPT)][:most]
+        assert logprobs["text_offset"][len(tokens) :][:1] == [len(PROMPT)][:max_tokens]
 
 
-def test_an_evaluation_finds_what_transformers_finds(
+def test_an_evaluation_equals_that_of_transformers(
     client: openai.OpenAI, scores: Scores, tokens: list[int]
 ) -> None:
     """Sends the requests of lm-eval's `local-completions`, and evaluates the responses like it."""
@@ -103,7 +103,10 @@ def test_an_evaluation_finds_what_transformers_finds(
         assert sum(logprobs.token_logprobs[part]) == pytest.approx(row.sum().item(), abs=1e-4)
         likeliest = [max(continuation.values()) for continuation in logprobs.top_logprobs[part]]
         greedy = [
-            one == most for one, most in zip(logprobs.token_logprobs[part], likeliest, strict=True)
+            token_logprob == likeliest_logprob
+            for token_logprob, likeliest_logprob in zip(
+                logprobs.token_logprobs[part], likeliest, strict=True
+            )
         ]
         assert greedy == (rows.argmax(-1) == rows.new_tensor(prompt[len(tokens) :])).tolist()
 
@@ -114,19 +117,19 @@ def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
         "messages": [{"role": "user", "content": "é"}],
         "max_tokens": 4,
     }
-    more: Any = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}
-    unary = client.chat.completions.create(**request, seed=1, extra_body=more).model_dump()
+    vllm_fields: Any = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    unary = client.chat.completions.create(**request, seed=1, extra_body=vllm_fields).model_dump()
     assert unary["choices"][0]["logprobs"] is None
     prompt, scored = unary["prompt_token_ids"], unary["prompt_logprobs"]
     assert len(scored) == len(prompt) == unary["usage"]["prompt_tokens"] and scored[0] is None
-    for token, each in zip(prompt[1:], scored[1:], strict=True):
-        assert {"logprob", "rank", "decoded_token"} == each[str(token)].keys()
+    for token, scores in zip(prompt[1:], scored[1:], strict=True):
+        assert {"logprob", "rank", "decoded_token"} == scores[str(token)].keys()
     assert len(unary["choices"][0]["token_ids"]) == 4
-    events = client.chat.completions.create(**request, seed=1, stream=True, extra_body=more)
-    chunks = [each.model_dump() for each in events]
+    events = client.chat.completions.create(**request, seed=1, stream=True, extra_body=vllm_fields)
+    chunks = [scores.model_dump() for scores in events]
     assert chunks[0]["prompt_token_ids"] == prompt and chunks[0]["prompt_logprobs"] == scored
-    streamed = [token for each in chunks for token in each["choices"][0]["token_ids"]]
-    assert streamed == unary["choices"][0]["token_ids"]
+    streamed_ids = [token for scores in chunks for token in scores["choices"][0]["token_ids"]]
+    assert streamed_ids == unary["choices"][0]["token_ids"]
 
 
 def test_the_bytes_of_a_chat_equal_its_text(client: openai.OpenAI) -> None:
@@ -184,5 +187,5 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
         content = json.loads(logprobs_text)["content"]
         assert [entry["token_id"] for entry in content[: len(tokens)]] == tokens
         for index, entry in enumerate(content[1 : len(tokens)], 1):
-            mine = expected[index - 1, tokens[index]].item()
-            assert entry["logprob"] == pytest.approx(mine, abs=1e-4)
+            logprob = expected[index - 1, tokens[index]].item()
+            assert entry["logprob"] == pytest.approx(logprob, abs=1e-4)

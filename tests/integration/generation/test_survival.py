@@ -27,7 +27,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models)
 
 
-def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]:
+def stream_texts(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]:
     """Return the text of each sample; a process is killed once a part has arrived."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
@@ -41,10 +41,12 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
     return texts
 
 
-def whole(server: Server, samples: int = 1, **more: Any) -> list[str]:
+def complete_texts(server: Server, samples: int = 1, **fields: Any) -> list[str]:
     """Return the text of each sample from a single response."""
     with client_of(server) as client:
-        choices = client.completions.create(**{**COMPLETION_REQUEST, "n": samples, **more}).choices
+        choices = client.completions.create(
+            **{**COMPLETION_REQUEST, "n": samples, **fields}
+        ).choices
     return [choice.text for choice in choices]
 
 
@@ -59,24 +61,31 @@ def count_begun(server: Server) -> float:
 @pytest.mark.parametrize("samples", [1, 3])
 def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
     """Includes clients without a response yet, and clients that connect meanwhile."""
-    expected = streamed(server, samples=samples)
+    expected = stream_texts(server, samples=samples)
     assert all(expected.values())
-    before = count_begun(server)
+    begun_before = count_begun(server)
     with ThreadPoolExecutor(3) as pool:
-        other_futures = [pool.submit(whole, server, samples) for _ in range(3)]
-        until("they run", lambda: count_begun(server) >= before + 3)
-        assert streamed(server, "worker tiny", samples) == expected
-        for other in other_futures:
-            assert other.result() == [*expected.values()]
+        other_futures = [pool.submit(complete_texts, server, samples) for _ in range(3)]
+        until("they run", lambda: count_begun(server) >= begun_before + 3)
+        assert stream_texts(server, "worker tiny", samples) == expected
+        for future in other_futures:
+            assert future.result() == [*expected.values()]
 
 
-def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
+def stream_logprobs(server: Server, kill: bool = False, **fields: Any) -> dict[int, list[Any]]:
     """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
     logprobs: dict[int, list[Any]] = {0: [], 1: []}
-    request = {**COMPLETION_REQUEST, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
+    request = {
+        **COMPLETION_REQUEST,
+        "max_tokens": 120,
+        "n": 2,
+        "logprobs": 2,
+        "echo": True,
+        **fields,
+    }
     with client_of(server) as client:
         answer = client.completions.create(**request)
-        for index, chunk in enumerate(answer if more.get("stream") else [answer]):
+        for index, chunk in enumerate(answer if fields.get("stream") else [answer]):
             for choice in chunk.choices:
                 scores = choice.logprobs
                 columns = (
@@ -92,37 +101,37 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
 
 
 def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
-    expected = scored(server)
-    assert [len(each) for each in expected.values()] == [127, 127]
-    before = count_begun(server)
+    expected = stream_logprobs(server)
+    assert [len(entry) for entry in expected.values()] == [127, 127]
+    begun_before = count_begun(server)
     with ThreadPoolExecutor(1) as pool:
-        other_call = pool.submit(scored, server)
-        until("it runs", lambda: count_begun(server) > before)
-        answers = [scored(server, kill=True, stream=True), other_call.result()]
+        other_call = pool.submit(stream_logprobs, server)
+        until("it runs", lambda: count_begun(server) > begun_before)
+        answers = [stream_logprobs(server, kill=True, stream=True), other_call.result()]
     for samples in answers:
         for index, tokens in samples.items():
-            assert [each[0] for each in tokens] == [each[0] for each in expected[index]]
-            assert [each[3] for each in tokens] == [each[3] for each in expected[index]]
-            for (_, mine, top, _), (_, value, likeliest, _) in zip(
+            assert [entry[0] for entry in tokens] == [entry[0] for entry in expected[index]]
+            assert [entry[3] for entry in tokens] == [entry[3] for entry in expected[index]]
+            for (_, logprob, top, _), (_, value, likeliest, _) in zip(
                 tokens[1:], expected[index][1:], strict=True
             ):
-                assert mine == pytest.approx(value, abs=1e-4)
+                assert logprob == pytest.approx(value, abs=1e-4)
                 assert top.keys() == likeliest.keys()
 
 
 def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server) -> None:
-    (text,) = whole(server, max_tokens=300)
-    before = count_begun(server)
+    (text,) = complete_texts(server, max_tokens=300)
+    begun_before = count_begun(server)
     with ThreadPoolExecutor(1) as pool:
-        other_call = pool.submit(whole, server, max_tokens=300)
-        until("it runs", lambda: count_begun(server) > before)
+        other_call = pool.submit(complete_texts, server, max_tokens=300)
+        until("it runs", lambda: count_begun(server) > begun_before)
         server.find_one("scheduler tiny").kill()
         assert other_call.result() == [text]
 
 
 def test_a_killed_scheduler_ends_a_stream_that_has_begun(server: Server) -> None:
     """Later requests are complete."""
-    expected = streamed(server)
+    expected = stream_texts(server)
     with pytest.raises(openai.APIError, match="was lost after the request's first response"):
-        streamed(server, "scheduler tiny")
-    assert streamed(server) == expected
+        stream_texts(server, "scheduler tiny")
+    assert stream_texts(server) == expected

@@ -18,7 +18,7 @@ PARAMETERS: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
-LONG = tuple(f"{number:04x}" for number in range(240))
+LONG_ANSWERS = tuple(f"{number:04x}" for number in range(240))
 # Format -> the scripted text, the hint in the chat template, the special tokens, and the engine
 # arguments.
 SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]] = {
@@ -54,11 +54,15 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]]
         *("[name(key=value)]", (), {"city": 'a"b', "days": 3}),
     ),
     "long": (
-        ('<tool_call>{"name": "get_weather", "arguments": {"city": "', *LONG, '"}}</tool_call>'),
-        *("<tool_call>", (), {"city": "".join(LONG)}),
+        (
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "',
+            *LONG_ANSWERS,
+            '"}}</tool_call>',
+        ),
+        *("<tool_call>", (), {"city": "".join(LONG_ANSWERS)}),
     ),
 }
-REST = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_call>")
+LAST_ANSWERS = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_call>")
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +73,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
         template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
-        more = REST if name == "qwen" else ()
-        write_scripted(repository / name / "1", {CALLED: (*script, *more)}, template, special)
+        extra_answers = LAST_ANSWERS if name == "qwen" else ()
+        write_scripted(
+            repository / name / "1", {CALLED: (*script, *extra_answers)}, template, special
+        )
     thinks = ("<think>", "so", "</think>", '{"city": "', 'x"}')
     template = TEMPLATE.replace("<|called|>", "<|called|><think>\n")
     write_scripted(repository / "thinks" / "1", {CALLED: thinks}, special=("<think>", "</think>"))
-    opened = {"<think>": ("hm", "</think>", "yes")}
-    write_scripted(repository / "opened" / "1", opened, template, ("</think>",))
+    opened_script = {"<think>": ("hm", "</think>", "yes")}
+    write_scripted(repository / "opened" / "1", opened_script, template, ("</think>",))
     write_scripted(repository / "loop" / "1", {CALLED: CALL, ANSWERS: ANSWER})
     with running(repository) as started:
         yield started
@@ -87,16 +93,18 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield openai_client
 
 
-def chat_request(model: str, **more: Any) -> dict[str, Any]:
+def chat_request(model: str, **fields: Any) -> dict[str, Any]:
     return {
         "model": model,
         "messages": [{"role": "user", "content": "a"}],
         "temperature": 0,
-        **more,
+        **fields,
     }
 
 
-def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None) -> list[Any]:
+def read_chat_stream(
+    client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None
+) -> list[Any]:
     """Return the content, the reasoning, the arguments and the finish reason of a stream."""
     content = reasoning = arguments = reason = ""
     for index, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
@@ -120,15 +128,17 @@ def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
     assert call.type == "function" and call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == SCRIPTS[model][3]
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
-    assert streamed(client, body) == ["", "", call.function.arguments, "tool_calls"]
+    assert read_chat_stream(client, body) == ["", "", call.function.arguments, "tool_calls"]
 
 
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama", "qwen", "pythonic"])
 @pytest.mark.parametrize("choice", ["required", "strict"])
 def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> None:
     tools: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": choice == "strict"}}]
-    more = {"tool_choice": "required"} if choice == "required" else {}
-    body = chat_request(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
+    choice_fields = {"tool_choice": "required"} if choice == "required" else {}
+    body = chat_request(
+        model, tools=tools, parallel_tool_calls=False, max_tokens=200, **choice_fields
+    )
     (completion,) = client.chat.completions.create(**body).choices
     # The grammar prescribes another spelling than the scripted text.
     if completion.finish_reason == "length":
@@ -139,36 +149,38 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
 
 def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
     body = chat_request("long", tools=TOOLS)
-    answers = streamed(client, body, kill=server)
+    answers = read_chat_stream(client, body, kill=server)
     assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 
 def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
-    for more in ({}, {"tools": TOOLS}):
-        body = chat_request("thinks", response_format=form, max_tokens=60, **more)
+    for tool_fields in ({}, {"tools": TOOLS}):
+        body = chat_request("thinks", response_format=form, max_tokens=60, **tool_fields)
         (choice,) = client.chat.completions.create(**body).choices
         assert choice.message.to_dict()["reasoning"] == "so"
         assert json.loads(choice.message.content or "") == {"city": "x"}
-        assert streamed(client, body)[:2] == [choice.message.content, "so"]
+        assert read_chat_stream(client, body)[:2] == [choice.message.content, "so"]
 
 
 def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
     unary = client.chat.completions.create(**chat_request("opened"))
     assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
     assert unary.choices[0].message.content == "yes"
-    assert streamed(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
-    hidden = client.chat.completions.create(
+    assert read_chat_stream(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
+    hidden_answer = client.chat.completions.create(
         **chat_request("opened"), extra_body={"include_reasoning": False}
     )
-    assert "reasoning" not in hidden.choices[0].message.to_dict()
+    assert "reasoning" not in hidden_answer.choices[0].message.to_dict()
 
 
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
-    free = client.chat.completions.create(**chat_request("hermes", tools=TOOLS, tool_choice="none"))
-    assert free.choices[0].message.tool_calls is None
-    named = {"type": "function", "function": {"name": "f"}}
-    body = chat_request("hermes", tools=TOOLS, tool_choice=named)
+    free_answer = client.chat.completions.create(
+        **chat_request("hermes", tools=TOOLS, tool_choice="none")
+    )
+    assert free_answer.choices[0].message.tool_calls is None
+    named_tool = {"type": "function", "function": {"name": "f"}}
+    body = chat_request("hermes", tools=TOOLS, tool_choice=named_tool)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):
         client.chat.completions.create(**body)
     no_schema = {"type": "x"}
@@ -179,14 +191,14 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
     ):
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         body = chat_request("hermes", tools=[tool], tool_choice=choice)
-        with pytest.raises(openai.BadRequestError, match=message) as raised:
+        with pytest.raises(openai.BadRequestError, match=message) as error_info:
             client.chat.completions.create(**body)
-        assert raised.value.param == param
+        assert error_info.value.param == param
 
 
 def test_errors_of_responses(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="responses are not stored") as raised:
+    with pytest.raises(openai.BadRequestError, match="responses are not stored") as error_info:
         client.responses.create(model="loop", input="a", previous_response_id="resp_1")
-    assert raised.value.param == "previous_response_id"
+    assert error_info.value.param == "previous_response_id"
     completion = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
     assert (completion.status, completion.to_dict()["store"]) == ("incomplete", False)

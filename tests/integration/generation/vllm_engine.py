@@ -42,8 +42,13 @@ ARGUMENTS: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 WIDTH, RANK, LAYERS = 128, 4, 2
-LONG: dict[str, Any] = {"model": "tiny", "prompt": "the", "max_tokens": 480, "ignore_eos": True}
-THINK = 319  # the number of the token </think>
+LONG_REQUEST: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "the",
+    "max_tokens": 480,
+    "ignore_eos": True,
+}
+THINK_TOKEN = 319  # the number of the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -63,8 +68,8 @@ def post(port: int, path: str, body: dict[str, Any]) -> str:
     return raw
 
 
-def complete(port: int, prompt: str = "the", **more: Any) -> str:
-    return post(port, "/v1/completions", {"model": "tiny", "prompt": prompt, **more})
+def complete(port: int, prompt: str = "the", **fields: Any) -> str:
+    return post(port, "/v1/completions", {"model": "tiny", "prompt": prompt, **fields})
 
 
 def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[str, str]:
@@ -92,18 +97,18 @@ def write_model(folder: Path) -> None:
     write_folder(folder / "weights", hidden_size=WIDTH, head_dim=WIDTH // 4)
     tokenizer = Tokenizer.from_str(tokenizer_text(318))
     tokenizer.add_special_tokens(["<think>", "</think>"])
-    assert tokenizer.token_to_id("</think>") == THINK
+    assert tokenizer.token_to_id("</think>") == THINK_TOKEN
     (folder / "weights" / "tokenizer.json").write_text(tokenizer.to_str())
     (folder / "adapter").mkdir()
     generator = torch.Generator().manual_seed(1)
-    drawn = {
+    adapter_weights = {
         f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{name}.weight": torch.randn(
             shape, generator=generator
         )
         for layer in range(LAYERS)
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
-    save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
+    save_file(adapter_weights, folder / "adapter" / "adapter_model.safetensors")
     lora_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (folder / "adapter" / "adapter_config.json").write_text(
         json.dumps({**lora_config, "bias": "none"})
@@ -116,8 +121,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
     version = folder / "tiny" / "1"
     write_model(version)
-    given = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
-    (version / "model.json").write_text(json.dumps(given))
+    settings = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
+    (version / "model.json").write_text(json.dumps(settings))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
     environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
     own_server = Server([folder], ["--load-timeout-secs=600"], environment=environment)
@@ -133,8 +138,8 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Yield the port of vLLM's own server with the same model."""
     folder = tmp_path_factory.mktemp("peer")
     write_model(folder)
-    (held,) = hold_ports(1)
-    port = port_of(held)
+    (port_socket,) = hold_ports(1)
+    port = port_of(port_socket)
     flags = [f"--{name.replace('_', '-')}" for name in ARGUMENTS]
     values = [[] if value is True else [str(value)] for value in ARGUMENTS.values()]
     process = subprocess.Popen(
@@ -159,7 +164,7 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     finally:
         process.terminate()
         process.wait(60)
-        held.close()
+        port_socket.close()
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -174,17 +179,20 @@ def test_texts_equal_those_of_vllms_server(
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
-    mine, theirs = (
+    choice, vllm_choice = (
         json.loads(complete(port, **request))["choices"][0]
         for port in (server.http_port, vllm_port)
     )
-    assert mine["text"] == theirs["text"]
+    assert choice["text"] == vllm_choice["text"]
     for name in ("tokens", "text_offset"):
-        assert mine["logprobs"][name] == theirs["logprobs"][name]
-    both = zip(
-        mine["logprobs"]["token_logprobs"], theirs["logprobs"]["token_logprobs"], strict=True
+        assert choice["logprobs"][name] == vllm_choice["logprobs"][name]
+    logprob_pairs = zip(
+        choice["logprobs"]["token_logprobs"], vllm_choice["logprobs"]["token_logprobs"], strict=True
     )
-    assert all(one == other or one == pytest.approx(other, abs=1e-4) for one, other in both)
+    assert all(
+        logprob == vllm_logprob or logprob == pytest.approx(vllm_logprob, abs=1e-4)
+        for logprob, vllm_logprob in logprob_pairs
+    )
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -198,24 +206,37 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
         "max_tokens": 100,
         "temperature": 0,
     }
-    found = []
+    answers = []
     for port in (server.http_port, vllm_port):
         chosen = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
         message = chosen["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        found.append((calls, message.get("content") or "", chosen["finish_reason"]))
+        answers.append((calls, message.get("content") or "", chosen["finish_reason"]))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tool_choice": "auto"}])
+def test_responses_equal_those_of_vllms_server(
+    server: Server, vllm_port: int, fields: dict[str, Any]
+) -> None:
+    found = []
+    for port in (server.http_port, vllm_port):
+        body = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 20}
+        response = json.loads(post(port, "/v1/responses", {**body, **fields}))
+        texts = [part["text"] for item in response["output"] for part in item["content"]]
+        found.append((texts, response["status"], response["usage"]["output_tokens"]))
     assert found[0] == found[1]
 
 
 def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
         request = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
-        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **request), range(200)))
-    assert all(body.count('"finish_reason":"length"') == 1 for body in found)
+        bodies = list(pool.map(lambda n: complete(server.http_port, f"{n}", **request), range(200)))
+    assert all(body.count('"finish_reason":"length"') == 1 for body in bodies)
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    body, before = {**LONG, "stream": True}, generated(server)
+    body, generated_before = {**LONG_REQUEST, "stream": True}, count_generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
@@ -224,7 +245,7 @@ def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None
     for connection in connections:
         connection.getresponse().read(100)
         connection.close()
-    assert aborted(server, before, 20 * LONG["max_tokens"])
+    assert is_aborted(server, generated_before, 20 * LONG_REQUEST["max_tokens"])
 
 
 def gauge(server: Server, begin: str) -> list[float]:
@@ -235,48 +256,48 @@ def gauge(server: Server, begin: str) -> list[float]:
     return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(begin)]
 
 
-def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+def post_json(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
-    found = response.status, json.loads(response.read())
+    answer = response.status, json.loads(response.read())
     connection.close()
-    return found
+    return answer
 
 
-def generated(server: Server) -> float:
+def count_generated(server: Server) -> float:
     """Return the number of tokens that the engine has generated so far."""
     time.sleep(FRESH_S)
     return sum(gauge(server, "vllm:generation_tokens_total{"))
 
 
-def aborted(server: Server, before: float, most: int) -> bool:
+def is_aborted(server: Server, generated_before: float, max_tokens: int) -> bool:
     """Return whether the engine stops before it has generated `most` further tokens."""
     time.sleep(FRESH_S)
-    running = "vllm:num_requests_running{"
-    until("nothing runs", lambda: gauge(server, running) == [0.0])
-    return generated(server) < before + most
+    running_gauge = "vllm:num_requests_running{"
+    until("nothing runs", lambda: gauge(server, running_gauge) == [0.0])
+    return count_generated(server) < generated_before + max_tokens
 
 
 def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
-    plain, mine = (
-        json.loads(complete(server.http_port, **request, **more))["choices"][0]["text"]
-        for more in ({}, {"lora_name": "french"})
+    base_text, adapter_text = (
+        json.loads(complete(server.http_port, **request, **adapter_fields))["choices"][0]["text"]
+        for adapter_fields in ({}, {"lora_name": "french"})
     )
-    theirs = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
-    assert mine == theirs != plain
-    status, found = posted(
+    vllm_text = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
+    assert adapter_text == vllm_text != base_text
+    status, answer = post_json(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
-    assert "there is no adapter 'x'" in found["error"]["message"]
+    assert "there is no adapter 'x'" in answer["error"]["message"]
     body = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **request})
-    status, found = posted(
+    status, answer = post_json(
         server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
-    assert (status, found["text_output"]) == (200, mine)
+    assert (status, answer["text_output"]) == (200, adapter_text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -288,7 +309,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(
     If the characters before the tag are incomplete, a later token completes its text. In that case
     vLLM's parser assigns it to the content.
     """
-    found = []
+    messages_by_server = []
     for port in (server.http_port, vllm_port):
         messages = []
         for seed in range(5):
@@ -297,7 +318,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(
                 "messages": [{"role": "user", "content": "hi"}],
                 "max_tokens": 60,
                 "seed": seed,
-                "logit_bias": {str(THINK): 6.0},
+                "logit_bias": {str(THINK_TOKEN): 6.0},
                 "stream": stream,
             }
             raw = post(port, "/v1/chat/completions", body)
@@ -309,9 +330,9 @@ def test_reasoning_is_split_as_by_vllm_s_server(
                     for name in parts:
                         parts[name] += message.get(name) or ""
             messages.append({name: part.removeprefix("</think>") for name, part in parts.items()})
-        found.append(messages)
-    assert found[0] == found[1]
-    assert any(each["reasoning"] and each["content"] for each in found[0])
+        messages_by_server.append(messages)
+    assert messages_by_server[0] == messages_by_server[1]
+    assert any(entry["reasoning"] and entry["content"] for entry in messages_by_server[0])
 
 
 def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> None:
@@ -320,16 +341,18 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
         ("/tokenize", {"prompt": "the quick 東京", "return_token_strs": True}),
         ("/tokenize", {"messages": messages}),
         ("/tokenize", {"messages": messages, "add_generation_prompt": False}),
-        ("/detokenize", {"tokens": [5, 6, 7, THINK]}),
+        ("/detokenize", {"tokens": [5, 6, 7, THINK_TOKEN]}),
     ]
     for path, body in cases:
-        mine, theirs = (
+        answers, vllm_answers = (
             json.loads(post(port, path, {"model": "tiny", **body}))
             for port in (server.http_port, vllm_port)
         )
-        assert mine == theirs
-    status, found = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
-    assert status == 400, found
+        assert answers == vllm_answers
+    status, answer = post_json(
+        server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]}
+    )
+    assert status == 400, answer
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("GET", "/v1/models/tiny")
     assert json.loads(connection.getresponse().read())["max_model_len"] == 512
@@ -339,7 +362,10 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     """A deadline applies while the engine generates. /generate has one status for all errors."""
-    sampled, before = {"max_tokens": 480, "ignore_eos": True, "n": 16}, generated(server)
+    sampled, generated_before = (
+        {"max_tokens": 480, "ignore_eos": True, "n": 16},
+        count_generated(server),
+    )
     if limit == "parameter":
         body: dict[str, Any] = {"text_input": "the", "sampling_parameters": json.dumps(sampled)}
         path, body["parameters"] = "/v2/models/tiny/generate", {"deadline_us": 300_000}
@@ -347,23 +373,23 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     else:
         path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
         headers = {"X-Request-Timeout-Ms": "300"}
-    status, found = posted(server.http_port, path, body, **headers)
-    assert status == (400 if limit == "parameter" else 503), found
-    assert "Request timeout expired (300000 microseconds" in json.dumps(found)
-    assert aborted(server, before, 16 * 480)
+    status, answer = post_json(server.http_port, path, body, **headers)
+    assert status == (400 if limit == "parameter" else 503), answer
+    assert "Request timeout expired (300000 microseconds" in json.dumps(answer)
+    assert is_aborted(server, generated_before, 16 * 480)
 
 
-def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
+def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server) -> None:
     """As in vLLM, the lowest number is first.
 
     Metrics are reported twice a second, so the requests must wait for longer than that.
     """
-    ended: list[int] = []
+    ended_priorities: list[int] = []
 
     def send_request(priority: int) -> None:
         sampled: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
-        ended.append(priority)
+        ended_priorities.append(priority)
 
     with ThreadPoolExecutor(200) as pool:
         for _ in range(160):
@@ -371,20 +397,20 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
         until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30)
         pool.submit(send_request, 1)
     # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
-    assert ended.index(1) < 128
+    assert ended_priorities.index(1) < 128
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
-    before = generated(server)
+    generated_before = count_generated(server)
     complete(server.http_port, max_tokens=400, ignore_eos=True)
-    until("the tokens are counted", lambda: generated(server) >= before + 400)
+    until("the tokens are counted", lambda: count_generated(server) >= generated_before + 400)
     assert len(gauge(server, "vllm:time_to_first_token_seconds_bucket{")) > 3
 
 
 def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "some words " * 6_000_000, "max_tokens": 1}
-    status, found = posted(server.http_port, "/v1/completions", body)
-    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    status, answer = post_json(server.http_port, "/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
 # --- the end of processes
@@ -392,24 +418,24 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 def shared_memory(server: Server) -> set[str]:
     """Return the objects of Python's multiprocessing that the server's processes use."""
-    found = set()
+    paths = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found |= {memory_map.path for memory_map in child.memory_maps()}
-    return {path for path in found if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
+            paths |= {memory_map.path for memory_map in child.memory_maps()}
+    return {path for path in paths if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
 
 
-@pytest.mark.parametrize("killed", ["engine", "worker"])
-def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+def test_a_killed_process_is_replaced(server: Server, victim: str) -> None:
     """Nothing of it stays in /dev/shm."""
-    word = {"engine": "spawn_main", "worker": "worker tiny"}[killed]
+    word = {"engine": "spawn_main", "worker": "worker tiny"}[victim]
     process = next(
         child
         for child in psutil.Process(server.pid).children(recursive=True)
         if word in " ".join(child.cmdline())
     )
-    before = shared_memory(server)
-    request = {**LONG, "stream": True, "n": 64}
+    objects_before = shared_memory(server)
+    request = {**LONG_REQUEST, "stream": True, "n": 64}
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("POST", "/v1/completions", json.dumps(request))
     response = connection.getresponse()
@@ -418,13 +444,13 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
     assert b"worker died" in response.read()
     connection.close()
     assert complete(server.http_port, max_tokens=3)
-    assert before
-    until("its objects are removed", lambda: not any(map(os.path.exists, before)))
+    assert objects_before
+    until("its objects are removed", lambda: not any(map(os.path.exists, objects_before)))
 
 
 def test_a_stopped_server_leaks_nothing(server: Server) -> None:
     """The last test, because the others need the server."""
-    before = shared_memory(server)
-    assert before
+    objects_before = shared_memory(server)
+    assert objects_before
     server.stop()
-    until("all is removed", lambda: not any(map(os.path.exists, before)))
+    until("all is removed", lambda: not any(map(os.path.exists, objects_before)))

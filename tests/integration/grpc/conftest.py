@@ -82,7 +82,9 @@ def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def unix_socket(server: Server) -> Path:
     """Return the path of the Unix socket on which the server serves gRPC beside TCP."""
-    (flag,) = (each for each in server.command if each.startswith("--grpc-unix-socket="))
+    (flag,) = (
+        argument for argument in server.command if argument.startswith("--grpc-unix-socket=")
+    )
     return Path(flag.partition("=")[2])
 
 

@@ -134,8 +134,8 @@ def test_tensors_of_every_size(client: triton.InferenceServerClient, size: int) 
     array = np.arange(size, dtype=np.float32)
     tensor = triton.InferInput("INPUT0", [size], "FP32")
     tensor.set_data_from_numpy(array)
-    answered = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
-    assert answered.shape == (size,) and (answered == array).all()
+    output = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
+    assert output.shape == (size,) and (output == array).all()
 
 
 DATA: dict[str, np.ndarray] = {
@@ -231,16 +231,21 @@ def test_the_model_receives_all_parts_of_a_request(client: triton.InferenceServe
 
 
 def test_statistics(client: triton.InferenceServerClient) -> None:
-    before = client.get_inference_statistics("simple").model_stats[0]
+    statistics_before = client.get_inference_statistics("simple").model_stats[0]
     client.infer("simple", simple_inputs())
-    after = client.get_inference_statistics("simple", "1").model_stats[0]
-    assert (after.name, after.version) == ("simple", "1")
-    assert after.inference_count == before.inference_count + 1
-    assert after.inference_stats.success.count == before.inference_stats.success.count + 1
-    assert after.inference_stats.success.ns > before.inference_stats.success.ns
-    assert after.batch_stats[0].batch_size == 1
-    everything = client.get_inference_statistics()
-    assert {model.name for model in everything.model_stats} == set(MODELS)
+    statistics_after = client.get_inference_statistics("simple", "1").model_stats[0]
+    assert (statistics_after.name, statistics_after.version) == ("simple", "1")
+    assert statistics_after.inference_count == statistics_before.inference_count + 1
+    assert (
+        statistics_after.inference_stats.success.count
+        == statistics_before.inference_stats.success.count + 1
+    )
+    assert (
+        statistics_after.inference_stats.success.ns > statistics_before.inference_stats.success.ns
+    )
+    assert statistics_after.batch_stats[0].batch_size == 1
+    all_statistics = client.get_inference_statistics()
+    assert {model.name for model in all_statistics.model_stats} == set(MODELS)
 
 
 def test_the_repository(client: triton.InferenceServerClient) -> None:
@@ -336,7 +341,7 @@ def test_a_deadline_reaches_the_model_and_ends_the_request(
     tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
     tensor.set_data_from_numpy(np.ones((1, 4), np.int32))
     failures = "nv_inference_request_failure"
-    before = server.metric(failures, model="gated")
+    failures_before = server.metric(failures, model="gated")
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
         client.infer("gated", [tensor], client_timeout=1)  # long enough for the request to arrive
     visit = server.gate.next()
@@ -344,7 +349,9 @@ def test_a_deadline_reaches_the_model_and_ends_the_request(
         client.infer("gated", [tensor], client_timeout=1)
     server.wait_pending("gated", 0)  # the second request left the queue
     visit.release()
-    until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)
+    until(
+        "both were counted", lambda: server.metric(failures, model="gated") == failures_before + 2
+    )
     assert server.gate.is_idle()
 
 
@@ -352,7 +359,7 @@ def test_a_cancelled_call_cancels_its_request(server: Server) -> None:
     tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
     tensor.set_data_from_numpy(np.full((1, 4), 7, np.int32))
     failures = "nv_inference_request_failure"
-    before = server.metric(failures, model="gated", reason="CANCELED")
+    failures_before = server.metric(failures, model="gated", reason="CANCELED")
     with triton.InferenceServerClient(server.grpc_url) as client:
         answers: list[object] = []
         running_one = client.async_infer(
@@ -368,7 +375,7 @@ def test_a_cancelled_call_cancels_its_request(server: Server) -> None:
         visit.release()
         until("both are answered", lambda: len(answers) == 2)
     assert running_one is not None
-    assert server.metric(failures, model="gated", reason="CANCELED") == before + 1
+    assert server.metric(failures, model="gated", reason="CANCELED") == failures_before + 1
 
 
 def test_the_health_service(server: Server) -> None:

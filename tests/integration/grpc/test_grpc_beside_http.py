@@ -26,7 +26,7 @@ from tests.support.wire.raw_http import Http, in_region, shm_input
 TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-DISABLED = "Client shared memory is disabled"
+DISABLED_TEXT = "Client shared memory is disabled"
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +92,15 @@ def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = Non
 
 def refused(action: Callable[[], object]) -> tuple[str, str]:
     """Return the code and the text of a refused call."""
-    with pytest.raises(InferenceServerException) as caught:
+    with pytest.raises(InferenceServerException) as error_info:
         action()
-    return caught.value.status(), caught.value.message()
+    return error_info.value.status(), error_info.value.message()
 
 
 # --- the same answers as over HTTP
 
 
-def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
+def test_repeated_inference(client: triton.InferenceServerClient) -> None:
     for number in range(4):
         a = np.arange(16, dtype=np.int32).reshape(1, 16) * number
         tensors = []
@@ -175,11 +175,11 @@ def test_an_overlap_in_a_stream_names_its_request(
     memory_range(request.outputs.add(name="OUTPUT0"), "twice", 16)
     with SharedObject(SIZE) as shared_object, stub(server) as call:
         client.register_system_shared_memory("twice", shared_object.key, SIZE)
-        right = call.ModelInfer.future(request, timeout=20)
-        running = server.gate.next()
+        valid_call = call.ModelInfer.future(request, timeout=20)
+        running_visit = server.gate.next()
         (refusal,) = call.ModelStreamInfer(iter([request]), timeout=20)
-        running.release()
-        assert right.result().id == "again"
+        running_visit.release()
+        assert valid_call.result().id == "again"
     assert "overlaps one of a request in flight" in refusal.error_message
     assert refusal.infer_response.id == "again"
 
@@ -207,8 +207,8 @@ def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
             for _ in range(2):  # the second request uses the schema of the first
                 infer_in(client, "over")
             assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-            listed = client.get_system_shared_memory_status().regions
-            assert (listed["over"].key, listed["over"].byte_size) == (shared_object.key, 2 * SIZE)
+            regions = client.get_system_shared_memory_status().regions
+            assert (regions["over"].key, regions["over"].byte_size) == (shared_object.key, 2 * SIZE)
             client.unregister_system_shared_memory("over")
             assert http.regions().json() == []
             code, text = refused(lambda: infer_in(client, "over"))
@@ -243,24 +243,24 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
             for uid in (ALICE, BOB)
         )
-        hers, ours = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
-        hers.write(VALUES)
-        os.fchown(hers.fd, ALICE, -1)
+        her_object, own_object = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
+        her_object.write(VALUES)
+        os.fchown(her_object.fd, ALICE, -1)
         code, text = refused(
-            lambda: alice.register_system_shared_memory("ours", ours.key, 2 * SIZE)
+            lambda: alice.register_system_shared_memory("ours", own_object.key, 2 * SIZE)
         )
         assert code == "StatusCode.PERMISSION_DENIED"
         assert f"the client is uid {ALICE}" in text
-        alice.register_system_shared_memory("hers", hers.key, 2 * SIZE)
+        alice.register_system_shared_memory("hers", her_object.key, 2 * SIZE)
         for _ in range(2):
             infer_in(alice, "hers")
-        assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-        for other in (bob, client):
+        assert (her_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+        for other_client in (bob, client):
             for _ in range(2):
-                code, text = refused(partial(infer_in, other, "hers"))
+                code, text = refused(partial(infer_in, other_client, "hers"))
                 assert (code, "another user" in text) == ("StatusCode.NOT_FOUND", True)
-            assert not other.get_system_shared_memory_status().regions
-            other.unregister_system_shared_memory("hers")
+            assert not other_client.get_system_shared_memory_status().regions
+            other_client.unregister_system_shared_memory("hers")
         assert list(alice.get_system_shared_memory_status().regions) == ["hers"]
         alice.unregister_system_shared_memory()
         assert not alice.get_system_shared_memory_status().regions
@@ -285,26 +285,30 @@ def guarded_server(folder: Path, start: Start) -> Server:
 
 
 @pytest.fixture(scope="module")
-def stranger(guarded_server: Server) -> Iterator[triton.InferenceServerClient]:
+def tokenless_client(guarded_server: Server) -> Iterator[triton.InferenceServerClient]:
     with connected(guarded_server.grpc_port) as client:
         assert client.is_server_live()
         yield client
 
 
-def bearer(token: str, **more: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}", **more}
+def bearer(token: str, **headers: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}", **headers}
 
 
-def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerClient) -> None:
+def test_without_a_token_there_is_only_health(
+    tokenless_client: triton.InferenceServerClient,
+) -> None:
     """R18: without a token every API except health is refused."""
-    assert stranger.is_server_ready()
+    assert tokenless_client.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for send_call in (
-            lambda headers=headers: stranger.get_server_metadata(headers),
-            lambda headers=headers: stranger.infer("identity", row(), headers=headers),
-            lambda headers=headers: stranger.get_system_shared_memory_status(headers=headers),
-            lambda headers=headers: stranger.get_inference_statistics(headers=headers),
-            lambda headers=headers: stranger.get_log_settings(headers=headers),
+            lambda headers=headers: tokenless_client.get_server_metadata(headers),
+            lambda headers=headers: tokenless_client.infer("identity", row(), headers=headers),
+            lambda headers=headers: tokenless_client.get_system_shared_memory_status(
+                headers=headers
+            ),
+            lambda headers=headers: tokenless_client.get_inference_statistics(headers=headers),
+            lambda headers=headers: tokenless_client.get_log_settings(headers=headers),
         ):
             code, text = refused(send_call)
             assert code == "StatusCode.UNAUTHENTICATED"
@@ -313,10 +317,10 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
 
 def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Server) -> None:
     """The connection is refused before its requests are read, which may have 2 GB each."""
-    never = threading.Event()
+    never_set = threading.Event()
 
-    def nothing() -> Iterator[bytes]:
-        never.wait(60)
+    def wait_without_messages() -> Iterator[bytes]:
+        never_set.wait(60)
         yield from ()
 
     try:
@@ -325,51 +329,56 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Ser
                 if rpc.scope == "health":
                     continue
                 # Some calls use gRPC's general code path, and most use the fast one.
-                calls = [channel.stream_stream(path)(nothing(), timeout=15) for _ in range(70)]
+                calls = [
+                    channel.stream_stream(path)(wait_without_messages(), timeout=15)
+                    for _ in range(70)
+                ]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):
                         next(call)
                     assert call.code() is grpc.StatusCode.UNAUTHENTICATED, path
     finally:
-        never.set()
+        never_set.set()
 
 
-def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:
+def test_a_stream_needs_a_token_too(tokenless_client: triton.InferenceServerClient) -> None:
     results: list[Any] = []
-    done = threading.Event()
+    has_ended = threading.Event()
 
     def take(result: Any, error: Any) -> None:
         results.append((result, error))
-        done.set()
+        has_ended.set()
 
     for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
         results.clear()
-        done.clear()
-        stranger.start_stream(take, headers=headers)
+        has_ended.clear()
+        tokenless_client.start_stream(take, headers=headers)
         try:
             with contextlib.suppress(InferenceServerException):  # it may have ended by now
-                stranger.async_stream_infer("identity", row())
-            assert done.wait(20)
+                tokenless_client.async_stream_infer("identity", row())
+            assert has_ended.wait(20)
         finally:
-            stranger.stop_stream()
+            tokenless_client.stop_stream()
         result, error = results[0]
         assert (error and error.status()) == expected
         assert (result is None) == bool(expected)
 
 
-def test_a_token_opens_its_scopes(stranger: triton.InferenceServerClient) -> None:
+def test_a_token_opens_its_scopes(tokenless_client: triton.InferenceServerClient) -> None:
     headers = bearer(PROGRAM)
-    output = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
+    output = tokenless_client.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
     assert (output == VALUES).all()
-    assert stranger.get_server_metadata(headers).name == "triton"
-    code, text = refused(lambda: stranger.get_inference_statistics(headers=headers))
+    assert tokenless_client.get_server_metadata(headers).name == "triton"
+    code, text = refused(lambda: tokenless_client.get_inference_statistics(headers=headers))
     assert (code, text) == (
         "StatusCode.PERMISSION_DENIED",
         "this token has no access to the statistics API",
     )
 
 
-def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServerClient) -> None:
+def test_a_restricted_protocol_needs_its_header(
+    tokenless_client: triton.InferenceServerClient,
+) -> None:
     expected = (
         "StatusCode.UNAVAILABLE",
         "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'",
@@ -379,15 +388,15 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
         bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-us"}),
         bearer(TOKEN, **{"admin-key": "let-me"}),
     ):
-        send_call = partial(stranger.get_model_config, "identity", "", headers)
+        send_call = partial(tokenless_client.get_model_config, "identity", "", headers)
         assert refused(send_call) == expected
     headers = bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-me"})
-    assert stranger.get_model_config("identity", "", headers).config.name == "identity"
-    assert stranger.get_model_repository_index(headers).models[0].name == "identity"
+    assert tokenless_client.get_model_config("identity", "", headers).config.name == "identity"
+    assert tokenless_client.get_model_repository_index(headers).models[0].name == "identity"
 
 
 def test_other_hosts_have_no_regions(
-    guarded_server: Server, stranger: triton.InferenceServerClient
+    guarded_server: Server, tokenless_client: triton.InferenceServerClient
 ) -> None:
     """R3: a listener for other hosts has no regions, not even for a client that has some over
     HTTP.
@@ -395,17 +404,17 @@ def test_other_hosts_have_no_regions(
     headers = bearer(TOKEN)
     with SharedObject(2 * SIZE) as shared_object, guarded_server.http() as http:
         code, text = refused(
-            lambda: stranger.register_system_shared_memory(
+            lambda: tokenless_client.register_system_shared_memory(
                 "one", shared_object.key, 2 * SIZE, headers=headers
             )
         )
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         register = {"key": shared_object.key, "byte_size": 2 * SIZE}
         path = "/v2/systemsharedmemory/region/one/register"
         http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
-        assert not stranger.get_system_shared_memory_status(headers=headers).regions
-        code, text = refused(lambda: infer_in(stranger, "one", headers))
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert not tokenless_client.get_system_shared_memory_status(headers=headers).regions
+        code, text = refused(lambda: infer_in(tokenless_client, "one", headers))
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         path = "/v2/systemsharedmemory/unregister"
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
 
@@ -421,21 +430,21 @@ def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
         code, text = refused(
             lambda: client.register_system_shared_memory("one", shared_object.key, SIZE)
         )
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         assert not client.get_system_shared_memory_status().regions
 
 
 def test_an_unknown_method_is_unimplemented(server: Server) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/Nothing")
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error_info:
             call(b"", timeout=20)
-        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert error_info.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_the_gateway_is_started_again(server: Server) -> None:
-    old = server.find_one("gateway grpc")
-    old.kill()
+    old_gateway = server.find_one("gateway grpc")
+    old_gateway.kill()
     deadline = time.monotonic() + 20
     with connected(server.grpc_port) as client:
         while True:
@@ -444,4 +453,4 @@ def test_the_gateway_is_started_again(server: Server) -> None:
                     break
             assert time.monotonic() < deadline
         assert (client.infer("identity", row()).as_numpy("OUTPUT0") == VALUES).all()
-    assert server.find_one("gateway grpc").pid != old.pid
+    assert server.find_one("gateway grpc").pid != old_gateway.pid

@@ -24,17 +24,17 @@ from tritonclient.grpc import service_pb2_grpc
 from shmserve.cli import client
 from shmserve.ipc import endpoints
 from tests.support import certificates, repositories
-from tests.support.sequence_models import CONTROLS, IDLE
-from tests.support.servers import Server, Start, refuses, run_command, running, title
+from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME
+from tests.support.servers import Server, Start, refuses_connections, run_command, running, title
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
 from tests.support.wire.http2 import (
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     SERVICE,
     WINDOW,
     frame,
@@ -87,9 +87,9 @@ def infer_simple(server: Server, channel_credentials: grpc.ChannelCredentials | 
 
 def test_mutual_tls(tls_server: Server, keys: Path) -> None:
     assert is_right(infer_simple(tls_server, credentials(keys, "client")))
-    for nobody in (None, credentials(keys), credentials(keys, "stranger")):
+    for wrong_credentials in (None, credentials(keys), credentials(keys, "stranger")):
         with pytest.raises(grpc.RpcError):
-            infer_simple(tls_server, nobody)
+            infer_simple(tls_server, wrong_credentials)
     assert is_right(infer_simple(tls_server, credentials(keys, "client")))
 
 
@@ -152,11 +152,11 @@ def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("takes", "compressed"),
+    ("accepted_encodings", "compressed"),
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
 def test_compressed_responses(
-    tls_server: Server, keys: Path, takes: bytes, compressed: bool
+    tls_server: Server, keys: Path, accepted_encodings: bytes, compressed: bool
 ) -> None:
     """Responses are compressed only for a client that accepts it.
 
@@ -171,14 +171,17 @@ def test_compressed_responses(
     tls = ssl.create_default_context(cafile=str(keys / "ca.pem"))
     tls.load_cert_chain(keys / "client.pem", keys / "client.key")
     tls.set_alpn_protocols(["h2"])
-    head = post(f"{SERVICE}ModelInfer", *([(b"grpc-accept-encoding", takes)] if takes else []))
+    head = post(
+        f"{SERVICE}ModelInfer",
+        *([(b"grpc-accept-encoding", accepted_encodings)] if accepted_encodings else []),
+    )
     body = message(request.SerializeToString())
     pieces = [frame(DATA, 0, 1, body[at : at + 16384]) for at in range(0, len(body), 16384)]
     with (
-        socket.create_connection(("127.0.0.1", tls_server.grpc_port), timeout=20) as plain,
-        tls.wrap_socket(plain, server_hostname="localhost") as sock,
+        socket.create_connection(("127.0.0.1", tls_server.grpc_port), timeout=20) as plain_socket,
+        tls.wrap_socket(plain_socket, server_hostname="localhost") as sock,
     ):
-        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head) + b"".join(pieces))
+        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head) + b"".join(pieces))
         sock.sendall(frame(DATA, END_STREAM, 1))
         answer = b""
         while b"grpc-status" not in answer:
@@ -264,32 +267,32 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
     tls = ssl.create_default_context(cafile=str(keys / "ca.pem"))
     tls.set_alpn_protocols(["h2"])
 
-    def shown(server: Server) -> bytes | None:
+    def server_certificate(server: Server) -> bytes | None:
         with (
-            socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as plain,
-            tls.wrap_socket(plain, server_hostname="localhost") as sock,
+            socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as plain_socket,
+            tls.wrap_socket(plain_socket, server_hostname="localhost") as sock,
         ):
             return sock.getpeercert(binary_form=True)
 
     def certificate(name: str) -> bytes:
         return ssl.PEM_cert_to_DER_cert((keys / f"{name}.pem").read_text())
 
-    def spoiled(server: Server, spoil: Callable[[], object], text: str) -> None:
-        spoil()
+    def check_spoiled(server: Server, spoil_file: Callable[[], object], text: str) -> None:
+        spoil_file()
         server.find_one("gateway grpc").kill()
         server.wait_log(f"cannot start: {text}")
         install("client")
         server.wait_listening()
-        assert shown(server) == certificate("client")
+        assert server_certificate(server) == certificate("client")
 
     install("server")
     flags = (f"--grpc-server-cert={cert}", f"--grpc-server-key={key}")
     with running(models, "--grpc-use-ssl", *flags, grpc=True) as server:
-        assert shown(server) == certificate("server")
+        assert server_certificate(server) == certificate("server")
         pair = f"--grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a certificate"
-        spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
-        missing = f"--grpc-server-key: '{key}' is not a file that can be read"
-        spoiled(server, key.unlink, missing)
+        check_spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
+        missing_text = f"--grpc-server-key: '{key}' is not a file that can be read"
+        check_spoiled(server, key.unlink, missing_text)
         assert is_right(infer_simple(server, credentials(keys)))
         assert "Traceback" not in server.log()
 
@@ -324,7 +327,7 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_drain_answers_what_was_asked(models: Path) -> None:
+def test_a_drain_answers_pending_calls(models: Path) -> None:
     """Calls and streams in flight finish. A new call on the same channel cannot connect."""
     with (
         running(models, grpc=True) as server,
@@ -343,19 +346,19 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
             yield simple_request("late")
 
         idle_sock = socket.create_connection(("127.0.0.1", server.grpc_port), timeout=10)
-        idle_sock.sendall(OPENED)
+        idle_sock.sendall(CLIENT_OPENING)
         idle = call.ModelStreamInfer(requests(), timeout=30)
         assert next(idle).infer_response.id == "in a stream"
         visit = server.gate.next()
         server.process.send_signal(signal.SIGTERM)
         assert next(health) == b"\x08\x02"
-        until("nobody is let in", lambda: refuses(server.grpc_port))
+        until("nobody is let in", lambda: refuses_connections(server.grpc_port))
         with idle_sock:  # the gateway is draining, and no new connection arrives
-            received = b""
-            while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in received:
+            received_bytes = b""
+            while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in received_bytes:
                 piece = idle_sock.recv(65536)
-                assert piece, received
-                received += piece
+                assert piece, received_bytes
+                received_bytes += piece
             while idle_sock.recv(65536):
                 pass
         text = (
@@ -365,9 +368,11 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
             *((call.ModelInfer, simple_request()), (call.ModelInfer, simple_request("x"))),
             (call.ServerLive, pb.ServerLiveRequest()),
         ):
-            code, why = refusal(method, request)
+            code, reason = refusal(method, request)
             assert code == "UNAVAILABLE"
-            assert re.match("failed to connect to all addresses; .*Connection refused", why), why
+            assert re.match("failed to connect to all addresses; .*Connection refused", reason), (
+                reason
+            )
         wait.set()
         assert next(idle).error_message == f"[request id: late] {text}"
         visit.release()
@@ -378,7 +383,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
 def test_an_open_sequence_ends_in_its_stream_and_the_channel_finds_the_next_server(
     tmp_path: Path,
 ) -> None:
-    batching = f"sequence_batching {{ {CONTROLS} {IDLE} direct {{ }} }}"
+    batching = f"sequence_batching {{ {CONTROL_INPUTS} {IDLE_TIME} direct {{ }} }}"
     repositories.add(tmp_path, "sequencer", config=batching)
     wait = threading.Event()
 
@@ -396,10 +401,10 @@ def test_an_open_sequence_ends_in_its_stream_and_the_channel_finds_the_next_serv
         answers = call.ModelStreamInfer(requests(), timeout=30)
         assert next(answers).infer_response.raw_output_contents == [np.int32(1).tobytes()]
         server.process.send_signal(signal.SIGTERM)
-        until("nobody is let in", lambda: refuses(server.grpc_port))
-        assert not refuses(server.http_port)  # HTTP waits for the sequence
-        code, why = refusal(call.ServerLive, pb.ServerLiveRequest())
-        assert code == "UNAVAILABLE" and why.startswith("failed to connect to all addresses; ")
+        until("nobody is let in", lambda: refuses_connections(server.grpc_port))
+        assert not refuses_connections(server.http_port)  # HTTP waits for the sequence
+        code, reason = refusal(call.ServerLive, pb.ServerLiveRequest())
+        assert code == "UNAVAILABLE" and reason.startswith("failed to connect to all addresses; ")
         wait.set()
         assert next(answers).infer_response.raw_output_contents == [np.int32(3).tobytes()]
         assert server.wait_exit(10) == 0
@@ -415,26 +420,26 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
     with (
         running(models, "--grpc-use-ssl", f"{cert}.pem", f"{key}.key", grpc=True) as server,
         grpc.secure_channel(server.grpc_url, credentials(keys)) as channel,
-        socket.create_connection(("127.0.0.1", server.grpc_port), timeout=10) as plain,
-        trusted.wrap_socket(plain, server_hostname="localhost") as idle,
+        socket.create_connection(("127.0.0.1", server.grpc_port), timeout=10) as plain_socket,
+        trusted.wrap_socket(plain_socket, server_hostname="localhost") as idle,
     ):
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         array = np.full((1, 4), 7, np.int32)
         pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
-        idle.sendall(OPENED)
+        idle.sendall(CLIENT_OPENING)
         idle.recv(65536)
         server.process.send_signal(signal.SIGTERM)
         while idle.recv(65536):
             pass
-        until("nobody is let in", lambda: refuses(server.grpc_port))
+        until("nobody is let in", lambda: refuses_connections(server.grpc_port))
         visit.release()
         assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
+def test_a_drain_waits_for_a_slow_reader(models: Path, method: str) -> None:
     """The answer was given, and most of it is still to be sent."""
     request = request_of("gated", np.zeros((1, 40_000), np.int32), "INT32")
     del request.raw_input_contents[:]
@@ -444,7 +449,7 @@ def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
         socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as sock,
     ):
         server.gate.close()
-        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, post(SERVICE + method)))
+        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, post(SERVICE + method)))
         body = message(request.SerializeToString())
         for at in range(0, len(body), 16384):
             sock.sendall(frame(DATA, 0, 1, body[at : at + 16384]))
@@ -481,7 +486,7 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
         assert server.wait_exit(10) == 0
 
 
-def test_the_process(tls_server: Server) -> None:
+def test_the_gateway_process(tls_server: Server) -> None:
     (gateway,) = tls_server.find("gateway grpc")
     assert title(gateway) == "gateway grpc"
     (port,) = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}

@@ -25,10 +25,10 @@ from tests.rigs.gateway_rig import Puppet
 from tests.support.waiting import until
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     HEADERS,
-    OPENED,
     PREFACE,
     SERVICE,
     SETTINGS,
@@ -37,7 +37,7 @@ from tests.support.wire.http2 import (
     post,
 )
 
-_BOOT = (
+_BOOT_MESSAGES = (
     "import sys; from shmserve.gateway.grpc.main import run;"
     "run(sys.stdin.buffer.read(), int(sys.argv[1]))"
 )
@@ -48,21 +48,21 @@ _PATIENCE_S = 1.0
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Yield the port of a gateway whose timeout for headers is one second."""
     folder = tmp_path_factory.mktemp("gateway")
-    with listening(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
+    with run_gateway(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
         yield number
 
 
 @contextlib.contextmanager
-def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
+def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     """Yield a gateway that listens at a port of this address."""
     gateways: list[bytes] = []
-    opened: list[bytes] = []
+    ready_peers: list[bytes] = []
 
     def take(peer: bytes, message: Any) -> None:
         if type(message) is m.Started:
             puppet.router.post(peer, HealthChanged(live=True, ready=True, exiting=False))
         gateways.append(peer)
-        opened.extend([peer] if type(message) is m.GatewayReady else [])
+        ready_peers.extend([peer] if type(message) is m.GatewayReady else [])
 
     puppet = Puppet(endpoints.control(tmp_path), take)
     listener = socket.create_server((host, 0))
@@ -77,13 +77,13 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     )
     fd = listener.fileno()
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT, str(fd)], stdin=subprocess.PIPE, pass_fds=(fd,)
+        [sys.executable, "-c", _BOOT_MESSAGES, str(fd)], stdin=subprocess.PIPE, pass_fds=(fd,)
     )
     try:
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(encode_start(start))
-        until("it is there", lambda: opened)
+        until("it is there", lambda: ready_peers)
         socket.create_connection((host, number)).close()
         assert is_served(number)
         yield number
@@ -111,19 +111,19 @@ def read_all(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "partial_bytes",
     [
         b"",
         PREFACE[:10],
-        OPENED,  # the client never acknowledges the SETTINGS
-        OPENED + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
+        CLIENT_OPENING,  # the client never acknowledges the SETTINGS
+        CLIENT_OPENING + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
-def test_a_client_that_stops_sending_is_disconnected(port: int, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
-        silent.sendall(sent)
-        read_all(silent)
+def test_a_client_that_stops_sending_is_disconnected(port: int, partial_bytes: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as silent_socket:
+        silent_socket.sendall(partial_bytes)
+        read_all(silent_socket)
     assert is_served(port)
 
 
@@ -131,15 +131,17 @@ def test_a_client_that_stops_sending_is_disconnected(port: int, sent: bytes) -> 
 def test_a_request_that_does_not_arrive_ends_its_call(port: int, method: str) -> None:
     """And no other call of its connection."""
     path = f"{SERVICE}{method}" if method != "Watch" else "/grpc.health.v1.Health/Watch"
-    never = threading.Event()
+    never_set = threading.Event()
 
-    def nothing() -> Iterator[bytes]:
-        never.wait(30)
+    def wait_without_messages() -> Iterator[bytes]:
+        never_set.wait(30)
         yield from ()
 
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         grpc.channel_ready_future(channel).result(20)
-        calls = [channel.stream_stream(path)(nothing(), timeout=20) for _ in range(100)]
+        calls = [
+            channel.stream_stream(path)(wait_without_messages(), timeout=20) for _ in range(100)
+        ]
         for call in calls:
             with pytest.raises(grpc.RpcError):
                 next(call)
@@ -147,15 +149,15 @@ def test_a_request_that_does_not_arrive_ends_its_call(port: int, method: str) ->
             assert call.details() == "the request did not arrive in time"
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
-    never.set()
+    never_set.set()
 
 
 def test_half_a_request_ends_its_call(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
-        slow.sendall(OPENED + frame(SETTINGS, ACK, 0))
-        slow.sendall(frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ModelInfer")))
-        slow.sendall(frame(DATA, 0, 1, message(bytes(1000))[:500]))
-        until_said(slow, b"the request did not arrive in time")
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow_socket:
+        slow_socket.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
+        slow_socket.sendall(frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ModelInfer")))
+        slow_socket.sendall(frame(DATA, 0, 1, message(bytes(1000))[:500]))
+        until_said(slow_socket, b"the request did not arrive in time")
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
@@ -170,12 +172,15 @@ def test_a_call_without_a_request_is_refused(port: int, method: str) -> None:
 def test_a_slow_upload_is_waited_for(port: int) -> None:
     """A slow upload continues as long as it has the minimum rate of HTTP bodies."""
     request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(700_000)])
-    with throttled(port, 256 * 1024) as slower, grpc.insecure_channel(slower) as channel:
+    with (
+        run_throttling_proxy(port, 256 * 1024) as slow_port,
+        grpc.insecure_channel(slow_port) as channel,
+    ):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        began = time.monotonic()
+        began_at = time.monotonic()
         with pytest.raises(grpc.RpcError) as error:
             stub.ModelInfer(request, timeout=30, wait_for_ready=True)
-        assert time.monotonic() - began > 2 * _PATIENCE_S
+        assert time.monotonic() - began_at > 2 * _PATIENCE_S
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -195,25 +200,30 @@ def test_a_stream_may_be_silent(port: int) -> None:
 
 def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
     """Idle connections of an address above its quota are closed; other clients are served."""
-    most = 40
+    max_connections = 40
     with (
-        listening(tmp_path, "0.0.0.0", max_connections=most) as port,
+        run_gateway(tmp_path, "0.0.0.0", max_connections=max_connections) as port,
         contextlib.ExitStack() as ends,
     ):
-        held = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-        held.sendall(OPENED + frame(SETTINGS, ACK, 0))
-        crowd = [
+        idle_connection = ends.enter_context(
+            socket.create_connection(("127.0.0.1", port), timeout=20)
+        )
+        idle_connection.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
+        crowd_sockets = [
             ends.enter_context(
                 socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
             )
-            for _ in range(2 * most)
+            for _ in range(2 * max_connections)
         ]
-        for sock in crowd:
+        for sock in crowd_sockets:
             with contextlib.suppress(OSError):
-                sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
-        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most))
+                sock.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
+        until(
+            "they have their share",
+            lambda: 0 < sum(map(is_open, crowd_sockets)) <= share_of(max_connections),
+        )
         assert is_served(port)
-        assert is_open(held)
+        assert is_open(idle_connection)
 
 
 def is_open(sock: socket.socket) -> bool:
@@ -233,23 +243,23 @@ def until_said(sock: socket.socket, text: bytes) -> None:
     """Read until the server sends these bytes; raise TimeoutError or AssertionError if it does
     not.
     """
-    received = b""
-    while text not in received:
+    received_bytes = b""
+    while text not in received_bytes:
         piece = sock.recv(65536)
         assert piece, "the connection ended"
-        received += piece
+        received_bytes += piece
 
 
 @contextlib.contextmanager
-def throttled(port: int, rate: int) -> Iterator[str]:
+def run_throttling_proxy(port: int, rate: int) -> Iterator[str]:
     """Yield a port that forwards one connection to `port` at a limited number of bytes per
     second.
     """
 
-    def carry(source: socket.socket, to: socket.socket, size: int, pause_s: float) -> None:
+    def carry(source: socket.socket, destination: socket.socket, size: int, pause_s: float) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(size):
-                to.sendall(data)
+                destination.sendall(data)
                 time.sleep(pause_s)
 
     def join(listener: socket.socket) -> None:
@@ -257,11 +267,11 @@ def throttled(port: int, rate: int) -> Iterator[str]:
             listener.accept()[0] as client,
             socket.create_connection(("127.0.0.1", port)) as server,
         ):
-            carrier = threading.Thread(target=carry, args=(server, client, 65536, 0))
-            carrier.start()
+            carrier_thread = threading.Thread(target=carry, args=(server, client, 65536, 0))
+            carrier_thread.start()
             carry(client, server, rate // 10, 0.1)
             server.shutdown(socket.SHUT_RDWR)
-            carrier.join()
+            carrier_thread.join()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=join, args=(listener,))

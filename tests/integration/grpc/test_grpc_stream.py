@@ -16,7 +16,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
-STRICT = (("triton_grpc_error", "true"),)
+STRICT_METADATA = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     return serve_models(models)
 
 
-def gated(value: int) -> Any:
+def gated_request(value: int) -> Any:
     return request_of("gated", np.full((1, 4), value, np.int32), "INT32", f"g{value}")
 
 
@@ -38,7 +38,7 @@ def crime(command: str, request_id: str) -> Any:
     return request
 
 
-def unknown(request_id: str) -> Any:
+def unknown_version_request(request_id: str) -> Any:
     return simple_request(request_id, model_version="9")
 
 
@@ -54,16 +54,16 @@ def test_one_response_a_request_in_order(server: Server) -> None:
             )
 
 
-def test_a_fast_request_waits_for_the_slow_one_before_it(server: Server) -> None:
+def test_a_fast_request_waits_for_the_slow_request_before_it(server: Server) -> None:
     with stub(server) as call:
-        stream = call.ModelStreamInfer(iter([gated(1), simple_request("fast")]), timeout=30)
+        stream = call.ModelStreamInfer(iter([gated_request(1), simple_request("fast")]), timeout=30)
         server.gate.next().release()
         assert [r.infer_response.id for r in stream] == ["g1", "fast"]
 
 
 def test_an_error_is_a_response(server: Server) -> None:
-    requests = [simple_request("a"), unknown("b"), simple_request("c", raw=False)]
-    requests += [simple_request("d"), unknown("")]
+    requests = [simple_request("a"), unknown_version_request("b"), simple_request("c", raw=False)]
+    requests += [simple_request("d"), unknown_version_request("")]
     with stub(server) as call:
         responses = list(call.ModelStreamInfer(iter(requests), timeout=30))
     assert [(r.infer_response.id, r.error_message) for r in responses] == [
@@ -79,33 +79,39 @@ def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
     """The error names the request and is its final response, as in Triton."""
     with stub(server) as call:
         requests = [crime("error", "a"), crime("ok", "b")]
-        failed, right = call.ModelStreamInfer(iter(requests), timeout=30)
-    for response, request_id in ((failed.infer_response, "a"), (right.infer_response, "b")):
+        failed_response, valid_response = call.ModelStreamInfer(iter(requests), timeout=30)
+    for response, request_id in (
+        (failed_response.infer_response, "a"),
+        (valid_response.infer_response, "b"),
+    ):
         assert (response.id, response.model_name) == (request_id, "crimes")
         assert response.parameters["triton_final_response"].bool_param
-    assert failed.error_message == "as you wished" and not failed.infer_response.outputs
-    assert not right.error_message
+    assert (
+        failed_response.error_message == "as you wished"
+        and not failed_response.infer_response.outputs
+    )
+    assert not valid_response.error_message
 
 
 def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
-    requests = [simple_request("a"), unknown("b"), simple_request("c")]
+    requests = [simple_request("a"), unknown_version_request("b"), simple_request("c")]
     with stub(server) as call:
-        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT_METADATA)
         assert next(stream).infer_response.id == "a"
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error_info:
             next(stream)
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        assert "version 9 is not found" in caught.value.details()
+        assert error_info.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "version 9 is not found" in error_info.value.details()
 
 
 def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
     with stub(server) as call:
         requests = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
-        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT_METADATA)
         assert next(stream).infer_response.id == "a"
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error_info:
             next(stream)
-    assert (caught.value.code(), caught.value.details()) == (
+    assert (error_info.value.code(), error_info.value.details()) == (
         grpc.StatusCode.INTERNAL,
         "as you wished",
     )
@@ -122,9 +128,9 @@ def test_a_cancelled_stream_cancels_all_of_its_requests(server: Server) -> None:
     wait = threading.Event()
 
     def requests() -> Iterator[Any]:
-        yield gated(1)
-        yield gated(2)
-        yield gated(3)
+        yield gated_request(1)
+        yield gated_request(2)
+        yield gated_request(3)
         wait.wait(20)
 
     with stub(server) as call:

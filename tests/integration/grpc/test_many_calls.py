@@ -21,11 +21,11 @@ from shmserve.proto import grpc_service_pb2, reflection_pb2
 from tests.support.wire.cutting_proxy import CuttingProxy
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request
 from tests.support.wire.http2 import (
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     SERVICE,
     frame,
     message,
@@ -35,10 +35,10 @@ from tests.support.wire.http2 import (
 if TYPE_CHECKING:
     from tests.integration.grpc.conftest import Endpoint
 
-CALLS, TOGETHER = 10_000, 100
-CONNECTIONS = 1000
-STREAMED = 10_000
-RAW = simple_request().SerializeToString()
+CALL_COUNT, CONCURRENT_CALLS = 10_000, 100
+CONNECTION_COUNT = 1000
+STREAMED_COUNT = 10_000
+RAW_REQUEST = simple_request().SerializeToString()
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 ENCODINGS = {  # gRPC's numbers of the encodings
     "gzip": (grpc.Compression.Gzip, 0b101),
@@ -57,22 +57,25 @@ def test_ten_thousand_calls_on_a_connection(plain_endpoint: Endpoint) -> None:
         grpc.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
     ):
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        for _ in range(CALLS // TOGETHER):
-            pending_calls = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
+        for _ in range(CALL_COUNT // CONCURRENT_CALLS):
+            pending_calls = [infer.future(RAW_REQUEST, timeout=30) for _ in range(CONCURRENT_CALLS)]
             assert all(is_answer(call.result()) for call in pending_calls)
         assert proxy.connections == 1
 
 
 async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
     channels = [
-        grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION) for _ in range(CONNECTIONS)
+        grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION)
+        for _ in range(CONNECTION_COUNT)
     ]
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         (gateway,) = plain_endpoint.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
-        assert len(connections) >= CONNECTIONS
-        pending_calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
+        assert len(connections) >= CONNECTION_COUNT
+        pending_calls = [
+            channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in channels
+        ]
         assert all(map(is_answer, await asyncio.gather(*pending_calls)))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
@@ -80,7 +83,7 @@ async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
 
 def test_a_long_stream(plain_endpoint: Endpoint) -> None:
     def requests() -> Iterator[bytes]:
-        for number in range(STREAMED):
+        for number in range(STREAMED_COUNT):
             yield simple_request(str(number)).SerializeToString()
 
     with plain_endpoint.channel() as channel:
@@ -89,7 +92,7 @@ def test_a_long_stream(plain_endpoint: Endpoint) -> None:
             response = pb.ModelStreamInferResponse.FromString(raw).infer_response
             assert response.id == str(number) and is_right(response)
             number += 1
-    assert number == STREAMED
+    assert number == STREAMED_COUNT
 
 
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
@@ -99,9 +102,9 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
     port = plain_endpoint.server.grpc_port
     array = np.tile(np.arange(1024, dtype=np.float32), size // 4096)
     raw = request_of("identity", array, "FP32").SerializeToString()
-    compression, takes = ENCODINGS.get(encoding or "", (None, 0b001))
+    compression, accepted_algorithms = ENCODINGS.get(encoding or "", (None, 0b001))
     arguments = [
-        ("grpc.compression_enabled_algorithms_bitset", takes),
+        ("grpc.compression_enabled_algorithms_bitset", accepted_algorithms),
         ("grpc.max_receive_message_length", -1),
     ]
     with (
@@ -111,8 +114,8 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         answer = pb.ModelInferResponse.FromString(infer(raw, timeout=60, compression=compression))
         assert answer.raw_output_contents == [array.tobytes()]
-        small = [moved < size // 2 for moved in (proxy.sent, proxy.received)]
-    assert small == [encoding is not None] * 2
+        are_compressed = [byte_count < size // 2 for byte_count in (proxy.sent, proxy.received)]
+    assert are_compressed == [encoding is not None] * 2
 
 
 # --- deadlines and metadata of calls
@@ -139,15 +142,15 @@ def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> N
     with socket.create_connection(
         ("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20
     ) as sock:
-        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
-        sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
-        received = b""
-        while (rest_of_status := received.partition(b"grpc-status")[2])[1:] == b"" or len(
+        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head))
+        sock.sendall(frame(DATA, END_STREAM, 1, message(RAW_REQUEST)))
+        received_bytes = b""
+        while (rest_of_status := received_bytes.partition(b"grpc-status")[2])[1:] == b"" or len(
             rest_of_status
         ) < 1 + rest_of_status[0]:
             piece = sock.recv(65536)
-            assert piece, received
-            received += piece
+            assert piece, received_bytes
+            received_bytes += piece
     assert rest_of_status[1 : 1 + rest_of_status[0]] == status
 
 
@@ -155,25 +158,25 @@ def test_a_far_deadline(plain_endpoint: Endpoint) -> None:
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for timeout_s in (3600.0, 1e6, 1e9):
-            assert is_answer(infer(RAW, timeout=timeout_s))
+            assert is_answer(infer(RAW_REQUEST, timeout=timeout_s))
 
 
 @pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
 def test_the_text_of_an_error(plain_endpoint: Endpoint, name: str) -> None:
     request = pb.ModelMetadataRequest(name=name).SerializeToString()
-    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as error_info:
         channel.unary_unary(f"{SERVICE}ModelMetadata")(request, timeout=20)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == f"Request for unknown model: '{name}' is not found"
+    assert error_info.value.code() is grpc.StatusCode.NOT_FOUND
+    assert error_info.value.details() == f"Request for unknown model: '{name}' is not found"
 
 
 def test_metadata(plain_endpoint: Endpoint) -> None:
     """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
-    sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
+    sent_metadata = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
     request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        answer, call = infer.with_call(request, timeout=20, metadata=sent)
+        answer, call = infer.with_call(request, timeout=20, metadata=sent_metadata)
         assert call.code() is grpc.StatusCode.OK
     (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
     parameters = json.loads(output[4:])["parameters"]
@@ -190,13 +193,13 @@ def test_metadata_that_is_too_large_fails_only_its_call(
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
         requests: SimpleQueue[bytes | None] = SimpleQueue()
-        requests.put(RAW)
+        requests.put(RAW_REQUEST)
         answers = stream(iter(requests.get, None), timeout=30)
         next(answers)
-        with pytest.raises(grpc.RpcError) as caught:
-            infer(RAW, timeout=20, metadata=[("large", "x" * size)])
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        requests.put(RAW)
+        with pytest.raises(grpc.RpcError) as error_info:
+            infer(RAW_REQUEST, timeout=20, metadata=[("large", "x" * size)])
+        assert error_info.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        requests.put(RAW_REQUEST)
         next(answers)
         requests.put(None)
         assert list(answers) == []
@@ -216,12 +219,12 @@ SERVICES = [
 ]
 
 
-def reflect(plain: Endpoint, version: str, *questions: dict[str, Any]) -> list[Any]:
+def reflect(endpoint: Endpoint, version: str, *questions: dict[str, Any]) -> list[Any]:
     request, response = (
         reflection_pb2.ServerReflectionRequest,
         reflection_pb2.ServerReflectionResponse,
     )
-    with plain.channel() as channel:
+    with endpoint.channel() as channel:
         call = channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             request.SerializeToString,
@@ -249,23 +252,33 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
     assert [answer.original_request for answer in answers] == [
         reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
-    listed, *described, by_name, health, unknown, no_file, numbers, extension, empty = answers
-    assert listed.valid_host == "here"
-    assert [service.name for service in listed.list_services_response.service] == SERVICES
-    for answer in (*described, by_name):
-        first, *needed = answer.file_descriptor_response.file_descriptor_proto
-        assert first == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
+    (
+        service_list,
+        *descriptions,
+        by_name,
+        health,
+        unknown,
+        no_file,
+        numbers,
+        extension,
+        empty_answer,
+    ) = answers
+    assert service_list.valid_host == "here"
+    assert [service.name for service in service_list.list_services_response.service] == SERVICES
+    for answer in (*descriptions, by_name):
+        service_descriptor, *needed = answer.file_descriptor_response.file_descriptor_proto
+        assert service_descriptor == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
     assert b"HealthCheckRequest" in health.file_descriptor_response.file_descriptor_proto[0]
     for answer in (unknown, no_file, extension):
         assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
         assert answer.error_response.error_message
     assert numbers.all_extension_numbers_response.base_type_name == "inference.ModelInferRequest"
-    assert empty.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert empty_answer.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
 def test_reflection_of_no_request(plain_endpoint: Endpoint) -> None:
     path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as error_info:
         list(channel.stream_stream(path)(iter([b"\xff"]), timeout=20))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert reflect(plain_endpoint, "v1") == []

@@ -14,7 +14,7 @@ from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, join_bytes
 
 
-def whole(bits: int, signed: bool) -> np.ndarray:
+def integer_samples(bits: int, signed: bool) -> np.ndarray:
     """Return the smallest and the largest value of a datatype, and values between them."""
     dtype = np.dtype(f"{'i' if signed else 'u'}{bits // 8}")
     return np.array([np.iinfo(dtype).min, 0, 1, np.iinfo(dtype).max], dtype)
@@ -22,8 +22,8 @@ def whole(bits: int, signed: bool) -> np.ndarray:
 
 VALUES: dict[str, np.ndarray] = {
     "BOOL": np.array([True, False, True]),
-    **{f"UINT{bits}": whole(bits, signed=False) for bits in (8, 16, 32, 64)},
-    **{f"INT{bits}": whole(bits, signed=True) for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": integer_samples(bits, signed=False) for bits in (8, 16, 32, 64)},
+    **{f"INT{bits}": integer_samples(bits, signed=True) for bits in (8, 16, 32, 64)},
     "FP16": np.array([0, -1.5, 65504, np.inf], np.float16),
     "FP32": np.array([0, -1.5, 3.4e38, 1e-45], np.float32),
     "FP64": np.array([0, -1.5, 1.7e308, 5e-324], np.float64),
@@ -40,14 +40,14 @@ def count(kind: str) -> int:
     return len(WORDS) if kind == "BYTES" else len(VALUES[kind])
 
 
-def all_inputs(filled: str) -> list[tuple[str, str, list[int], bytes]]:
+def all_inputs(filled_kind: str) -> list[tuple[str, str, list[int], bytes]]:
     """Return every input of the model: values for this datatype, and size zero for all others."""
     return [
         (
             f"INPUT_{kind}",
             kind,
-            [count(kind)] if kind == filled else [0],
-            raw(kind) if kind == filled else b"",
+            [count(kind)] if kind == filled_kind else [0],
+            raw(kind) if kind == filled_kind else b"",
         )
         for kind in DATATYPES
     ]
@@ -66,13 +66,13 @@ def test_binary(http: Http, kind: str) -> None:
 def test_json(http: Http, kind: str) -> None:
     inputs: list[dict[str, Any]] = [
         {
-            "name": f"INPUT_{other}",
-            "datatype": other,
+            "name": f"INPUT_{datatype}",
+            "datatype": datatype,
             "shape": [0],
             "parameters": {"binary_data_size": 0},
         }
-        for other in DATATYPES
-        if other != kind
+        for datatype in DATATYPES
+        if datatype != kind
     ]
     data = ["", "a", "ü"] if kind == "BYTES" else VALUES[kind].tolist()
     inputs.append({"name": f"INPUT_{kind}", "datatype": kind, "shape": [len(data)], "data": data})
@@ -84,13 +84,13 @@ def test_json(http: Http, kind: str) -> None:
 def test_half_precision_is_binary_only(http: Http, kind: str) -> None:
     inputs = [
         {
-            "name": f"INPUT_{other}",
-            "datatype": other,
+            "name": f"INPUT_{datatype}",
+            "datatype": datatype,
             "shape": [0],
             "parameters": {"binary_data_size": 0},
         }
-        for other in DATATYPES
-        if other != kind
+        for datatype in DATATYPES
+        if datatype != kind
     ]
     tensor = {"name": f"INPUT_{kind}", "datatype": kind, "shape": [1], "data": [1.0]}
     reply = http.infer("types", {"inputs": [*inputs, tensor]})
@@ -117,8 +117,8 @@ def test_all_of_size_zero(http: Http) -> None:
 
 
 def test_not_a_number_in_json(http: Http) -> None:
-    described = b'{"name":"INPUT0","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}'
-    body = b'{"inputs":[' + described + b"]}"
+    tensor_json = b'{"name":"INPUT0","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}'
+    body = b'{"inputs":[' + tensor_json + b"]}"
     reply = http.infer("identity", body).ok()
     assert b"NaN" in reply.body
     assert b"-Infinity" in reply.body
@@ -132,18 +132,18 @@ def test_tritonclient(server: Server, kind: str) -> None:
     values = np.array(WORDS, object) if kind == "BYTES" else VALUES[kind]
     with triton.InferenceServerClient(server.url) as client:
         inputs = []
-        for other in DATATYPES:
+        for datatype in DATATYPES:
             tensor = triton.InferInput(
-                f"INPUT_{other}", [len(values)] if other == kind else [0], other
+                f"INPUT_{datatype}", [len(values)] if datatype == kind else [0], datatype
             )
-            if other == kind:
+            if datatype == kind:
                 tensor.set_data_from_numpy(values)
-            elif other == "BYTES":
+            elif datatype == "BYTES":
                 tensor.set_data_from_numpy(np.array([], object))
-            elif other == "BF16":
+            elif datatype == "BF16":
                 tensor.set_data_from_numpy(np.array([], ml_dtypes.bfloat16))
             else:
-                tensor.set_data_from_numpy(VALUES[other][:0])
+                tensor.set_data_from_numpy(VALUES[datatype][:0])
             inputs.append(tensor)
         outputs = [triton.InferRequestedOutput(f"OUTPUT_{kind}")]
         output = client.infer("types", inputs, outputs=outputs).as_numpy(f"OUTPUT_{kind}")

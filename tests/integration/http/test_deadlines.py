@@ -15,7 +15,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
-BATCHING = "dynamic_batching { }"
+DYNAMIC_BATCHING = "dynamic_batching { }"
 _FROM_REQUEST = " microseconds, from the request's parameter 'deadline_us')"
 
 
@@ -23,37 +23,37 @@ _FROM_REQUEST = " microseconds, from the request's parameter 'deadline_us')"
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """The gated model, with and without batching."""
     repositories.add_as(models, "plain", "gated")
-    repositories.add_as(models, "batching", "gated", BATCHING)
+    repositories.add_as(models, "batching", "gated", DYNAMIC_BATCHING)
     return serve_models(models)
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
 def test_a_timeout_holds_while_executing(server: Server, pool: RequestPool, model: str) -> None:
     start_s = time.monotonic()
-    late = pool.number(model, 1, deadline_us=1_000_000)  # the deadline of its start
+    late_request = pool.number(model, 1, deadline_us=1_000_000)  # the deadline of its start
     visit = server.gate.next()
-    reply = late.result()
+    reply = late_request.result()
     assert 1 <= time.monotonic() - start_s < 3
     assert reply.status == 503
     assert reply.error.endswith(_FROM_REQUEST)
     visit.release()
-    after = pool.number(model, 2)
+    next_request = pool.number(model, 2)
     server.gate.next().release()
-    assert values(after.result()) == [2]
+    assert values(next_request.result()) == [2]
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
 def test_a_timeout_holds_in_the_queue(server: Server, pool: RequestPool, model: str) -> None:
-    first = pool.number(model, 1)
+    first_request = pool.number(model, 1)
     visit = server.gate.next()
     start_s = time.monotonic()
-    late = pool.number(model, 2, deadline_us=150_000)
-    reply = late.result()
+    late_request = pool.number(model, 2, deadline_us=150_000)
+    reply = late_request.result()
     assert 0.15 <= time.monotonic() - start_s < 2
     assert reply.status == 503
     assert reply.error.endswith(_FROM_REQUEST)
     visit.release()
-    assert values(first.result()) == [1]
+    assert values(first_request.result()) == [1]
     assert server.gate.is_idle()
 
 
@@ -73,18 +73,18 @@ def test_a_timeout_that_is_not_reached(server: Server, pool: RequestPool) -> Non
 
 
 def test_a_late_batch_mate_does_not_touch_the_others(server: Server, pool: RequestPool) -> None:
-    first = pool.number("batching", 1)
+    first_request = pool.number("batching", 1)
     holder = server.gate.next()
-    late = pool.number("batching", 2, deadline_us=1_500_000)
-    good = pool.number("batching", 3)
+    late_request = pool.number("batching", 2, deadline_us=1_500_000)
+    later_request = pool.number("batching", 3)
     server.wait_pending("batching", 2)
     holder.release()
     visit = server.gate.next()
     assert sorted(visit.batch) == [2, 3]
-    assert late.result().status == 503
+    assert late_request.result().status == 503
     visit.release()
-    assert values(good.result()) == [3]
-    assert values(first.result()) == [1]
+    assert values(later_request.result()) == [3]
+    assert values(first_request.result()) == [1]
 
 
 def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
@@ -101,21 +101,21 @@ def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
 def test_a_client_disconnects_while_its_request_is_queued(
     server: Server, pool: RequestPool, model: str
 ) -> None:
-    first = pool.number(model, 1)
+    first_request = pool.number(model, 1)
     visit = server.gate.next()
-    leaving = hang_up_after(server, model, 2)
-    next(leaving)
+    leaving_client = hang_up_after(server, model, 2)
+    next(leaving_client)
     server.wait_pending(model, 1)
-    staying = pool.number(model, 3)
+    staying_request = pool.number(model, 3)
     server.wait_pending(model, 2)
-    leaving.close()
+    leaving_client.close()
     server.wait_pending(model, 1)
     visit.release()
     other_visit = server.gate.next()
     assert other_visit.batch == [3]
     other_visit.release()
-    assert values(staying.result()) == [3]
-    assert values(first.result()) == [1]
+    assert values(staying_request.result()) == [3]
+    assert values(first_request.result()) == [1]
     until(
         "the cancellation is counted",
         lambda: server.metric("nv_inference_request_failure", model=model, reason="CANCELED") >= 1,
@@ -123,17 +123,17 @@ def test_a_client_disconnects_while_its_request_is_queued(
 
 
 def test_a_client_disconnects_while_its_request_executes(server: Server, pool: RequestPool) -> None:
-    leaving = hang_up_after(server, "batching", 1)
-    next(leaving)
+    leaving_client = hang_up_after(server, "batching", 1)
+    next(leaving_client)
     visit = server.gate.next()
-    leaving.close()
-    after = pool.number("batching", 2)
+    leaving_client.close()
+    next_request = pool.number("batching", 2)
     server.wait_pending("batching", 1)
     visit.release()
     other_visit = server.gate.next()
     assert other_visit.batch == [2]
     other_visit.release()
-    assert values(after.result()) == [2]
+    assert values(next_request.result()) == [2]
 
 
 def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]) -> None:
@@ -141,18 +141,18 @@ def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]
     server = serve(repository, "--request-timeout-us=1500000", "--request-timeout-is-deadline=true")
     with request_pool(server) as pool:
         start_s = time.monotonic()
-        late = pool.number("gated", 1)
+        late_request = pool.number("gated", 1)
         visit = server.gate.next()
-        assert late.result().status == 503
+        assert late_request.result().status == 503
         assert 1.5 <= time.monotonic() - start_s < 5
         with shmserve.client.connect(server.run_dir) as local_client:
             start_s = time.monotonic()
             with pytest.raises(shmserve.client.Unavailable, match="Request timeout expired"):
                 local_client.infer("gated", INPUT0=np.zeros((1, 4), np.int32), timeout=10)
             assert 1.5 <= time.monotonic() - start_s < 5
-        later = pool.number("gated", 2)
-        sooner = pool.number("gated", 3, timeout=50_000).result()
-        assert sooner.status == 503
-        assert "(50000 microseconds, from the request's parameter 'timeout')" in sooner.error
-        assert not later.done()
+        waiting_request = pool.number("gated", 2)
+        expired_reply = pool.number("gated", 3, timeout=50_000).result()
+        assert expired_reply.status == 503
+        assert "(50000 microseconds, from the request's parameter 'timeout')" in expired_reply.error
+        assert not waiting_request.done()
         visit.release()

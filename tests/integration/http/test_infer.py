@@ -73,7 +73,7 @@ def test_binary_both_ways(http: Http) -> None:
     assert reply.body[size:] == (A + B).tobytes() + (A - B).tobytes()
 
 
-def test_binary_in_json_out_and_the_other_way(http: Http) -> None:
+def test_binary_inputs_with_json_outputs_and_the_reverse(http: Http) -> None:
     inputs = [("INPUT0", "INT32", [1, 16], A.tobytes()), ("INPUT1", "INT32", [1, 16], B.tobytes())]
     reply = http.infer_binary("simple", inputs).ok()
     assert reply.headers["Content-Type"] == "application/json"
@@ -122,9 +122,9 @@ def test_versions(http: Http) -> None:
 
 
 def test_a_batch(http: Http) -> None:
-    first = np.arange(48, dtype=np.int32).reshape(3, 16)
-    request = {"inputs": [json_input("INPUT0", first), json_input("INPUT1", first)]}
-    assert (http.infer("simple", request).tensors()["OUTPUT0"] == 2 * first).all()
+    values = np.arange(48, dtype=np.int32).reshape(3, 16)
+    request = {"inputs": [json_input("INPUT0", values), json_input("INPUT1", values)]}
+    assert (http.infer("simple", request).tensors()["OUTPUT0"] == 2 * values).all()
 
 
 def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
@@ -267,8 +267,8 @@ async def test_tritonclient_aio(server: Server) -> None:
 
 def test_tritonclient_sees_errors(server: Server) -> None:
     with triton.InferenceServerClient(server.url) as client:
-        with pytest.raises(InferenceServerException) as caught:
+        with pytest.raises(InferenceServerException) as error_info:
             client.infer("simple", triton_inputs(True)[:1], request_id="e")
-        assert caught.value.status() == "400"
-        assert "expected 2 inputs but got 1 inputs for model 'simple'" in caught.value.message()
-        assert "[request id: e]" in caught.value.message()
+        assert error_info.value.status() == "400"
+        assert "expected 2 inputs but got 1 inputs for model 'simple'" in error_info.value.message()
+        assert "[request id: e]" in error_info.value.message()

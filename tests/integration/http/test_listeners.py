@@ -15,10 +15,14 @@ import pytest
 from shmserve.cli import client
 from tests.support import repositories
 from tests.support.servers import Server, run_command, running
-from tests.support.users import ALICE, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users
 from tests.support.wire.raw_http import Http, Reply, UnixHttp, json_input
 
-TOKEN, PROGRAM, SCRAPER = "0123456789abcdef-all", "0123456789abcdef-program", "0123456789abcdef-m"
+TOKEN, PROGRAM, SCRAPER_TOKEN = (
+    "0123456789abcdef-all",
+    "0123456789abcdef-program",
+    "0123456789abcdef-m",
+)
 ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
 
 
@@ -28,12 +32,12 @@ def guarded_server(folder: Path) -> Iterator[Server]:
     repository = folder / "models"
     repositories.add(repository, "identity")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER_TOKEN} metrics\n")
     tokens.chmod(0o600)
     flags = [
         "--http-address=0.0.0.0",
         f"--http-unix-socket={folder / 'socket'}",
-        f"--shm-group={FRIENDS}",
+        f"--shm-group={FRIENDS_GID}",
         f"--auth-token-file={tokens}",
         "--http-restricted-api=model-repository,model-config:admin-key=let-me",
         "--model-control-mode=explicit",
@@ -57,8 +61,8 @@ def unix(path: Path) -> Iterator[UnixHttp]:
         yield connection
 
 
-def bearer(token: str, **more: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}", **more}
+def bearer(token: str, **headers: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", **headers}
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
@@ -84,23 +88,23 @@ def test_the_shells_client_shows_a_token_and_a_header(
     run_dir_flag = f"--run-dir={guarded_server.run_dir}"  # the HTTP address is known, too
     assert client.run(["config", "identity", run_dir_flag, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
-    for shown, text in (
+    for arguments, text in (
         ((header,), "requires a known token"),
         ((token,), "expecting header 'admin-key'"),
     ):
-        assert client.run(["config", "identity", run_dir_flag, *shown]) == 1
+        assert client.run(["config", "identity", run_dir_flag, *arguments]) == 1
         assert f"http://0.0.0.0:{guarded_server.http_port}: " in (stderr := capsys.readouterr().err)
         assert text in stderr
 
 
 def test_a_token_opens_its_scopes(http: Http) -> None:
-    mine = bearer(PROGRAM)
-    assert (http.infer("identity", ROW, mine).tensors()["OUTPUT0"] == 1).all()
-    assert http.get("/v2", mine).status == 200
+    headers = bearer(PROGRAM)
+    assert (http.infer("identity", ROW, headers).tensors()["OUTPUT0"] == 1).all()
+    assert http.get("/v2", headers).status == 200
     for reply in (
-        http.get("/v2/models/stats", mine),
-        http.post("/v2/repository/index", None, mine),
-        http.get("/v2/systemsharedmemory/status", mine),
+        http.get("/v2/models/stats", headers),
+        http.post("/v2/repository/index", None, headers),
+        http.get("/v2/systemsharedmemory/status", headers),
     ):
         assert reply.status == 403
         assert "this token has no access to the" in reply.error
@@ -122,17 +126,17 @@ def test_restricted_apis_are_tritons(http: Http) -> None:
             http.get("/v2/models/identity/config", headers),
         ):
             assert (reply.status, reply.error) == (403, expected)
-    right = bearer(TOKEN, **{"Admin-Key": "let-me"})
-    assert http.post("/v2/repository/index", None, right).json()[0]["name"] == "identity"
-    assert http.get("/v2/repository/index", right).status == 405
+    right_headers = bearer(TOKEN, **{"Admin-Key": "let-me"})
+    assert http.post("/v2/repository/index", None, right_headers).json()[0]["name"] == "identity"
+    assert http.get("/v2/repository/index", right_headers).status == 405
     assert http.get("/v2/models/identity", bearer(TOKEN)).status == 200
 
 
-def test_metrics_have_a_scope_of_their_own(guarded_server: Server) -> None:
+def test_metrics_have_their_own_scope(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as scraper:
         assert scraper.get("/metrics").status == 401
         assert scraper.get("/metrics", bearer(PROGRAM)).status == 403
-        assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
+        assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER_TOKEN)).ok().body
 
 
 def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
@@ -159,11 +163,11 @@ def test_the_unix_socket_is_for_the_server_and_its_group(
     path = folder / "socket"
     status = path.stat()
     assert stat.S_ISSOCK(status.st_mode)
-    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, FRIENDS)
-    with unix(path) as mine:
-        assert mine.get("/v2").status == 200, "who runs the server needs no token there"
-        assert mine.get("/v2/systemsharedmemory/status").ok().json() == []
-        assert mine.get("/v2", {"Host": "any.name"}).status == 200
+    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, FRIENDS_GID)
+    with unix(path) as unix_client:
+        assert unix_client.get("/v2").status == 200, "who runs the server needs no token there"
+        assert unix_client.get("/v2/systemsharedmemory/status").ok().json() == []
+        assert unix_client.get("/v2", {"Host": "any.name"}).status == 200
     assert "unix socket" in guarded_server.log()
 
 
@@ -177,8 +181,8 @@ def test_the_unix_socket_admits_the_group_with_a_token(
         with unix(path) as connection:
             return connection.get("/v2", headers)
 
-    assert as_user(ALICE, lambda: get_metadata({}), (FRIENDS,)).status == 401
-    assert as_user(ALICE, lambda: get_metadata(bearer(PROGRAM)), (FRIENDS,)).status == 200
+    assert as_user(ALICE, lambda: get_metadata({}), (FRIENDS_GID,)).status == 401
+    assert as_user(ALICE, lambda: get_metadata(bearer(PROGRAM)), (FRIENDS_GID,)).status == 200
     with pytest.raises(PermissionError):
         as_user(ALICE, lambda: get_metadata(bearer(TOKEN)))
 
@@ -208,18 +212,18 @@ def test_the_unix_socket_admits_the_group_with_a_token(
 def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_error: str) -> None:
     """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
     ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
-    refused = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
-    assert refused.returncode == 2
-    assert expected_error in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+    completed = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
+    assert completed.returncode == 2
+    assert expected_error in completed.stderr
+    assert len(completed.stderr.splitlines()) == 1
 
 
 def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
     """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as stale_socket:
+        stale_socket.bind(str(path))
     flags = ("--allow-http=false", f"--http-unix-socket={path}", "--metrics-address=0.0.0.0")
     server = Server([tmp_path / "models"], (*flags, "--insecure"))
     try:
@@ -236,9 +240,11 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
         assert set(listening) == {server.metrics_port}
         with contextlib.closing(Http(server.metrics_port)) as scraper:
             assert scraper.get("/metrics").status == 200
-        taken = run_command("serve", f"--model-repository={tmp_path / 'models'}", *flags[:2])
-        assert taken.returncode == 2
-        assert "Address already in use" in taken.stderr
+        second_server = run_command(
+            "serve", f"--model-repository={tmp_path / 'models'}", *flags[:2]
+        )
+        assert second_server.returncode == 2
+        assert "Address already in use" in second_server.stderr
         assert path.exists()
     finally:
         server.stop()
@@ -260,7 +266,7 @@ def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
 
 
 PAGE = "https://app.example.com"
-PREFLIGHT = {
+PREFLIGHT_HEADERS = {
     "Origin": PAGE,
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization,content-type",
@@ -279,20 +285,25 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         assert http.get("/health", {"Host": "inference.example.com"}).status == 200
         assert http.get("/version", {"Host": "example.com"}).status == 421
         for path in ("/v1/chat/completions", "/v2/models/identity/infer", "/nowhere"):
-            allowed = http.call("OPTIONS", path, None, PREFLIGHT)
-            assert (allowed.status, allowed.body) == (200, b"")
-            assert allowed.headers["Access-Control-Allow-Origin"] == PAGE
-            assert allowed.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
-        other = http.call("OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"})
-        assert other.status == 403 and "Access-Control-Allow-Origin" not in other.headers
+            allowed_reply = http.call("OPTIONS", path, None, PREFLIGHT_HEADERS)
+            assert (allowed_reply.status, allowed_reply.body) == (200, b"")
+            assert allowed_reply.headers["Access-Control-Allow-Origin"] == PAGE
+            assert (
+                allowed_reply.headers["Access-Control-Allow-Headers"]
+                == "authorization,content-type"
+            )
+        response = http.call(
+            "OPTIONS", "/v1/models", None, {**PREFLIGHT_HEADERS, "Origin": "https://b.c"}
+        )
+        assert response.status == 403 and "Access-Control-Allow-Origin" not in response.headers
         page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         path = "/v2/models/identity/infer"
         for _ in range(3):  # later ones are repeated requests
             reply = http.post(path, ROW, {**bearer(TOKEN), **page}).ok()
             assert reply.headers["Access-Control-Allow-Origin"] == PAGE
-        refused = http.post("/v1/completions", {}, page)
-        assert refused.status == 401 and refused.headers["Vary"] == "Origin"
-        assert refused.headers["Access-Control-Allow-Origin"] == PAGE
-        assert refused.json()["error"]["type"] == "authentication_error"
+        refused_reply = http.post("/v1/completions", {}, page)
+        assert refused_reply.status == 401 and refused_reply.headers["Vary"] == "Origin"
+        assert refused_reply.headers["Access-Control-Allow-Origin"] == PAGE
+        assert refused_reply.json()["error"]["type"] == "authentication_error"
         with unix(unix_socket) as local:
-            assert local.call("OPTIONS", path, None, PREFLIGHT).status == 403
+            assert local.call("OPTIONS", path, None, PREFLIGHT_HEADERS).status == 403

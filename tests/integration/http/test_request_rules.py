@@ -19,7 +19,7 @@ def simple_body(**changes: Any) -> dict[str, Any]:
     return {"inputs": [{**json_input("INPUT0", ROW), **changes}, json_input("INPUT1", ROW)]}
 
 
-def without(member: str) -> dict[str, Any]:
+def body_without_member(member: str) -> dict[str, Any]:
     request = simple_body()
     del request["inputs"][0][member]
     return request
@@ -29,7 +29,7 @@ def simple(*inputs: dict[str, Any], **members: Any) -> dict[str, Any]:
     return {"inputs": [*inputs], **members}
 
 
-FIRST, SECOND = json_input("INPUT0", ROW), json_input("INPUT1", ROW)
+FIRST_INPUT, SECOND_INPUT = json_input("INPUT0", ROW), json_input("INPUT1", ROW)
 BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
     "prepended to each input shape. If you want to specify the full shape including the batch dim "
@@ -37,24 +37,28 @@ BATCH_NOTE = (
     "docs for more info on max_batch_size."
 )
 
-WRONG: dict[str, tuple[Any, int, str]] = {
+WRONG_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "no inputs member": (
         {},
         500,
         "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
     ),
     "a missing input": (
-        simple(FIRST),
+        simple(FIRST_INPUT),
         400,
         NO_ID + "expected 2 inputs but got 1 inputs for model 'simple'. Got input(s) ['INPUT0'], "
         "but missing required input(s) ['INPUT1']. Please provide all required input(s).",
     ),
     "an unknown input": (
-        simple(FIRST, {**SECOND, "name": "X"}),
+        simple(FIRST_INPUT, {**SECOND_INPUT, "name": "X"}),
         400,
         "unexpected inference input 'X' for model 'simple'",
     ),
-    "an input twice": (simple(FIRST, FIRST), 400, "input 'INPUT0' already exists in request"),
+    "an input twice": (
+        simple(FIRST_INPUT, FIRST_INPUT),
+        400,
+        "input 'INPUT0' already exists in request",
+    ),
     "an unknown output": (
         simple_body() | {"outputs": [{"name": "X"}]},
         400,
@@ -99,7 +103,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         NO_ID + "inference request batch-size must be <= 8 for 'simple'",
     ),
     "batches that differ": (
-        simple(json_input("INPUT0", np.zeros((2, 16), np.int32)), SECOND),
+        simple(json_input("INPUT0", np.zeros((2, 16), np.int32)), SECOND_INPUT),
         400,
         "batch size does not match other inputs for 'simple'",
     ),
@@ -136,7 +140,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         "Unable to parse 'id': attempt to access JSON non-string as string",
     ),
     "no data at all": (
-        without("data"),
+        body_without_member("data"),
         400,
         "Input must set only one of the following fields: 'data', 'binary_data_size' in "
         "'parameters', "
@@ -168,7 +172,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
                 "shape": [1, 16],
                 "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 64},
             },
-            SECOND,
+            SECOND_INPUT,
         ),
         404,
         "Unable to find shared memory region: 'nowhere'",
@@ -193,9 +197,9 @@ WRONG: dict[str, tuple[Any, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG_REQUESTS)
 def test_wrong_request(http: Http, case: str) -> None:
-    request, status, error = WRONG[case]
+    request, status, error = WRONG_REQUESTS[case]
     reply = http.infer("simple", request)
     assert error in reply.error
     assert reply.status == status
@@ -224,11 +228,14 @@ def test_a_body_that_is_no_request(http: Http, body: bytes) -> None:
     assert http.infer("simple", simple_body()).status == 200
 
 
-BINARY = [("INPUT0", "INT32", [1, 16], ROW.tobytes()), ("INPUT1", "INT32", [1, 16], ROW.tobytes())]
+BINARY_INPUTS = [
+    ("INPUT0", "INT32", [1, 16], ROW.tobytes()),
+    ("INPUT1", "INT32", [1, 16], ROW.tobytes()),
+]
 
 
 def test_wrong_binary_sizes(http: Http) -> None:
-    body, headers = binary_request(BINARY)
+    body, headers = binary_request(BINARY_INPUTS)
     reply = http.infer("simple", body[:-4], headers)
     assert reply.status == 400
     assert reply.error.endswith(
@@ -237,7 +244,9 @@ def test_wrong_binary_sizes(http: Http) -> None:
     reply = http.infer("simple", body + b"1234", headers)
     assert reply.status == 400
     assert reply.error.endswith("unexpected additional input data for model 'simple'")
-    reply = http.infer_binary("simple", [("INPUT0", "INT32", [1, 16], b"\0" * 60), BINARY[1]])
+    reply = http.infer_binary(
+        "simple", [("INPUT0", "INT32", [1, 16], b"\0" * 60), BINARY_INPUTS[1]]
+    )
     assert reply.status == 400
     assert "INPUT0" in reply.error
 
@@ -258,7 +267,7 @@ def test_wrong_binary_sizes(http: Http) -> None:
 )
 def test_wrong_header_length(http: Http, value: str, error: str) -> None:
     """R14: the header length is a number within the body."""
-    body, _ = binary_request(BINARY)
+    body, _ = binary_request(BINARY_INPUTS)
     reply = http.infer("simple", body, {"Inference-Header-Content-Length": value})
     assert reply.status == 400
     assert error in reply.error
@@ -290,15 +299,15 @@ def test_wrong_bytes(http: Http, data: bytes, error: str) -> None:
     assert reply.status == 400
     assert reply.error.startswith("[request id: <id_unknown>] ")
     assert error in reply.error
-    named = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)], id="my id")
-    assert named.error == reply.error.replace("<id_unknown>", "my id")
+    named_reply = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)], id="my id")
+    assert named_reply.error == reply.error.replace("<id_unknown>", "my id")
 
 
 def test_nesting(http: Http) -> None:
     reply = http.infer("simple", b'{"inputs":' + b"[" * 100_000)
     assert reply.status in (400, 500)
-    deep = json.loads("[" * 90 + "]" * 90)
-    assert http.infer("simple", simple_body() | {"parameters": {"deep": deep}}).status == 400
+    deep_value = json.loads("[" * 90 + "]" * 90)
+    assert http.infer("simple", simple_body() | {"parameters": {"deep": deep_value}}).status == 400
 
 
 def test_unknown_model(http: Http) -> None:
@@ -316,11 +325,13 @@ def test_limits(http: Http) -> None:
         f"request JSON size of {len(body)} bytes exceeds the maximum allowed input size of "
         "8388608 bytes. Use --http-max-input-size to increase the limit."
     )
-    large = np.zeros(3_000_000, np.float32)
+    large_array = np.zeros(3_000_000, np.float32)
     outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
     assert (
         http.infer_binary(
-            "identity", [("INPUT0", "FP32", [len(large)], large.tobytes())], outputs=outputs
+            "identity",
+            [("INPUT0", "FP32", [len(large_array)], large_array.tobytes())],
+            outputs=outputs,
         ).status
         == 200
     )

@@ -21,15 +21,15 @@ from tests.support.servers import Server, Start, running
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
-TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
-SCRAPER = "0123456789abcdef-metrics"
-ADMIN, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
+TOKEN, WRONG_TOKEN = "0123456789abcdef-all", "0123456789abcdef-wrong"
+SCRAPER_TOKEN = "0123456789abcdef-metrics"
+ADMIN_KEY, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
 ROW = np.array([1], np.int32)
-ASKED = {"inputs": [json_input("INPUT0", ROW)]}
+CONSTANT_BODY = {"inputs": [json_input("INPUT0", ROW)]}
 
 
 # The headers that this server forwards to its models.
-FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
+FORWARDED_HEADERS = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def server(folder: Path, start: Start) -> Server:
         "--load-model=echo_request",
         "--load-model=constant",
         f"--http-unix-socket={folder / 'socket'}",
-        f"--http-header-forward-pattern={FORWARDED}",
+        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
         "--grpc-header-forward-pattern",
-        FORWARDED,
+        FORWARDED_HEADERS,
         "--log-verbose=2",
     ]
     return start(repository, *flags, grpc=True)
@@ -59,9 +59,9 @@ def call(server: Server) -> Iterator[Any]:
 
 
 def refusal(send_call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError) as error_info:
         send_call()
-    return refused.value.code(), refused.value.details()
+    return error_info.value.code(), error_info.value.details()
 
 
 def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
@@ -117,44 +117,49 @@ HEADERS = {
 }
 
 
-def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
+def test_headers_only_become_parameters(http: Http, call: Any) -> None:
     """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
     refused, and other headers are ignored.
     """
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
-    body = {**ASKED, "parameters": {"mine": 1}}
-    plain = {"x-other": "y", "headers": "x", "shared_memory_region": "r"}
-    reply = http.infer("echo_request", body, plain).ok()
+    body = {**CONSTANT_BODY, "parameters": {"mine": 1}}
+    plain_headers = {"x-other": "y", "headers": "x", "shared_memory_region": "r"}
+    reply = http.infer("echo_request", body, plain_headers).ok()
     over_http = json.loads(reply.tensors()["OUTPUT0"][0])
-    response = call.ModelInfer(request, metadata=[*plain.items()], timeout=20)
+    response = call.ModelInfer(request, metadata=[*plain_headers.items()], timeout=20)
     over_grpc = json.loads(response.raw_output_contents[0][4:])
     for answer in (over_http, over_grpc):
         assert answer["parameters"] == {"mine": 1, "x-other": "y"}
         assert (answer["correlation_id"], answer["flags"], answer["timeout"]) == (0, 0, 0)
-    for name in HEADERS.keys() - plain.keys():
+    for name in HEADERS.keys() - plain_headers.keys():
         text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
-        refused = http.infer("echo_request", body, {name: HEADERS[name]})
-        assert (refused.status, refused.error.lower()) == (400, text.lower())
+        refused_reply = http.infer("echo_request", body, {name: HEADERS[name]})
+        assert (refused_reply.status, refused_reply.error.lower()) == (400, text.lower())
         if name != "timeout":  # gRPC's own
             metadata = [(name, HEADERS[name])]
             code, message = refusal(lambda: call.ModelInfer(request, metadata=metadata, timeout=20))  # noqa: B023
             assert (code, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "triton_x", "triton_"]
+RESERVED_NAMES = [
+    "triton_enable_empty_final_response",
+    "triton_final_response",
+    "triton_x",
+    "triton_",
+]
 
 
-@pytest.mark.parametrize("key", RESERVED)
+@pytest.mark.parametrize("key", RESERVED_NAMES)
 def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
     """R16: names that start with triton_ are reserved, except for one that gRPC clients may
     send."""
-    reply = http.infer("echo_request", {**ASKED, "parameters": {key: True}})
+    reply = http.infer("echo_request", {**CONSTANT_BODY, "parameters": {key: True}})
     assert reply.status == 400
     assert "parameter keys starting with 'triton_' are reserved" in reply.error
     request = request_of("echo_request", ROW, "INT32")
     request.parameters[key].bool_param = True
-    if key == RESERVED[0]:
+    if key == RESERVED_NAMES[0]:
         seen_request = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
         assert seen_request["parameters"] == {}
     else:
@@ -164,26 +169,29 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
 
 
 NAMES = ["..", ".", "../elsewhere/secret", "/etc", "a/b", "a\\b", "\x00", "constant\x00"]
-GOOD = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
-OTHERS = [*GOOD, "constant\n", "", "x" * 256]
+LOADABLE_NAMES = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
+UNKNOWN_NAMES = [*LOADABLE_NAMES, "constant\n", "", "x" * 256]
 
 
-@pytest.mark.parametrize("name", NAMES + OTHERS)
+@pytest.mark.parametrize("name", NAMES + UNKNOWN_NAMES)
 def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
     """R17: any model name, in any encoding, names only a folder of the repository."""
-    before = server.titles()
-    spelled = "".join(f"%{byte:02x}" for byte in name.encode())
+    titles_before = server.titles()
+    escaped_name = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
     # A valid name may be that of a model whose files are in the request, but not of a folder
     # elsewhere.
-    for parameters in ({},) if name in GOOD else ({}, override):
-        reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
+    for parameters in ({},) if name in LOADABLE_NAMES else ({}, override):
+        reply = http.post(f"/v2/repository/models/{escaped_name}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
-    for path in (f"/v2/models/{spelled}/config", f"/v2/models/{spelled}/versions/1/config"):
+    for path in (
+        f"/v2/models/{escaped_name}/config",
+        f"/v2/models/{escaped_name}/versions/1/config",
+    ):
         assert http.get(path).status in (400, 404)
     request = pb.RepositoryModelLoadRequest(model_name=name)
     code, text = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
@@ -194,7 +202,7 @@ def test_a_model_name_cannot_leave_the_repository(
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
     )
-    assert server.titles() == before
+    assert server.titles() == titles_before
 
 
 @pytest.mark.parametrize(
@@ -202,12 +210,12 @@ def test_a_model_name_cannot_leave_the_repository(
 )
 def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
     """R17."""
-    spelled = "".join(f"%{byte:02x}" for byte in version.encode())
+    escaped_version = "".join(f"%{byte:02x}" for byte in version.encode())
     for path in ("config", "infer", "ready"):
-        for shown in (spelled, version if version.isalnum() else spelled):
+        for version_text in (escaped_version, version if version.isalnum() else escaped_version):
             method = "POST" if path == "infer" else "GET"
-            body = ASKED if path == "infer" else None
-            reply = http.call(method, f"/v2/models/constant/versions/{shown}/{path}", body)
+            body = CONSTANT_BODY if path == "infer" else None
+            reply = http.call(method, f"/v2/models/constant/versions/{version_text}/{path}", body)
             assert reply.status in (400, 404), (path, reply.body)
     request = request_of("constant", ROW, "INT32")
     request.model_version = version
@@ -225,25 +233,28 @@ def test_files_of_a_load_request_stay_in_their_folder(
     http: Http, call: Any, folder: Path, path: str
 ) -> None:
     """R17: over both listeners; and what a configuration names must be there too."""
-    before = {name for _, _, names in os.walk(folder) for name in names}
+    names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
-    given = {"config": json.dumps(config), f"file:{path}": base64.b64encode(b"x").decode()}
-    reply = http.post("/v2/repository/models/constant/load", {"parameters": given})
+    load_parameters = {
+        "config": json.dumps(config),
+        f"file:{path}": base64.b64encode(b"x").decode(),
+    }
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": load_parameters})
     assert reply.status in (400, 500), reply.body
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     request.parameters["config"].string_param = json.dumps(config)
     request.parameters[f"file:{path}"].bytes_param = b"x"
     code, _ = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
-    outside = {**config, "default_model_filename": f"../{path}"}
-    parameters = {"config": json.dumps(outside)}
+    outside_config = {**config, "default_model_filename": f"../{path}"}
+    parameters = {"config": json.dumps(outside_config)}
     reply = http.post("/v2/repository/models/constant/load", {"parameters": parameters})
     assert reply.status in (400, 500), reply.body
-    assert {name for _, _, names in os.walk(folder) for name in names} == before
-    assert http.infer("constant", ASKED).ok().tensors()["OUTPUT0"][0] == 1
+    assert {name for _, _, names in os.walk(folder) for name in names} == names_before
+    assert http.infer("constant", CONSTANT_BODY).ok().tensors()["OUTPUT0"][0] == 1
 
 
-def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> None:
+def test_foreign_host_headers_are_refused_at_every_port(server: Server) -> None:
     """R21: also where metrics are."""
     for port, path in ((server.http_port, "/v2"), (server.metrics_port, "/metrics")):
         with contextlib.closing(Http(port)) as http:
@@ -263,7 +274,7 @@ def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
         for path in ("/v2", "/v2/health/ready", "/v2/health/live", "/v2/logging"):
             reply = scraper.get(path)
             assert (reply.status, reply.body) == (200, b"")
-        reply = scraper.post("/v2/models/constant/infer", ASKED)
+        reply = scraper.post("/v2/models/constant/infer", CONSTANT_BODY)
         assert (reply.status, reply.body) == (200, b"")
 
 
@@ -272,11 +283,11 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     not when processes start again."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{SCRAPER_TOKEN} metrics\n")
     tokens.chmod(0o600)
     flags = [
         f"--auth-token-file={tokens}",
-        f"--http-restricted-api=statistics,logging:admin-key={ADMIN}",
+        f"--http-restricted-api=statistics,logging:admin-key={ADMIN_KEY}",
         f"--grpc-restricted-protocol=statistics,logging:admin-key={GRPC_ADMIN}",
         "--log-verbose=2",
     ]
@@ -285,14 +296,22 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
 
         def send_requests() -> None:
             with server.http() as http, stub(server) as call:
-                credentials = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                credentials = (
+                    (TOKEN, ADMIN_KEY),
+                    (TOKEN, "x"),
+                    (WRONG_TOKEN, ADMIN_KEY),
+                    (SCRAPER_TOKEN, ADMIN_KEY),
+                )
                 for token, admin in credentials:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
                     paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
                     answers.extend(repr(http.get(path, headers)) for path in paths)
                     metadata = [
                         ("authorization", f"Bearer {token}"),
-                        ("triton-grpc-protocol-admin-key", GRPC_ADMIN if admin == ADMIN else "x"),
+                        (
+                            "triton-grpc-protocol-admin-key",
+                            GRPC_ADMIN if admin == ADMIN_KEY else "x",
+                        ),
                     ]
                     for method, request in (
                         (call.ModelStatistics, pb.ModelStatisticsRequest()),
@@ -323,7 +342,9 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
             server.find_one(title).kill()
         server.wait_ready()
         send_requests()
-        secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
-        shown = [text for text in visible_texts() if any(secret in text for secret in secrets)]
-        assert shown == []
+        secrets = (TOKEN, WRONG_TOKEN, SCRAPER_TOKEN, ADMIN_KEY, GRPC_ADMIN)
+        texts_with_secret = [
+            text for text in visible_texts() if any(secret in text for secret in secrets)
+        ]
+        assert texts_with_secret == []
         assert "log_verbose_level" in "".join(answers)

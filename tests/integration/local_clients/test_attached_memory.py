@@ -28,8 +28,8 @@ from tests.support.servers import ROOT
 from tests.support.waiting import until
 
 SPECS = {"x": ((1, 20_000), "FP32"), "output": ((1, 20_000), "FP32")}
-AT = 80_000  # of the output: 20,000 numbers are a multiple of 64 bytes
-TOTAL_BYTES = AT + 80_000
+OUTPUT_OFFSET = 80_000  # of the output: 20,000 numbers are a multiple of 64 bytes
+TOTAL_BYTES = OUTPUT_OFFSET + 80_000
 SEALING = os.MFD_ALLOW_SEALING
 CONTEXTS = ("fork", "spawn", "forkserver")
 
@@ -50,8 +50,8 @@ def local_server() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def server(local_server: LocalServer) -> Iterator[Server]:
-    with shmserve.client.connect(local_server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(local_server.run_dir) as native_client:
+        yield native_client
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,9 @@ def test_memory_of_another_maker_is_used_in_place(
     with server.attach(source_array, SPECS) as region:
         numbers(shared_memory.buf)[:] = 3
         server.infer("double", region)
-        assert (numbers(shared_memory.buf, AT) == 6).all() and (region["output"] == 6).all()
+        assert (numbers(shared_memory.buf, OUTPUT_OFFSET) == 6).all() and (
+            region["output"] == 6
+        ).all()
         second_result = server.infer("double", x=region["x"], outputs={"output": region["output"]})
         assert second_result["output"][0, 0] == 6
     assert Path("/dev/shm", shared_memory.name).exists(), "its maker unlinks it"
@@ -121,7 +123,7 @@ async def test_asyncio_attaches(
     async with shmserve.client.aio.connect(local_server.run_dir) as other_client:
         region = await other_client.attach(shared_memory.name, SPECS)
         await other_client.infer("double", region)
-    assert (numbers(shared_memory.buf, AT) == 2).all()
+    assert (numbers(shared_memory.buf, OUTPUT_OFFSET) == 2).all()
 
 
 @pytest.mark.parametrize(("seals", "flags"), [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)])
@@ -133,7 +135,7 @@ def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) 
     with server.attach(fd, SPECS) as region:
         region["x"][:] = 4
         server.infer("double", region)
-    assert np.frombuffer(os.pread(fd, 80_000, AT), np.float32).min() == 8
+    assert np.frombuffer(os.pread(fd, 80_000, OUTPUT_OFFSET), np.float32).min() == 8
     os.close(fd)
 
 
@@ -172,13 +174,13 @@ def test_memory_that_others_may_truncate_is_copied(
     path.chmod(0o666)
     with contextlib.closing(Guest(local_server)) as guest, path.open("r+b") as file:  # type: ignore[arg-type]
         os.posix_fallocate(file.fileno(), 0, TOTAL_BYTES)
-        answered = guest.hello().request(ShareMemory(1, TOTAL_BYTES, False), file.fileno())
-        memory = unpack_memory(answered.payload["memory"])
+        answer = guest.hello().request(ShareMemory(1, TOTAL_BYTES, False), file.fileno())
+        memory = unpack_memory(answer.payload["memory"])
         assert memory.copied and not memory.sealed
     with server.attach(shared_memory, SPECS) as region:
         region["x"][:] = 3
         server.infer("double", region)
-    assert (numbers(shared_memory.buf, AT) == 6).all()
+    assert (numbers(shared_memory.buf, OUTPUT_OFFSET) == 6).all()
 
 
 def test_truncated_memory_fails_its_requests_only(server: Server) -> None:
@@ -209,9 +211,9 @@ def infer_there(region: Region, link: Any, run_dir: Path) -> None:
     with shmserve.client.connect(run_dir) as server:
         server.infer("double", region)
         link.send(float(region["output"][0, 9]))
-        with server.attach(region) as own:
-            server.infer("double", {"x": own["x"]}, outputs={"output": own["output"]})
-            link.send(float(own["output"][0, 9]))
+        with server.attach(region) as own_region:
+            server.infer("double", {"x": own_region["x"]}, outputs={"output": own_region["output"]})
+            link.send(float(own_region["output"][0, 9]))
 
 
 def receive(link: Any) -> None:
@@ -219,20 +221,20 @@ def receive(link: Any) -> None:
 
 
 @pytest.mark.parametrize("start", CONTEXTS)
-@pytest.mark.parametrize("way", ["argument", "message"])
+@pytest.mark.parametrize("channel", ["argument", "message"])
 def test_a_region_is_the_same_memory_in_another_process(
-    server: Server, start: str, way: str
+    server: Server, start: str, channel: str
 ) -> None:
     context: Any = multiprocessing.get_context(start)
     local_end, remote_end = context.Pipe()
     with server.allocate(SPECS) as region:
-        arguments = (region, remote_end) if way == "argument" else (remote_end,)
+        arguments = (region, remote_end) if channel == "argument" else (remote_end,)
         child = context.Process(
-            target=produce if way == "argument" else receive, args=arguments, daemon=True
+            target=produce if channel == "argument" else receive, args=arguments, daemon=True
         )
         child.start()
         remote_end.close()
-        if way == "message":
+        if channel == "message":
             local_end.send(region)
         assert local_end.recv() == "written" and (region["x"] == 7).all()
         server.infer("double", region)
@@ -276,7 +278,7 @@ def test_a_region_of_another_client_of_this_process(
             other_client.infer("double", region)
 
 
-MAKER = """
+MAKER_PROGRAM = """
 import sys, numpy as np, shmserve.client
 from multiprocessing.shared_memory import SharedMemory
 shared = SharedMemory(create=True, size=160_000)
@@ -299,8 +301,8 @@ def regions_of(server: LocalServer) -> int:
 
 def test_killed_processes_leave_nothing(server: Server, local_server: LocalServer) -> None:
     """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
-    before, listed = regions_of(local_server), set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-c", MAKER, str(local_server.run_dir)]
+    regions_before, objects_before = regions_of(local_server), set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", MAKER_PROGRAM, str(local_server.run_dir)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as maker:
@@ -316,14 +318,16 @@ def test_killed_processes_leave_nothing(server: Server, local_server: LocalServe
         user.join()
         assert Path("/dev/shm", name).exists(), "a user of memory does not unlink it"
         maker.kill()
-    until("memory is released", lambda: regions_of(local_server) <= before)
+    until("memory is released", lambda: regions_of(local_server) <= regions_before)
     until("its maker's tracker unlinks it", lambda: not Path("/dev/shm", name).exists())
-    leftover_objects = {each for each in os.listdir("/dev/shm") if "shmserve" in each}
-    assert leftover_objects <= listed
+    leftover_objects = {
+        entry_name for entry_name in os.listdir("/dev/shm") if "shmserve" in entry_name
+    }
+    assert leftover_objects <= objects_before
 
 
 def test_the_example_draws_the_frames_of_the_camera() -> None:
     command = [sys.executable, str(ROOT / "examples" / "camera.py"), "--frames=5"]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert drawn.returncode == 0 and not drawn.stderr, drawn.stderr
-    assert "###" in drawn.stdout and "5 frames" in drawn.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0 and not completed.stderr, completed.stderr
+    assert "###" in completed.stdout and "5 frames" in completed.stdout

@@ -10,7 +10,7 @@ from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
-SCALE = '''
+SCALING_MODEL = '''
 """Three models in one file."""
 import numpy as np
 from torch import Tensor
@@ -57,7 +57,7 @@ class Sizes:
 def server(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """A server of five classes, and of no repository."""
     file = tmp_path_factory.mktemp("native") / "several.py"
-    file.write_text(SCALE)
+    file.write_text(SCALING_MODEL)
     example = ROOT / "examples" / "native_model.py"
     classes = (f"{file}:Scale", f"{file}:Wrong", f"{file}:Sizes", f"{example}:Blur")
     return start((), *classes, f"{file}:Several", "--set", "add=2.5")
@@ -113,10 +113,10 @@ def test_the_guides_models_are_the_examples() -> None:
     examples = {"models": ("native_model", "native_stream"), "sequences": ("native_sequence",)}
     for page, names in examples.items():
         page_blocks = blocks(GUIDE / f"{page}.md")
-        shown = [
+        guide_texts = [
             block.text for block in page_blocks if (block.language, block.use) == ("python", "")
         ]
-        for text, name in zip(shown, names, strict=True):
+        for text, name in zip(guide_texts, names, strict=True):
             assert text in (ROOT / "examples" / f"{name}.py").read_text()
 
 

@@ -41,8 +41,8 @@ def rows_server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(rows_server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(rows_server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(rows_server.run_dir) as native_client:
+        yield native_client
 
 
 def frames(count: int = 1, seed: int = 0) -> np.ndarray:
@@ -60,12 +60,12 @@ def test_small_tensors_by_keyword_mapping_and_list(client) -> None:
         result["OUTPUT0"][:] = 0  # the program's own
 
 
-def test_the_same_form_with_other_numbers(client) -> None:
+def test_the_same_shapes_with_other_numbers(client) -> None:
     for step in range(5):
         result = client.infer("simple", INPUT0=A * step, INPUT1=B)
         assert (result["OUTPUT0"] == A * step + B).all()
-    two = client.infer("simple", INPUT0=np.vstack([A, B]), INPUT1=np.vstack([B, B]))
-    assert (two["OUTPUT1"] == np.vstack([A - B, B - B])).all()
+    stacked = client.infer("simple", INPUT0=np.vstack([A, B]), INPUT1=np.vstack([B, B]))
+    assert (stacked["OUTPUT1"] == np.vstack([A - B, B - B])).all()
 
 
 def test_only_the_outputs_that_are_asked_for(client) -> None:
@@ -78,10 +78,10 @@ def test_only_the_outputs_that_are_asked_for(client) -> None:
 
 def test_strings_in_and_out(client) -> None:
     words = np.array([[b"one", b"zwei", b""]], dtype=object)
-    out = client.infer("text", INPUT0=words)["OUTPUT0"]
-    assert out.dtype == object and (out == words).all()
-    many = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
-    assert client.infer("text", INPUT0=many)["OUTPUT0"][0, -1] == b"08999"
+    output = client.infer("text", INPUT0=words)["OUTPUT0"]
+    assert output.dtype == object and (output == words).all()
+    many_strings = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
+    assert client.infer("text", INPUT0=many_strings)["OUTPUT0"][0, -1] == b"08999"
 
 
 def test_request_id_and_parameters_arrive(client) -> None:
@@ -116,12 +116,12 @@ def test_request_id_and_parameters_arrive(client) -> None:
     ],
 )
 def test_errors_are_typed(client, error, text, model, inputs) -> None:
-    with pytest.raises(error, match=text) as caught:
+    with pytest.raises(error, match=text) as error_info:
         client.infer(model, inputs)
-    assert caught.value.code in ("NOT_FOUND", "INVALID_ARG")
+    assert error_info.value.code in ("NOT_FOUND", "INVALID_ARG")
 
 
-def test_a_version_that_is_not_there(client) -> None:
+def test_a_missing_version(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B, version="1")
     with pytest.raises(shmserve.client.NotFound, match="version 9 is not found"):
         client.infer("simple", INPUT0=A, INPUT1=B, version="9")
@@ -134,9 +134,9 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
     with client.infer("rows", INPUT0=x) as result:
         y = result["OUTPUT0"]
         assert (y == x).all() and y.sum() == pytest.approx(x.sum(), rel=1e-4)
-        kept = y.copy()
-    assert (kept == x).all()
-    for use in (
+        own_copy = y.copy()
+    assert (own_copy == x).all()
+    for use_view in (
         lambda: y[0],
         lambda: y + 1,
         lambda: np.concatenate([y, y]),
@@ -148,19 +148,19 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
         lambda: np.from_dlpack(y),
     ):
         with pytest.raises(shmserve.client.Released):
-            use()
+            use_view()
 
 
-def test_a_view_keeps_its_memory_and_the_next_request_takes_other(client) -> None:
-    x, other = frames(seed=1), frames(seed=2)
+def test_a_view_keeps_its_memory_during_the_next_request(client) -> None:
+    x, second_frame = frames(seed=1), frames(seed=2)
     y = client.infer("rows", INPUT0=x)["OUTPUT0"]
-    plain = np.asarray(y)[0, :10]
+    plain_view = np.asarray(y)[0, :10]
     for _ in range(4):
-        assert (client.infer("rows", INPUT0=other)["OUTPUT0"] == other).all()
-    assert (y == x).all() and (plain == x[0, :10]).all()
+        assert (client.infer("rows", INPUT0=second_frame)["OUTPUT0"] == second_frame).all()
+    assert (y == x).all() and (plain_view == x[0, :10]).all()
 
 
-def test_slots_are_used_again(client) -> None:
+def test_slots_are_reused(client) -> None:
     for seed in range(20):
         x = frames(seed=seed)
         assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
@@ -203,17 +203,20 @@ def test_a_region_is_read_and_written_in_place(client) -> None:
 @pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["views", "plain views"])
 def test_results_end_with_their_own_regions(client, part: slice) -> None:
     sizes = {"a": ((2, 16), "INT32"), "b": ((2, 16), "INT32")}
-    given, first, second = (client.allocate(sizes) for _ in range(3))
-    for region in (given, first, second):
+    input_region, first_region, second_region = (client.allocate(sizes) for _ in range(3))
+    for region in (input_region, first_region, second_region):
         region["a"][:], region["b"][:] = A, B
     result = client.infer(
         "simple",
-        {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
-        outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
+        {
+            "INPUT0": input_region["a"][part],
+            "INPUT1": input_region.view("b", input_region["a"][part].shape),
+        },
+        outputs={"OUTPUT0": first_region["a"][part], "OUTPUT1": second_region["b"][part]},
     )
-    given.release()
-    first.release()
-    assert (result["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
+    input_region.release()
+    first_region.release()
+    assert (result["OUTPUT1"] == A - B).all() and (second_region["b"][part] == A - B).all()
     with pytest.raises(shmserve.client.Released):
         result["OUTPUT0"][0]
 
@@ -230,18 +233,20 @@ def test_regions_are_checked(client) -> None:
             client.allocate(tensors)
     client.allocate({"x": ((np.int64(2), 3), "FP32"), "y": (3, np.float32)}).release()
     with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
-        wrong = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
-        with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        expected_error = (
+            "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
+        )
+        with pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
             client.infer("rows", region)
     # Strings are written in place if they fit.
     words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
     result = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
     assert result["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
     integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
-    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
         client.infer("rows", INPUT0=frames(), outputs=integers)
     integers = client.allocate({"any": ((1, ROW), "INT32")})
-    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
         client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": integers["any"]})
     with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
         client.allocate({"x": ((1 << 31,), "UINT8")})
@@ -262,10 +267,10 @@ def test_torch_in_torch_out(client) -> None:
     x = torch.rand(2, ROW)
     y = client.infer("rows", INPUT0=x)["OUTPUT0"]
     assert isinstance(y, torch.Tensor) and torch.equal(x, y)
-    small = client.infer("simple", INPUT0=torch.from_numpy(A), INPUT1=torch.from_numpy(B))
-    assert torch.equal(small["OUTPUT0"], torch.from_numpy(A + B))
-    grown = torch.rand(1, ROW, requires_grad=True)
-    assert torch.equal(client.infer("rows", INPUT0=grown)["OUTPUT0"], grown)
+    small_result = client.infer("simple", INPUT0=torch.from_numpy(A), INPUT1=torch.from_numpy(B))
+    assert torch.equal(small_result["OUTPUT0"], torch.from_numpy(A + B))
+    grown_tensor = torch.rand(1, ROW, requires_grad=True)
+    assert torch.equal(client.infer("rows", INPUT0=grown_tensor)["OUTPUT0"], grown_tensor)
 
 
 def test_bfloat16(client) -> None:
@@ -300,9 +305,9 @@ def test_strided_and_empty_inputs(client) -> None:
 def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
     with client._get_waiter().lock:  # a waiting thread holds this lock
-        for use in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
+        for use_client in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
             with pytest.raises(shmserve.client.Unavailable, match="a signal handler cannot use"):
-                use()
+                use_client()
     assert client.infer("simple", INPUT0=A, INPUT1=B)
 
 
@@ -311,19 +316,19 @@ def test_many_in_flight_in_order(client) -> None:
     answers = client.map("rows", arrays, in_flight=8)
     for inputs, result in zip(arrays, answers, strict=True):
         assert (result["OUTPUT0"] == inputs["INPUT0"]).all()
-    small = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
-    for n, result in enumerate(client.map("simple", small)):
+    small_inputs = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
+    for n, result in enumerate(client.map("simple", small_inputs)):
         assert (result["OUTPUT1"] == A * n - B).all()
 
 
 def test_futures(client) -> None:
     futures = [client.infer_async("simple", INPUT0=A * n, INPUT1=B) for n in range(50)]
-    done, _ = concurrent.futures.wait(futures, timeout=20)
-    assert len(done) == 50
+    completed, _ = concurrent.futures.wait(futures, timeout=20)
+    assert len(completed) == 50
     assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
 
 
-def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
+def test_timeouts_of_answered_requests_are_removed(client) -> None:
     for _ in range(20):
         futures = [
             client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)
@@ -347,20 +352,20 @@ def test_finished_calls_keep_no_memory(client) -> None:
         )
         assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
-        held = weakref.ref(region.lease)
+        lease_ref = weakref.ref(region.lease)
         client.infer_async("rows", region).result(20)
         with contextlib.suppress(shmserve.client.InvalidArgument):
             client.infer("rows", region, parameters={"x": None})
         region.release()
-        until("the connection's thread has let go", lambda: held() is None)
+        until("the connection's thread has let go", lambda: lease_ref() is None)
         # The server has a region's memory back as well, though nothing is allocated any more.
         region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
-        kept = np.asarray(region["INPUT0"])
+        kept_array = np.asarray(region["INPUT0"])
         address = region.segment.address
         del region
         memories = client._session.memories
         assert memories.find(address, 1) is not None
-        del kept
+        del kept_array
         until("it is withdrawn", lambda: memories.find(address, 1) is None)
     finally:
         gc.enable()
@@ -391,8 +396,8 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     def send_requests(number: int) -> None:
         x = np.full(4, number, np.float32)
         answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
-        more = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
-        answers.extend(one["OUTPUT0"][0] for one in more)
+        results = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
+        answers.extend(response["OUTPUT0"][0] for response in results)
         all_have_asked.wait()
 
     threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(count)]
@@ -404,7 +409,7 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     assert len(client._channels) <= 15
 
 
-def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None:
+def test_more_requests_than_a_frame_may_contain(client, rows_server: Server) -> None:
     x = np.ones(4000, np.float32)
     count = (64 << 20) // x.nbytes + 100
 
@@ -415,9 +420,11 @@ def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None
             assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
             return answers
 
-    refused = [a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)]
+    refused_answers = [
+        a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)
+    ]
     # Most find the queue full.
-    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
+    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused_answers)
     with pytest.raises(shmserve.client.InvalidArgument, match="maximum is 1048576"):
         client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
     future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
@@ -430,37 +437,37 @@ def test_a_link_that_the_server_ends(client) -> None:
     other_dealers = [Dealer(endpoint, f"{connection.identity}.other{n}") for n in range(16)]
     x = np.ones(4, np.float32)
     request = submit((TensorRef("INPUT0", "FP32", (4,), x.tobytes()),))
-    for other in other_dealers:
-        other.send(request)
-        assert isinstance(answer(other), Finished)
+    for dealer in other_dealers:
+        dealer.send(request)
+        assert isinstance(answer(dealer), Finished)
     with pytest.raises(shmserve.client.Unavailable, match="closed the connection twice"):
         client.infer("identity", INPUT0=x, timeout=20)
-    for other in other_dealers:
-        other.close()
+    for dealer in other_dealers:
+        dealer.close()
     assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
 
 
 def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
-    copied, lost = connection.copy_range, [1]
+    copied, remaining_losses = connection.copy_range, [1]
 
     def read_or_fail(memory_range: Range) -> bytes:
-        if lost[0]:
-            lost[0] -= 1
+        if remaining_losses[0]:
+            remaining_losses[0] -= 1
             raise shmserve.client.Unavailable("the memory of a tensor has been released")
         return bytes(copied(memory_range))
 
     connection.copy_range = read_or_fail
     x = np.arange(20000, dtype=np.float32)
     assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
-    lost[0] = 2
+    remaining_losses[0] = 2
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
     (prepared,) = connection.models.resolve("identity", "").templates._values.values()
     assert len({id(slot) for slot in prepared._ring}) == len(prepared._ring) == 1
 
 
-def test_a_timeout_that_is_none(client) -> None:
+def test_an_invalid_timeout(client) -> None:
     x = np.ones(4, np.float32)
     for seconds in (1e7, 1e12, float("inf")):
         assert client.infer_async("identity", INPUT0=x, timeout=seconds).result(20)
@@ -471,8 +478,8 @@ def test_a_timeout_that_is_none(client) -> None:
 
 
 def test_a_stream_of_one_response(client) -> None:
-    (only,) = client.stream("simple", INPUT0=A, INPUT1=B)
-    assert (only["OUTPUT0"] == A + B).all()
+    (only_response,) = client.stream("simple", INPUT0=A, INPUT1=B)
+    assert (only_response["OUTPUT0"] == A + B).all()
 
 
 async def test_asyncio(rows_server: Server) -> None:
@@ -491,14 +498,14 @@ async def test_asyncio(rows_server: Server) -> None:
 
 
 def test_a_client_of_another_event_loop_is_refused(rows_server: Server) -> None:
-    server = asyncio.run(_connected(rows_server))
+    server = asyncio.run(_open_client(rows_server))
     for _ in range(2):
         with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
             asyncio.run(server.infer("simple", INPUT0=A, INPUT1=B, timeout=5))
     asyncio.run(server.close())
 
 
-async def _connected(rows: Server) -> aio.Server:
+async def _open_client(rows: Server) -> aio.Server:
     server = await aio.connect(rows.run_dir)
     assert await server.infer("simple", INPUT0=A, INPUT1=B)
     return server

@@ -30,30 +30,30 @@ from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 ROW = 8192
-EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+EXPLICIT_FLAGS = ("--model-control-mode=explicit", "--load-model=*")
 
 
 @pytest.fixture(scope="module")
-def gated(models: Path, start: Start) -> Server:
+def gated_server(models: Path, start: Start) -> Server:
     """A server whose model "gated" waits at a gate, and whose "rows" does not."""
     repositories.add(models, "gated", "simple")
     repositories.add_identity(models, "rows", "FP32", [ROW], max_batch_size=8)
     repositories.add_identity(models, "large", "FP32", [ROW], source="gated")
-    return start(models, *EXPLICIT)
+    return start(models, *EXPLICIT_FLAGS)
 
 
 @pytest.fixture(autouse=True)
-def settled(gated: Server) -> Iterator[None]:
+def check_settled(gated_server: Server) -> Iterator[None]:
     """No test leaves an execution to the next one, which would take it for its own."""
     yield
-    until("nothing is executed", lambda: not gated.metric("shmserve_executing_requests"))
-    assert gated.gate.is_idle(0.001)
+    until("nothing is executed", lambda: not gated_server.metric("shmserve_executing_requests"))
+    assert gated_server.gate.is_idle(0.001)
 
 
 @pytest.fixture
-def client(gated: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(gated.run_dir) as connected:
-        yield connected
+def client(gated_server: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(gated_server.run_dir) as native_client:
+        yield native_client
 
 
 def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
@@ -64,32 +64,34 @@ def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]
     return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
 
 
-def test_a_timeout_cancels_the_request(gated: Server, client: shmserve.client.Server) -> None:
-    blocker = client.infer_async("gated", _value(client, 1))
-    visit = gated.gate.next()
-    with pytest.raises(TimeoutError) as caught:
+def test_a_timeout_cancels_the_request(
+    gated_server: Server, client: shmserve.client.Server
+) -> None:
+    blocking_future = client.infer_async("gated", _value(client, 1))
+    visit = gated_server.gate.next()
+    with pytest.raises(TimeoutError) as error_info:
         client.infer("gated", _value(client, 2), timeout=0.05)
-    assert isinstance(caught.value, shmserve.client.TimedOut)
-    gated.wait_pending("gated", 0)
+    assert isinstance(error_info.value, shmserve.client.TimedOut)
+    gated_server.wait_pending("gated", 0)
     visit.release()
-    assert blocker.result(20)["OUTPUT0"].flat[0] == 1
-    assert gated.gate.is_idle()
+    assert blocking_future.result(20)["OUTPUT0"].flat[0] == 1
+    assert gated_server.gate.is_idle()
 
 
 def test_a_future_times_out_without_a_response(
-    gated: Server, client: shmserve.client.Server
+    gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    scheduler = gated.find_one("scheduler simple")
+    scheduler = gated_server.find_one("scheduler simple")
     assert client.infer("simple", INPUT0=A, INPUT1=A)
     scheduler.suspend()
     try:
-        late = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
-        patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
+        late_future = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
+        patient_future = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
         with pytest.raises(shmserve.client.TimedOut):
-            late.result(20)
+            late_future.result(20)
     finally:
         scheduler.resume()
-    assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
+    assert (patient_future.result(20)["OUTPUT0"] == 2 * A).all()
 
 
 _WITHOUT_DESCRIPTORS = """
@@ -116,97 +118,99 @@ with shmserve.client.connect(sys.argv[1]) as client:
 """
 
 
-def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
+def test_a_program_that_has_no_descriptor_left(gated_server: Server) -> None:
     """A thread's requests use the open connection. A call that needs a new descriptor raises an
     error.
     """
-    run = run_python("-c", _WITHOUT_DESCRIPTORS, gated.run_dir)
+    run = run_python("-c", _WITHOUT_DESCRIPTORS, gated_server.run_dir)
     assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
 
 
 def test_a_cancelled_future_is_cancelled_at_the_server(
-    gated: Server, client: shmserve.client.Server
+    gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    blocker = client.infer_async("gated", _value(client, 1))
-    visit = gated.gate.next()
+    blocking_future = client.infer_async("gated", _value(client, 1))
+    visit = gated_server.gate.next()
     waiting = client.infer_async("gated", _value(client, 2))
-    gated.wait_pending("gated", 1)
+    gated_server.wait_pending("gated", 1)
     assert waiting.cancel()
-    gated.wait_pending("gated", 0)
+    gated_server.wait_pending("gated", 0)
     visit.release()
-    assert blocker.result(20)
+    assert blocking_future.result(20)
     with pytest.raises(concurrent.futures.CancelledError):
         waiting.result()
 
 
-def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
-    gated: Server, client: shmserve.client.Server
+def test_a_thread_that_waits_for_many_futures_detects_a_cancelled_future(
+    gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    blocker = client.infer_async("gated", _value(client, 1))
-    visit = gated.gate.next()
+    blocking_future = client.infer_async("gated", _value(client, 1))
+    visit = gated_server.gate.next()
     waiting = client.infer_async("gated", _value(client, 2))
-    gated.wait_pending("gated", 1)
+    gated_server.wait_pending("gated", 1)
     threading.Timer(0.1, waiting.cancel).start()
     assert concurrent.futures.wait([waiting], 10).done == {waiting}
     assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
-    gated.wait_pending("gated", 0)  # the server detects the exit later than the threads
+    gated_server.wait_pending("gated", 0)  # the server detects the exit later than the threads
     visit.release()
-    assert blocker.result(20)
+    assert blocking_future.result(20)
 
 
-def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.client.Server) -> None:
+def test_memory_of_an_exited_thread_is_kept(
+    gated_server: Server, client: shmserve.client.Server
+) -> None:
     """Holds also when other threads send the same requests."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
-    first: list[Any] = []
+    first_results: list[Any] = []
     futures: list[Any] = []
-    begins = threading.Thread(target=lambda: first.append(next(results)))
-    begins.start()
-    gated.gate.next().release()
-    begins.join()
-    visit = gated.gate.next()
-    gated.wait_pending("large", 1)
+    first_thread = threading.Thread(target=lambda: first_results.append(next(results)))
+    first_thread.start()
+    gated_server.gate.next().release()
+    first_thread.join()
+    visit = gated_server.gate.next()
+    gated_server.wait_pending("large", 1)
 
-    def another() -> None:
+    def run_in_other_thread() -> None:
         assert client.infer("rows", INPUT0=rows[0][None])
         futures.extend(client.infer_async("large", INPUT0=x) for x in rows[3:])
 
-    waiting_thread = threading.Thread(target=another)
+    waiting_thread = threading.Thread(target=run_in_other_thread)
     waiting_thread.start()
     waiting_thread.join()
-    gated.wait_pending("large", 4)
+    gated_server.wait_pending("large", 4)
     visit.release()
     for _ in range(4):
-        gated.gate.next().release()
-    outputs = [*first, *results, *(future.result(20) for future in futures)]
+        gated_server.gate.next().release()
+    outputs = [*first_results, *results, *(future.result(20) for future in futures)]
     assert [set(result["OUTPUT0"]) for result in outputs] == [{n} for n in range(6)]
 
 
-async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
-    async with aio.connect(gated.run_dir) as server:
-        with shmserve.client.connect(gated.run_dir) as other:
-            given = _value(other, 1)
-        blocker = asyncio.create_task(server.infer("gated", given))
-        visit = await asyncio.to_thread(gated.gate.next)
-        waiting = asyncio.create_task(server.infer("gated", given))
-        await asyncio.to_thread(gated.wait_pending, "gated", 1)
+async def test_a_cancelled_task_is_cancelled_at_the_server(gated_server: Server) -> None:
+    async with aio.connect(gated_server.run_dir) as server:
+        with shmserve.client.connect(gated_server.run_dir) as other_client:
+            input_values = _value(other_client, 1)
+        blocking_task = asyncio.create_task(server.infer("gated", input_values))
+        visit = await asyncio.to_thread(gated_server.gate.next)
+        waiting = asyncio.create_task(server.infer("gated", input_values))
+        await asyncio.to_thread(gated_server.wait_pending, "gated", 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.to_thread(gated.wait_pending, "gated", 0)
+        await asyncio.to_thread(gated_server.wait_pending, "gated", 0)
         visit.release()
-        assert (await blocker)["OUTPUT0"].flat[0] == 1
+        assert (await blocking_task)["OUTPUT0"].flat[0] == 1
 
 
 @pytest.mark.parametrize("as_input", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
-def test_memory_is_kept_for_what_is_in_flight(
-    gated: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
+def test_memory_of_requests_in_flight_is_kept(
+    gated_server: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
 ) -> None:
     """This includes a request whose program has only a plain view of the memory, and deletes the
     view."""
     x = np.arange(ROW, dtype=np.float32)
-    blocker = client.infer_async("large", INPUT0=x)
-    visit = gated.gate.next()
+    blocking_future = client.infer_async("large", INPUT0=x)
+    visit = gated_server.gate.next()
     region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
     region["INPUT0"][1] = x
     answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
@@ -215,19 +219,19 @@ def test_memory_is_kept_for_what_is_in_flight(
     ]
     region.release()
     del region, answer
-    gated.wait_pending("large", 2)
+    gated_server.wait_pending("large", 2)
     for _ in range(3):
         client.infer("rows", INPUT0=np.zeros((2, ROW), np.float32))
     visit.release()
-    gated.gate.next().release()
-    gated.gate.next().release()
-    assert blocker.result(20)
-    for future, right in zip(waiting, (x, -x), strict=True):
+    gated_server.gate.next().release()
+    gated_server.gate.next().release()
+    assert blocking_future.result(20)
+    for future, expected in zip(waiting, (x, -x), strict=True):
         output = future.result(20)["OUTPUT0"]
-        assert (np.asarray(output) == right).all()
+        assert (np.asarray(output) == expected).all()
 
 
-CRASHING = """
+CRASHING_PROGRAM = """
 import sys, numpy as np, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
 region = client.allocate({"INPUT0": ((1, 8192), "FP32")})
@@ -239,41 +243,43 @@ sys.stdin.read()
 """
 
 
-def _shared(process: psutil.Process) -> int:
+def _count_mapped_memories(process: psutil.Process) -> int:
     """Return the number of clients' memories that a process maps or holds."""
-    held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
+    mapped_count = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
     for name in os.listdir(f"/proc/{process.pid}/fd"):
         try:
-            held += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
+            mapped_count += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
         except OSError:
             continue
-    return held
+    return mapped_count
 
 
-def test_a_killed_client_leaks_nothing(gated: Server, client: shmserve.client.Server) -> None:
-    command = [sys.executable, "-c", CRASHING, str(gated.run_dir)]
+def test_a_killed_client_leaks_nothing(
+    gated_server: Server, client: shmserve.client.Server
+) -> None:
+    command = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert program.stdin and program.stdout
     try:
         assert program.stdout.readline() == "in flight\n"
-        visit = gated.gate.next()
-        gated.wait_pending("large", 3)
-        processes = [p for p in gated.tree() if not p.cmdline()[0].endswith("zygote")]
-        assert sum(map(_shared, processes)) > 1
+        visit = gated_server.gate.next()
+        gated_server.wait_pending("large", 3)
+        processes = [p for p in gated_server.tree() if not p.cmdline()[0].endswith("zygote")]
+        assert sum(map(_count_mapped_memories, processes)) > 1
     finally:
         program.kill()
         program.wait()
         program.stdin.close()
         program.stdout.close()
-    gated.wait_pending("large", 0)
+    gated_server.wait_pending("large", 0)
     visit.release()
-    until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
+    until("all of it is forgotten", lambda: not sum(map(_count_mapped_memories, processes)))
     assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 
-FORKING = """
+FORKING_PROGRAM = """
 import os, signal, sys, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
 region = client.allocate({"INPUT0": ((1, 8192), "FP32"), "OUTPUT0": ((1, 8192), "FP32")})
@@ -286,25 +292,25 @@ sys.stdin.read()
 """
 
 
-def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> None:
-    command = [sys.executable, "-c", FORKING, str(gated.run_dir)]
+def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated_server: Server) -> None:
+    command = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout
         child = psutil.Process(int(program.stdout.readline()))
         try:
-            processes = [p for p in gated.tree() if not p.cmdline()[0].endswith("zygote")]
-            assert sum(map(_shared, processes)) > 0
+            processes = [p for p in gated_server.tree() if not p.cmdline()[0].endswith("zygote")]
+            assert sum(map(_count_mapped_memories, processes)) > 0
             program.kill()
-            until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
+            until("all of it is forgotten", lambda: not sum(map(_count_mapped_memories, processes)))
             assert child.is_running()
         finally:
             child.kill()
 
 
 def test_a_forked_child_does_not_use_its_parents_connection(
-    gated: Server, client: shmserve.client.Server
+    gated_server: Server, client: shmserve.client.Server
 ) -> None:
     x = np.ones((1, ROW), np.float32)
     region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
@@ -320,8 +326,8 @@ def test_a_forked_child_does_not_use_its_parents_connection(
                 os._exit(2)
             region.release()
             client.close()
-            with shmserve.client.connect(gated.run_dir) as own:
-                assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+            with shmserve.client.connect(gated_server.run_dir) as child_client:
+                assert (child_client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
             code = 0
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -331,8 +337,10 @@ def test_a_forked_child_does_not_use_its_parents_connection(
     assert client._session.connection() is connection and connection.alive
 
 
-async def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
-    async with aio.connect(gated.run_dir) as server:
+async def test_a_forked_child_does_not_close_its_parents_event_loop(
+    gated_server: Server,
+) -> None:
+    async with aio.connect(gated_server.run_dir) as server:
         assert await server.infer("simple", INPUT0=A, INPUT1=A)
         child = os.fork()
         if not child:
@@ -346,8 +354,8 @@ async def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Se
         assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
 
 
-def test_every_future_ends_when_the_client_does(gated: Server) -> None:
-    client = shmserve.client.connect(gated.run_dir)
+def test_every_future_ends_when_the_client_does(gated_server: Server) -> None:
+    client = shmserve.client.connect(gated_server.run_dir)
     futures = [client.infer_async("simple", INPUT0=A, INPUT1=A) for _ in range(50)]
     client.close()
     for future in futures:
@@ -355,17 +363,17 @@ def test_every_future_ends_when_the_client_does(gated: Server) -> None:
             assert future.result(20)
 
 
-def test_a_client_that_is_never_closed(gated: Server) -> None:
+def test_a_client_that_is_never_closed(gated_server: Server) -> None:
     x = np.ones((1, ROW), np.float32)
 
     async def talk() -> np.ndarray:
-        server = await aio.connect(gated.run_dir)
+        server = await aio.connect(gated_server.run_dir)
         for moment in range(5):  # the connection is made in a thread, and may come too late
             task = asyncio.ensure_future(server._get_channel())
-            late = asyncio.ensure_future(aio.connect(gated.run_dir)._connect())
+            connecting = asyncio.ensure_future(aio.connect(gated_server.run_dir)._connect())
             for _ in range(moment):
                 await asyncio.sleep(0)
-            late.cancel()
+            connecting.cancel()
             await task
         return (await server.infer("rows", INPUT0=x))["OUTPUT0"]
 
@@ -375,15 +383,19 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        before = state()
-        kept = [shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)]
-        kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
-        assert all((result["OUTPUT0"] == x).all() for result in kept)
+        state_before = state()
+        kept_results = [
+            shmserve.client.connect(gated_server.run_dir).infer("rows", INPUT0=x) for _ in range(3)
+        ]
+        kept_results.append(
+            shmserve.client.connect(gated_server.run_dir).infer_async("rows", INPUT0=x).result(20)
+        )
+        assert all((result["OUTPUT0"] == x).all() for result in kept_results)
         assert (asyncio.run(talk()) == x).all()
-        del kept  # the results keep their memory
-        until("nothing is left", lambda: state() == before)
+        del kept_results  # the results keep their memory
+        until("nothing is left", lambda: state() == state_before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
-        shmserve.client.connect(gated.run_dir)
+        shmserve.client.connect(gated_server.run_dir)
 
 
 def test_memory_is_taken_back_though_the_connection_is_interrupted(
@@ -399,11 +411,11 @@ def test_memory_is_taken_back_though_the_connection_is_interrupted(
         until("it is taken back", lambda: not memories.recycled and not memories._segments)
 
 
-def test_a_callback_may_close_the_client(gated: Server) -> None:
-    client = shmserve.client.connect(gated.run_dir)
+def test_a_callback_may_close_the_client(gated_server: Server) -> None:
+    client = shmserve.client.connect(gated_server.run_dir)
     thread = client._session.connection()._thread
     blocked = client.infer_async("gated", _value(client, 1))
-    visit = gated.gate.next()
+    visit = gated_server.gate.next()
     waiting = [concurrent.futures.Future[object]() for _ in range(2)]
 
     def wait(outcome: concurrent.futures.Future[object]) -> None:
@@ -413,26 +425,26 @@ def test_a_callback_may_close_the_client(gated: Server) -> None:
             outcome.set_exception(error)
 
     threads = [threading.Thread(target=wait, args=(outcome,)) for outcome in waiting]
-    for each in threads:
-        each.start()
-    gated.wait_pending("gated", 2)
+    for busy_thread in threads:
+        busy_thread.start()
+    gated_server.wait_pending("gated", 2)
     client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(lambda _: client.close())
     for error in (blocked.exception(20), *(outcome.exception(20) for outcome in waiting)):
         assert isinstance(error, shmserve.client.Disconnected)
     thread.join()
-    for each in threads:
-        each.join()
-    gated.wait_pending("gated", 0)
+    for busy_thread in threads:
+        busy_thread.join()
+    gated_server.wait_pending("gated", 0)
     visit.release()
     with pytest.raises(shmserve.client.Disconnected, match="closed"):
         client.infer("simple", INPUT0=A, INPUT1=A)
 
 
 @pytest.mark.parametrize("ends", ["the client", "the server"])
-def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) -> None:
+def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ends: str) -> None:
     """Threads see the schedulers' links end before, or though, the connection's own thread sees
     that of the listener."""
-    client = shmserve.client.connect(gated.run_dir)
+    client = shmserve.client.connect(gated_server.run_dir)
     connection = client._session.connection()
     outcome = concurrent.futures.Future[object]()
     at_work, go_on = threading.Event(), threading.Event()
@@ -443,15 +455,15 @@ def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) 
         except BaseException as error:
             outcome.set_exception(error)
 
-    def be_at_work(_: object) -> None:
+    def block_connection_thread(_: object) -> None:
         at_work.set()
         go_on.wait(60)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    visit = gated.gate.next()
+    visit = gated_server.gate.next()
     try:
-        connection.call(be_at_work)
+        connection.call(block_connection_thread)
         assert at_work.wait(10)
         if ends == "the server":
             connection._link._socket.send(b"what is no message")
@@ -470,23 +482,25 @@ def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) 
     assert isinstance(error, shmserve.client.Disconnected)
 
 
-def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Server) -> None:
+def test_a_callback_may_send_requests_and_allocate_memory(client: shmserve.client.Server) -> None:
     """The callback runs in the thread that reads responses, while other threads allocate memory."""
     x = np.ones((4, ROW), np.float32)
-    second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+    second_result: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
-    def chain(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
+    def chain(first_future: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
-                chained = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
-            chained.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+                chained = client.infer_async("rows", INPUT0=first_future.result()["OUTPUT0"][:2])
+            chained.add_done_callback(
+                lambda future: second_result.set_result(future.result()["OUTPUT0"])
+            )
         except BaseException as error:
-            second.set_exception(error)
+            second_result.set_exception(error)
 
     client.infer_async("rows", INPUT0=x).add_done_callback(chain)
     for _ in range(20):
         client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
-    assert (second.result(20) == x[:2]).all()
+    assert (second_result.result(20) == x[:2]).all()
 
 
 @pytest.mark.parametrize(
@@ -499,7 +513,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     ids=["infer", "map", "stream"],
 )
 def test_a_call_from_a_callback_without_a_free_channel_is_refused(
-    gated: Server,
+    gated_server: Server,
     client: shmserve.client.Server,
     monkeypatch: pytest.MonkeyPatch,
     send_request: Callable[[shmserve.client.Server], Any],
@@ -517,18 +531,18 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
 
     # The callback of a finished request runs in this thread, which may wait.
     client.infer_async("gated", _value(client, 1)).add_done_callback(callback)
-    gated.gate.next().release()
+    gated_server.gate.next().release()
     error = outcome.exception(10)
     assert isinstance(error, shmserve.client.Unavailable) and "infer_async" in str(error)
     assert client.infer("simple", INPUT0=A, INPUT1=A)["OUTPUT0"].shape == (1, 16)
 
 
 def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
-    gated: Server, client: shmserve.client.Server, monkeypatch: pytest.MonkeyPatch
+    gated_server: Server, client: shmserve.client.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 0)
-    first = client.infer_async("gated", _value(client, 0))
-    visit = gated.gate.next()
+    gated_future = client.infer_async("gated", _value(client, 0))
+    visit = gated_server.gate.next()
     stream = client.stream("gated", _value(client, 1))
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
@@ -538,71 +552,74 @@ def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
         except BaseException as error:
             outcome.set_exception(error)
 
-    first.add_done_callback(callback)
+    gated_future.add_done_callback(callback)
     visit.release()
     assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
-    gated.gate.next().release()
+    gated_server.gate.next().release()
     assert next(stream)["OUTPUT0"].flat[0] == 1
 
 
 def test_a_scheduler_that_is_killed_costs_no_answer(
-    gated: Server, client: shmserve.client.Server
+    gated_server: Server, client: shmserve.client.Server
 ) -> None:
     futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
-    gated.gate.next().release()  # its answer is in transit, or lost with the scheduler
-    gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
+    gated_server.gate.next().release()  # its answer is in transit, or lost with the scheduler
+    gated_server.find_one("scheduler gated").send_signal(signal.SIGKILL)
     while not all(future.done() for future in futures):
         try:
-            gated.gate.next(0.2).release()
+            gated_server.gate.next(0.2).release()
         except TimeoutError:
             continue
     assert [f.result(20)["OUTPUT0"].flat[0] for f in futures] == [0, 1, 2]
-    until("the new one is ready", lambda: gated.answers("/v2/health/ready"))
+    until("the new one is ready", lambda: gated_server.answers("/v2/health/ready"))
 
 
 def test_a_request_with_output_over_its_input_is_not_retried(
-    gated: Server, client: shmserve.client.Server
+    gated_server: Server, client: shmserve.client.Server
 ) -> None:
     with client.allocate({"INPUT0": ((1, 4), "INT32")}) as region:
         x = region["INPUT0"]
         future = client.infer_async("gated", {"INPUT0": x}, outputs={"OUTPUT0": x})
-        running = gated.gate.next()
-        gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
+        running_visit = gated_server.gate.next()
+        gated_server.find_one("scheduler gated").send_signal(signal.SIGKILL)
         error = future.exception(20)
         assert isinstance(error, shmserve.client.Unavailable)
         assert "may have changed" in str(error)
-        running.release()
-        until("the new one is ready", lambda: gated.answers("/v2/health/ready"))
+        running_visit.release()
+        until("the new one is ready", lambda: gated_server.answers("/v2/health/ready"))
 
 
 def test_a_reload_under_load_fails_no_request(
-    gated: Server, client: shmserve.client.Server
+    gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    finished = threading.Event()
-    answered = 0
+    has_finished = threading.Event()
+    answered_count = 0
 
     def send_requests() -> None:
-        nonlocal answered
+        nonlocal answered_count
         x = np.ones((1, ROW), np.float32)
-        while not finished.is_set():
+        while not has_finished.is_set():
             assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
-            answered += 1
+            answered_count += 1
 
-    with concurrent.futures.ThreadPoolExecutor(3) as pool, gated.http() as http:
-        asking = [pool.submit(send_requests) for _ in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool, gated_server.http() as http:
+        request_threads = [pool.submit(send_requests) for _ in range(3)]
         try:
             for _ in range(3):
-                enough = answered + 10
+                enough_count = answered_count + 10
                 http.load("rows").ok()
-                until("it is asked on", partial(lambda most: answered > most, enough))
+                until(
+                    "it is asked on",
+                    partial(lambda threshold: answered_count > threshold, enough_count),
+                )
         finally:
-            finished.set()
-        for thread in asking:
+            has_finished.set()
+        for thread in request_threads:
             thread.result()
 
 
-def test_an_unloaded_model_is_not_found(gated: Server) -> None:
-    with shmserve.client.connect(gated.run_dir) as client, gated.http() as http:
+def test_an_unloaded_model_is_not_found(gated_server: Server) -> None:
+    with shmserve.client.connect(gated_server.run_dir) as client, gated_server.http() as http:
         assert client.infer("simple", INPUT0=A, INPUT1=A)
         http.unload("simple").ok()
         with pytest.raises(shmserve.client.NotFound, match="unknown model: 'simple'"):
@@ -613,55 +630,57 @@ def test_an_unloaded_model_is_not_found(gated: Server) -> None:
 
 def test_a_restarted_server_is_found_again(repository: Path) -> None:
     repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
-    first = Server([repository]).wait_ready()
-    run_dir = first.run_dir
+    first_server = Server([repository]).wait_ready()
+    run_dir = first_server.run_dir
     with shmserve.client.connect(run_dir) as client:
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         region["INPUT0"][:] = 3
-        kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
+        kept_view = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
-        late = client._session.pack(
+        late_request = client._session.pack(
             client._session.connection(), ("rows", region, None, "", PLAIN, {})
         )
-        folder = first.folder
-        members = first.tree()
-        first.process.terminate()
-        assert first.wait_exit(30) == 0
+        folder = first_server.folder
+        members = first_server.tree()
+        first_server.process.terminate()
+        assert first_server.wait_exit(30) == 0
         until("the client has noticed", lambda: not client._session._connection.alive)
         with pytest.raises(shmserve.client.Disconnected):
             client.infer("rows", region)
-        first.assert_exited(members)
-        second = Server([repository], run_dir=run_dir).wait_ready()
+        first_server.assert_exited(members)
+        second_server = Server([repository], run_dir=run_dir).wait_ready()
         try:
             region["INPUT0"][:] = 4
             share_again = client._session.memories.share_again
 
-            def nobody_else_asks_yet(share: Any) -> None:
+            def share_without_connection(share: Any) -> None:
                 assert not client._session._connection.alive
                 share_again(share)
 
-            client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
+            client._session.memories.share_again = share_without_connection  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
-            assert (kept == 1).all()
+            assert (kept_view == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
-                client._get_waiter().submit(late)  # it was made for the server before
+                client._get_waiter().submit(late_request)  # it was made for the server before
             future = client.infer_async("rows", region)
             assert future.result(20)["OUTPUT0"][0, 0] == 4
             region.release()
         finally:
-            second.stop()
-            first.discard()
+            second_server.stop()
+            first_server.discard()
     assert not folder.exists()
 
 
-def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
+def test_a_program_pays_for_neither_torch_nor_aiohttp(gated_server: Server) -> None:
     program = (
         "import sys, numpy as np, shmserve.client, shmserve.client.aio\n"
-        f"with shmserve.client.connect({str(gated.run_dir)!r}) as client:\n"
+        f"with shmserve.client.connect({str(gated_server.run_dir)!r}) as client:\n"
         "    client.infer('rows', INPUT0=np.ones((1, 8192), np.float32))\n"
         "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
         "print(*sys.modules)"
     )
-    done = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
-    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
-    assert not done.stderr
+    completed = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
+    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(
+        completed.stdout.split()
+    )
+    assert not completed.stderr

@@ -27,7 +27,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
-from tests.rigs.local_clients import Guest, answer, memfd, small, submit
+from tests.rigs.local_clients import Guest, answer, memfd, small_tensor, submit
 from tests.support import repositories
 from tests.support.servers import ROOT, Server, Start, run_python, running
 from tests.support.waiting import until
@@ -49,9 +49,9 @@ def local_client(server: Server) -> Iterator[Guest]:
 
 def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
     with memfd() as fd:
-        answered = local_client.request(m.ShareMemory(1, 4096, False), fd)
-        assert isinstance(answered, Answered)
-        assert unpack_memory(answered.payload["memory"]).byte_size == 4096
+        answer = local_client.request(m.ShareMemory(1, 4096, False), fd)
+        assert isinstance(answer, Answered)
+        assert unpack_memory(answer.payload["memory"]).byte_size == 4096
     for options, size, text in (
         ({"seals": 0}, 4096, "F_SEAL_SHRINK"),
         ({"reserve": False}, 4096, "must be reserved"),
@@ -59,27 +59,25 @@ def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
         ({}, 0, "from 1 to 4096"),
     ):
         with memfd(**options) as fd:
-            refused = local_client.request(m.ShareMemory(2, size, False), fd)
-        assert isinstance(refused, Refused) and text in refused.message
-        assert refused.code == "INVALID_ARG"
+            refused_message = local_client.request(m.ShareMemory(2, size, False), fd)
+        assert isinstance(refused_message, Refused) and text in refused_message.message
+        assert refused_message.code == "INVALID_ARG"
     assert "one descriptor" in local_client.request(m.ShareMemory(3, 1, False)).message
     with memfd() as fd, open(f"/proc/self/fd/{fd}", "rb") as reader:
-        refused = local_client.request(m.ShareMemory(4, 4096, False), reader.fileno())
-    assert "reading and writing" in refused.message
+        refused_message = local_client.request(m.ShareMemory(4, 4096, False), reader.fileno())
+    assert "reading and writing" in refused_message.message
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
 def test_memory_of_another_user_is_refused(local_client: Guest) -> None:
     with memfd() as fd:
         os.fchown(fd, 12345, -1)
-        refused = local_client.request(m.ShareMemory(1, 4096, False), fd)
-    assert refused.code == "PERMISSION_DENIED"
-    assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused.message
+        refused_message = local_client.request(m.ShareMemory(1, 4096, False), fd)
+    assert refused_message.code == "PERMISSION_DENIED"
+    assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused_message.message
 
 
-def test_a_local_client_uses_its_own_memory_and_no_other(
-    local_client: Guest, server: Server
-) -> None:
+def test_a_local_client_uses_only_its_own_memory(local_client: Guest, server: Server) -> None:
     link = local_client.link("identity")
     with memfd() as fd:
         memory = unpack_memory(
@@ -98,7 +96,7 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
         made_up = Memory(memory.id, memory.pid, memory.fd, memory.inode, 8192, True)
         link.send(submit((TensorRef("INPUT0", "FP32", (4,), Range(made_up, 0, 16)),)))
         assert "has not shared" in answer(link).message
-        link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Range(memory, 0, 16)),)))
+        link.send(submit((small_tensor(),), 1, (RequestedOutput("OUTPUT0", Range(memory, 0, 16)),)))
         assert "has not shared" in answer(link).message
 
 
@@ -110,21 +108,21 @@ def test_memory_ranges_are_encoded_as_documented(local_client: Guest) -> None:
         os.pwrite(fd, b"\2\0\0\0" * 4, 64)
         schema = msgpack.packb([[["INPUT0", "FP32", [4]]], [["OUTPUT0", 1]], {}])
         link.send(Submit(1, schema, [[memory, 64, 16], [memory, 128, 16]], 0, 0, 0, 0))
-        finished = answer(link)
-        assert isinstance(finished, Finished)
-        ((name, datatype, shape),), parameters = msgpack.unpackb(finished.schema)
+        finished_message = answer(link)
+        assert isinstance(finished_message, Finished)
+        ((name, datatype, shape),), parameters = msgpack.unpackb(finished_message.schema)
         assert (name, datatype, shape, parameters) == ("OUTPUT0", "FP32", [4], {})
-        assert finished.data == [[memory, 128, 16]]
+        assert finished_message.data == [[memory, 128, 16]]
         assert os.pread(fd, 16, 128) == b"\2\0\0\0" * 4
 
 
 def test_device_memory_of_a_server_without_one(local_client: Guest) -> None:
-    refused = local_client.request(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
-    assert isinstance(refused, Refused) and refused.id == 1
-    assert cuda_devices() or "the server has no CUDA device" in refused.message
+    refused_message = local_client.request(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
+    assert isinstance(refused_message, Refused) and refused_message.id == 1
+    assert cuda_devices() or "the server has no CUDA device" in refused_message.message
 
 
-def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
+def test_inputs_of_a_local_client_are_validated(local_client: Guest) -> None:
     link = local_client.link("simple")
     a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
     b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
@@ -137,28 +135,28 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
         ((a, TensorRef("INPUT1", "INT32", (2, 16), bytes(127))), "byte size mismatch"),
     ):
         link.send(submit(tensors, 2))
-        failed = answer(link)
-        assert isinstance(failed, Failed) and text in failed.message
+        failed_message = answer(link)
+        assert isinstance(failed_message, Failed) and text in failed_message.message
 
 
 @pytest.mark.parametrize(
     "work", [b"", b"\x90", b"\xc1", b"\x93" + b"\xc0" * 3, b"\x99\x01\x90\x90\x80" + b"\0" * 5]
 )
-def test_work_that_is_none_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
+def test_malformed_work_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
     link = local_client.link("simple")
     link.send(Submit(1, work, [], 0, 0, 0, 0))
-    failed = answer(link)
-    assert isinstance(failed, Failed) and failed.code == "INVALID_ARG"
+    failed_message = answer(link)
+    assert isinstance(failed_message, Failed) and failed_message.code == "INVALID_ARG"
 
 
 def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
     for identity in (f"{os.getpid()}.abc", f"{local_client.number}.{'0' * 32}.1", "100000999.x.1"):
         link = local_client.link("identity", identity)
-        link.send(submit((small(),)))
-    honest = local_client.link("identity")
-    honest.send(submit((small(),)))
-    assert isinstance(answer(honest), Finished)
-    assert not any(link.receive() for link in local_client.links if link is not honest)
+        link.send(submit((small_tensor(),)))
+    honest_link = local_client.link("identity")
+    honest_link.send(submit((small_tensor(),)))
+    assert isinstance(answer(honest_link), Finished)
+    assert not any(link.receive() for link in local_client.links if link is not honest_link)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +186,14 @@ def test_a_forbidden_message_ends_the_local_connection(server: Server, data: byt
 
 def test_unexpected_descriptors_are_closed(local_client: Guest, server: Server) -> None:
     supervisor = Path(f"/proc/{server.pid}/fd")
-    before = len(list(supervisor.iterdir()))
+    count_before = len(list(supervisor.iterdir()))
     with memfd() as fd:
         for _ in range(20):
             assert isinstance(local_client.request(m.ShareMemory(1, 1, False), fd, fd), Refused)
-    until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
+    until("they are closed", lambda: len(list(supervisor.iterdir())) <= count_before)
 
 
-ASK = """
+ASKING_PROGRAM = """
 import os, sys
 import numpy as np, shmserve.client
 os.setgroups([int(sys.argv[2])] if sys.argv[2] else [])
@@ -222,12 +220,12 @@ def test_other_users_need_the_group(repository: Path) -> None:
         os.chmod(server.folder, 0o755)
 
         def run_client(group: str) -> subprocess.CompletedProcess[str]:
-            return run_python("-c", ASK, server.run_dir, group)
+            return run_python("-c", ASKING_PROGRAM, server.run_dir, group)
 
-        stranger = run_client("")
-        assert "Disconnected" in stranger.stderr, stranger.stderr
-        friend = run_client("4321")
-        assert friend.stdout == "answered\n", friend.stderr
+        stranger_run = run_client("")
+        assert "Disconnected" in stranger_run.stderr, stranger_run.stderr
+        group_member = run_client("4321")
+        assert group_member.stdout == "answered\n", group_member.stderr
         paths = {path.name: path.stat().st_mode & 0o777 for path in server.run_dir.iterdir()}
         assert server.run_dir.stat().st_mode & 0o777 == 0o710 and paths["guests"] == 0o710
 
@@ -237,7 +235,7 @@ def test_a_socket_of_a_zeromq_library(local_client: Guest) -> None:
         dealer.linger = 0
         dealer.identity = f"{local_client.number}.{local_client.token}.z".encode()
         dealer.connect(local_client.models["identity"])
-        dealer.send(frames.pack([submit((small(),))]))
+        dealer.send(frames.pack([submit((small_tensor(),))]))
         assert dealer.poll(10_000)
         (message,) = frames.unpack(dealer.recv())
     assert isinstance(message, Finished)
@@ -258,15 +256,15 @@ def test_a_client_is_notified_of_its_eviction() -> None:
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
         (run_dir / "guests").mkdir()
-        entrance = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        entrance.bind(str(run_dir / "guests" / "door"))
-        entrance.listen()
+        client_listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        client_listener.bind(str(run_dir / "guests" / "door"))
+        client_listener.listen()
 
-        def let_go() -> None:
-            with entrance.accept()[0] as inside:
+        def evict_client() -> None:
+            with client_listener.accept()[0] as inside:
                 inside.recv(4096)
 
-        server = threading.Thread(target=let_go)
+        server = threading.Thread(target=evict_client)
         server.start()
         stack.callback(server.join)
         with pytest.raises(shmserve.client.Disconnected, match="its version may differ"):
@@ -278,18 +276,18 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
         (run_dir / "guests").mkdir()
-        entrance = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        client_listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
-        entrance.bind(str(run_dir / "guests" / "door"))
+        client_listener.bind(str(run_dir / "guests" / "door"))
         scheduler.bind(str(run_dir / "guests" / "1"))
-        for listener in (entrance, scheduler):
+        for listener in (client_listener, scheduler):
             listener.listen()
             listener.settimeout(20)
-        asking = stack.enter_context(
+        c_client = stack.enter_context(
             subprocess.Popen([client_in_c, run_dir], stderr=subprocess.PIPE, text=True)
         )
-        stack.callback(asking.kill)
-        inside = stack.enter_context(entrance.accept()[0])
+        stack.callback(c_client.kill)
+        inside = stack.enter_context(client_listener.accept()[0])
         assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
         versions = [
             ModelPublished(
@@ -299,11 +297,11 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
                 {},
                 f"ipc://{run_dir}/guests/{n}",
                 True,
-                last,
+                is_last,
                 0.0,
                 0,
             )
-            for version, n, last in (("3", 1, True), ("2", 2, False))
+            for version, n, is_last in (("3", 1, True), ("2", 2, False))
         ]
         inside.send(
             frames.pack([m.Welcome(1, "token"), *versions, HealthChanged(True, True, False)])
@@ -312,8 +310,8 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
         link.recv(64, socket.MSG_WAITALL)
         link.shutdown(socket.SHUT_RD)
         link.sendall(zmtp.GREETING)
-        assert asking.communicate(timeout=20)[1] == "infer: the server does not listen\n"
-        assert asking.returncode == 1
+        assert c_client.communicate(timeout=20)[1] == "infer: the server does not listen\n"
+        assert c_client.returncode == 1
 
 
 def test_the_client_in_c(server: Server, client_in_c: Path) -> None:

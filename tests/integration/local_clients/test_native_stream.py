@@ -82,8 +82,8 @@ def streaming_server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(streaming_server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(streaming_server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(streaming_server.run_dir) as native_client:
+        yield native_client
 
 
 def repeat(count: int) -> dict[str, Any]:
@@ -190,8 +190,8 @@ def test_responses_in_a_region_arrive_one_by_one(
     with client.allocate({"OUT": ((4,), "INT32")}) as region:
         steps = [b"1", b"2", b"note " + os.fsencode(note), b"3"]
         stream = client.stream("steps", {"STEPS": steps, "SIZE": [4]}, outputs=region)
-        first = next(stream)
-        assert first["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
+        first_response = next(stream)
+        assert first_response["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
         assert values(client.stream("steps", STEPS=[b"9"])) == [9]  # the model is not held up
         assert region["OUT"].tolist() == [1] * 4 and not note.exists()
         for n in (2, 3):
@@ -229,27 +229,27 @@ def disconnect_message(path: Path) -> bytes:
     return b"left " + os.fsencode(path)
 
 
-LEAVES: dict[str, Callable[[list[Any]], None]] = {
-    "close": lambda held: held[0].close(),
-    "with": lambda held: held[0].__exit__(None, None, None),
-    "collected": lambda held: held.clear(),
+WAYS_TO_LEAVE: dict[str, Callable[[list[Any]], None]] = {
+    "close": lambda streams: streams[0].close(),
+    "with": lambda streams: streams[0].__exit__(None, None, None),
+    "collected": lambda streams: streams.clear(),
 }
 
 
-@pytest.mark.parametrize("ending", LEAVES)
+@pytest.mark.parametrize("ending", WAYS_TO_LEAVE)
 def test_closing_a_stream_cancels_its_request(
     client: shmserve.client.Server, tmp_path: Path, ending: str
 ) -> None:
-    held = [client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")])]
-    assert values([next(held[0])]) == [1]
-    stream = held[0]
+    streams = [client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")])]
+    assert values([next(streams[0])]) == [1]
+    stream = streams[0]
     if ending == "collected":
         del stream
-    LEAVES[ending](held)
+    WAYS_TO_LEAVE[ending](streams)
     gc.collect()
     until("the model sees it", (tmp_path / "seen").exists)
-    if held:
-        assert list(held[0]) == []
+    if streams:
+        assert list(streams[0]) == []
 
 
 def test_a_stream_past_its_timeout_is_cancelled(
@@ -293,28 +293,28 @@ def test_a_reader_that_stops_reading_stops_only_its_own_stream(
 ) -> None:
     note = tmp_path / "sent"
     steps = [*([b"1"] * (3 * FIRST_CREDIT)), b"note " + os.fsencode(note)]
-    lazy = client.stream("steps", STEPS=steps)
+    unread_stream = client.stream("steps", STEPS=steps)
     assert values(client.stream("steps", STEPS=[b"2"] * 200)) == [2] * 200
     assert not note.exists()
-    assert values(lazy) == [1] * (3 * FIRST_CREDIT) and note.exists()
+    assert values(unread_stream) == [1] * (3 * FIRST_CREDIT) and note.exists()
 
 
-def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Server) -> None:
+def test_more_threads_than_links(client: shmserve.client.Server) -> None:
     """Others have the connection's thread wait for them."""
     failures: list[BaseException] = []
-    together = threading.Barrier(20)
+    barrier = threading.Barrier(20)
 
     def stream() -> None:
         try:
-            together.wait(20)
+            barrier.wait(20)
             for _ in range(3):
                 assert values(client.stream("repeat", repeat(100))) == [7 + n for n in range(100)]
             with pytest.raises(shmserve.client.TimedOut):
                 list(client.stream("steps", STEPS=[b"left /dev/null"], timeout=0.1))
-            together.wait(60)
+            barrier.wait(60)
         except BaseException as error:
             failures.append(error)
-            together.abort()
+            barrier.abort()
 
     threads = [threading.Thread(target=stream) for _ in range(20)]
     for thread in threads:
@@ -335,27 +335,31 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     size = np.array([1 << 18], np.int32)  # a MiB a response
     with (
         running(repository, f"--arena-byte-size={16 << 20}") as server,
-        shmserve.client.connect(server.run_dir) as hoarder,
-        shmserve.client.connect(server.run_dir) as other,
+        shmserve.client.connect(server.run_dir) as hoarding_client,
+        shmserve.client.connect(server.run_dir) as other_client,
     ):
         steps: Any = [b"%d" % n for n in range(20)]
-        with monkeypatch.context() as forgetful:
-            forgetful.setattr(SchedulerClient, "release", lambda *_: None)
-            stream = hoarder.stream("steps", STEPS=steps, SIZE=size)
+        with monkeypatch.context() as release_patch:
+            release_patch.setattr(SchedulerClient, "release", lambda *_: None)
+            stream = hoarding_client.stream("steps", STEPS=steps, SIZE=size)
             assert [int(next(stream)["OUT"][-1]) for _ in range(8)] == [*range(8)]
             with pytest.raises(shmserve.client.Unavailable, match="client holds "):
                 next(stream)
             stream.close()
-        few = {"STEPS": steps[:4]}
-        for client, inputs in ((other, few), (hoarder, few), (other, few | {"SIZE": size})):
+        few_steps = {"STEPS": steps[:4]}
+        for client, inputs in (
+            (other_client, few_steps),
+            (hoarding_client, few_steps),
+            (other_client, few_steps | {"SIZE": size}),
+        ):
             for _ in range(4):
                 assert values(client.stream("steps", inputs)) == [*range(4)]
-        hoarder.close()
-        whole = np.array([8 << 18], np.int32)  # half of it
+        hoarding_client.close()
+        half_size = np.array([8 << 18], np.int32)  # half of it
 
         def is_back() -> bool:
             try:
-                return values(other.stream("steps", STEPS=steps[:1], SIZE=whole)) == [0]
+                return values(other_client.stream("steps", STEPS=steps[:1], SIZE=half_size)) == [0]
             except shmserve.client.Unavailable:
                 return False
 
@@ -371,13 +375,15 @@ def test_asyncio(streaming_server: Server) -> None:
             int(response["OUT"][0]) async for response in client.stream("repeat", repeat(count))
         ]
 
-    async def all_of_them() -> list[list[int]]:
+    async def check_asyncio_client() -> list[list[int]]:
         async with aio.connect(streaming_server.run_dir) as client:
             with pytest.raises(shmserve.client.Unsupported):
                 await client.infer("repeat", repeat(1))
             return await asyncio.gather(*(read_stream(client, count) for count in (0, 1, 40, 200)))
 
-    assert asyncio.run(all_of_them()) == [[7 + n for n in range(k)] for k in (0, 1, 40, 200)]
+    assert asyncio.run(check_asyncio_client()) == [
+        [7 + n for n in range(k)] for k in (0, 1, 40, 200)
+    ]
 
 
 @pytest.mark.parametrize("ending", ["aclose", "with", "collected", "cancelled", "timeout"])

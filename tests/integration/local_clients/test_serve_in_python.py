@@ -65,15 +65,15 @@ def test_both_clients_ask_the_control_plane() -> None:
             return x + 1
 
     async def infer_locally(run_dir: Path) -> list[float]:
-        async with aio.connect(run_dir, timeout=10) as other:
-            assert await other.ready() and await other.ready("local")
-            assert (await other.metadata("local"))["name"] == "local"
-            assert {statistic["name"] for statistic in await other.statistics()} == {
+        async with aio.connect(run_dir, timeout=10) as async_client:
+            assert await async_client.ready() and await async_client.ready("local")
+            assert (await async_client.metadata("local"))["name"] == "local"
+            assert {statistic["name"] for statistic in await async_client.statistics()} == {
                 "double",
                 "local",
             }
             inputs = ({"x": X * i} for i in range(5))
-            return [float(r["output"][0, 0]) async for r in other.map("double", inputs)]
+            return [float(r["output"][0, 0]) async for r in async_client.map("double", inputs)]
 
     with shmserve.serve([Double, Local]) as server:
         assert server.url.startswith("http://127.0.0.1:")
@@ -93,8 +93,8 @@ def test_both_clients_ask_the_control_plane() -> None:
 
 
 def test_the_error_of_a_model_is_raised() -> None:
-    gone = "RuntimeError: the weights are gone"
-    with pytest.raises(Internal, match=gone), shmserve.serve(Broken):
+    expected_error = "RuntimeError: the weights are gone"
+    with pytest.raises(Internal, match=expected_error), shmserve.serve(Broken):
         raise AssertionError("entered")
     with pytest.raises(ShmserveError, match="no_such"), shmserve.serve("no_such.py:Class"):
         raise AssertionError("entered")
@@ -140,16 +140,16 @@ def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
     server = serve_model(tmp_path / "models")
     arguments = f"--run-dir={server.run_dir}", "infer", "lengths", f"--input=image=@{photo}"
     command = [sys.executable, "-m", "shmserve", "client", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["outputs"][0]["data"] == [[100]]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(completed.stdout)["outputs"][0]["data"] == [[100]]
 
     url = f"{server.url}/v2/models/lengths/infer"
     headers = {"Inference-Header-Content-Length": "0"}
     with urlopen(Request(url, photo.read_bytes(), headers)) as response:
         assert int.from_bytes(response.read()[-4:], "little") == 100
-    with pytest.raises(HTTPError) as refused:
+    with pytest.raises(HTTPError) as error_info:
         urlopen(Request(url, photo.read_bytes()))
-    with refused.value as response:
+    with error_info.value as response:
         assert b"a file, needs Inference-Header-Content-Length: 0" in response.read()
 
 
@@ -163,8 +163,8 @@ def test_curl_sends_a_file(tmp_path: Path, serve_model, size: int) -> None:
     header = "-HInference-Header-Content-Length: 0"
     command = ["curl", "-sS", "--fail", "--data-binary", "@photo.jpg", header]
     command.append(f"{url}/v2/models/lengths/infer")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
-    assert int.from_bytes(done.stdout[-4:], "little") == size
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    assert int.from_bytes(completed.stdout[-4:], "little") == size
 
 
 def test_a_class_is_loaded_again_when_its_file_changes(tmp_path: Path, serve_model) -> None:
@@ -189,16 +189,16 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
     assert server.ready("double") and server.metadata("double")["name"] == "double"
 
     async def read_name(token: str) -> object:
-        async with aio.connect(server.run_dir, token=token) as other:
-            return (await other.metadata("double"))["name"]
+        async with aio.connect(server.run_dir, token=token) as async_client:
+            return (await async_client.metadata("double"))["name"]
 
     assert asyncio.run(read_name("M3hP9dJs6gVc1uAe")) == "double"
     with pytest.raises(Unauthenticated):
         asyncio.run(read_name(""))
-    with client.connect(server.run_dir, token="wrong") as other:
-        assert other.infer("double", x=X)["output"][0, 0] == 2
+    with client.connect(server.run_dir, token="wrong") as wrong_client:
+        assert wrong_client.infer("double", x=X)["output"][0, 0] == 2
         with pytest.raises(Unauthenticated):
-            other.statistics()
+            wrong_client.statistics()
 
 
 def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:
@@ -222,8 +222,8 @@ def test_help_shows_what_a_user_imports() -> None:
 def test_a_class_of_a_script_is_served(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert float(done.stdout) == 12.0
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert float(completed.stdout) == 12.0
 
 
 @pytest.mark.parametrize(("file", "name"), [("blur.py", "Blur"), ("model/__init__.py", "Model")])
@@ -244,5 +244,7 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
     # With `-c`, as in a notebook, the working directory is "" in sys.path.
     for arguments in (["script.py"], ["-c", "import script"]):
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.stdout == "8.0\n", done.stderr
+        completed = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert completed.stdout == "8.0\n", completed.stderr

@@ -29,7 +29,7 @@ instance_group [ {{ kind: KIND_CPU }} ]
 """
 
 
-def copied(server: Server) -> dict[str, float]:
+def copied_bytes(server: Server) -> dict[str, float]:
     return {
         direction: server.metric("shmserve_copied_bytes_total", direction=direction)
         for direction in ("in", "out")
@@ -52,11 +52,11 @@ def test_only_outputs_are_copied(repository: Path, serve: Callable[..., Server])
         http.register("r", region.key, 2 * SIZE).ok()
         http.infer("linear", request).ok()
         # The input is copied, too, until the model is known not to write to it.
-        assert copied(server) == {"in": SIZE, "out": SIZE}
+        assert copied_bytes(server) == {"in": SIZE, "out": SIZE}
         for count in range(2, 5):
             region.write(np.zeros(8, np.float32), SIZE)
             http.infer("linear", request).ok()
             output = region.read(np.float32, ROWS * SIDE, SIZE).reshape(x.shape)
             assert np.allclose(output, expected, atol=1e-5)
-            assert copied(server) == {"in": SIZE, "out": count * SIZE}
+            assert copied_bytes(server) == {"in": SIZE, "out": count * SIZE}
         http.unregister().ok()

@@ -22,7 +22,7 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     return serve_models(models)
 
 
-def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:
+def gated_request(value: int, region: str, output_offset: int) -> dict[str, Any]:
     """Return a request whose output of 64 bytes is written to a region."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, output_offset)}]
     return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
@@ -32,19 +32,19 @@ def test_two_requests_that_write_to_one_place(server: Server) -> None:
     """Both requests succeed, the last result remains, and the log contains a warning."""
     with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("twice", shared_object.key, 4096).ok()
-        first = pool.infer("gated", gated(1, "twice", 0))
+        first_request = pool.infer("gated", gated_request(1, "twice", 0))
         visit = server.gate.next()
-        second = pool.infer("gated", gated(2, "twice", 60))
+        second_request = pool.infer("gated", gated_request(2, "twice", 60))
         server.wait_pending("gated", 1)
         server.wait_log("overlapping parts of shared memory region 'twice'")
         visit.release()
         server.gate.next().release()
-        assert (first.result().status, second.result().status) == (200, 200)
+        assert (first_request.result().status, second_request.result().status) == (200, 200)
         assert (shared_object.read(np.int32, 16, 60) == 2).all()
         http.unregister("twice").ok()
 
 
-def shared(region: str) -> dict[str, Any]:
+def region_request(region: str) -> dict[str, Any]:
     """Return a request of the model "identity" whose input and output are in a region of 8 KB."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [1024], region, 4096)],
@@ -58,23 +58,23 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
     with SharedObject(8192) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("draining", shared_object.key, 8192).ok()
         reply = http.regions("draining").ok().json()
-        pending = pool.infer("gated", gated(1, "draining", 0))
+        pending = pool.infer("gated", gated_request(1, "draining", 0))
         visit = server.gate.next()
         http.unregister(name).ok()
         for _ in range(8):  # new connections reach different gateways
             with server.http() as other_http:
                 assert other_http.regions("draining").ok().json() == reply
                 assert other_http.regions().ok().json() == reply
-        later = pool.infer("gated", gated(2, "draining", 64))
+        later_request = pool.infer("gated", gated_request(2, "draining", 64))
         server.wait_pending("gated", 1)
         http.unregister().ok()  # a second unregistration has no effect
         visit.release()
         assert pending.result().status == 200
         visit = server.gate.next()
         assert http.regions("draining").ok().json() == reply
-        assert http.infer("identity", shared("draining")).status == 200
+        assert http.infer("identity", region_request("draining")).status == 200
         visit.release()
-        assert later.result().status == 200
+        assert later_request.result().status == 200
         assert (shared_object.read(np.int32, 16, 64) == 2).all()
         until("it is not listed", lambda: http.regions().ok().json() == [])
         assert http.regions("draining").status == 404
@@ -90,7 +90,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
         shared_object.write(np.arange(1024, dtype=np.float32))
 
         def ask_until_refused(http: Http) -> Any:
-            while (reply := http.infer("identity", shared("busy"))).status == 200:
+            while (reply := http.infer("identity", region_request("busy"))).status == 200:
                 pass
             return reply
 
@@ -103,7 +103,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
                 assert answer.result().status == 404
             until("it is not listed", lambda: http.regions().json() == [])
             http.register("busy", other_object.key, 8192).ok()
-            assert http.infer("identity", shared("busy")).status == 200
+            assert http.infer("identity", region_request("busy")).status == 200
             assert not other_object.read(np.float32, 1024, 4096).any()
             http.unregister("busy").ok()
 
@@ -114,7 +114,7 @@ def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
     """
     with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("held", shared_object.key, 4096).ok()
-        pending = pool.infer("gated", gated(1, "held", 0))
+        pending = pool.infer("gated", gated_request(1, "held", 0))
         visit = server.gate.next()
         http.unregister("held").ok()
         assert holders(server, shared_object.name)
@@ -127,12 +127,12 @@ def holders(server: Server, name: str) -> list[str]:
     """Return the server's processes that have the object open or mapped."""
     results = []
     for process in server.tree():
-        opened = []
+        opened_paths = []
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             # The descriptor was closed in the meantime.
             with contextlib.suppress(FileNotFoundError):
-                opened.append(str(link.readlink()))
+                opened_paths.append(str(link.readlink()))
         maps = Path(f"/proc/{process.pid}/maps").read_text()
-        if any(name in target for target in opened) or name in maps:
+        if any(name in target for target in opened_paths) or name in maps:
             results.append(process.name())
     return results

@@ -44,7 +44,7 @@ def region() -> Iterator[SharedObject]:
         yield shared_object
 
 
-def through(
+def infer_in_region(
     http: Http, name: str, *, input_offset: int = 0, output_offset: int = SIZE, size: int = SIZE
 ) -> Reply:
     """Send a request of the model "identity" from a region into the same region."""
@@ -58,9 +58,9 @@ def through(
 def test_register_status_unregister(http: Http, region: SharedObject) -> None:
     reply = http.register("r", region.key, 2 * SIZE)
     assert (reply.status, reply.body) == (200, b"")
-    listed = [{"name": "r", "key": region.key, "offset": 0, "byte_size": 2 * SIZE}]
-    assert http.regions().ok().json() == listed
-    assert http.regions("r").ok().json() == listed
+    expected_regions = [{"name": "r", "key": region.key, "offset": 0, "byte_size": 2 * SIZE}]
+    assert http.regions().ok().json() == expected_regions
+    assert http.regions("r").ok().json() == expected_regions
     reply = http.unregister("r")
     assert (reply.status, reply.body) == (200, b"")
     assert http.regions().ok().json() == []
@@ -71,7 +71,7 @@ def test_register_status_unregister(http: Http, region: SharedObject) -> None:
 
 def test_input_and_output(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
-    answer = through(http, "r").ok().json()
+    answer = infer_in_region(http, "r").ok().json()
     (output,) = answer["outputs"]
     assert output["name"] == "OUTPUT0"
     assert output["shape"] == [1024]
@@ -134,7 +134,7 @@ def test_registered_offset(http: Http, offset: int) -> None:
     with SharedObject(8 * PAGE) as shared_object:
         shared_object.write(VALUES[:64], offset)
         http.register("r", shared_object.key, 1024, offset).ok()
-        assert through(http, "r", output_offset=512, size=256).status == 200
+        assert infer_in_region(http, "r", output_offset=512, size=256).status == 200
         assert (
             shared_object.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]
         ).all()
@@ -179,7 +179,7 @@ def test_outside_of_a_region(
     )
     assert error in reply.error
     assert reply.status == status
-    assert through(http, "r").status == 200
+    assert infer_in_region(http, "r").status == 200
 
 
 def test_a_size_that_is_not_the_shapes(http: Http, region: SharedObject) -> None:
@@ -190,7 +190,7 @@ def test_a_size_that_is_not_the_shapes(http: Http, region: SharedObject) -> None
         assert "INPUT0" in reply.error
 
 
-def test_an_output_larger_than_its_place(http: Http, region: SharedObject) -> None:
+def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
     request = {
         "inputs": [shm_input("INPUT0", "FP32", [1024], "r", SIZE)],
@@ -298,7 +298,7 @@ def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -
     region.create()
     region.write(VALUES + 1)
     http.register("r", region.key, 2 * SIZE).ok()
-    assert through(http, "r").status == 200
+    assert infer_in_region(http, "r").status == 200
     assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
 
 
@@ -325,13 +325,13 @@ def test_failed_registrations_leak_no_descriptor(
     server: Server, http: Http, region: SharedObject
 ) -> None:
     http.register("r", region.key, 2 * SIZE + 1)
-    before = descriptors(server.pid)
+    descriptors_before = descriptors(server.pid)
     for _ in range(50):
         assert http.register("r", region.key, 2 * SIZE + 1).status == 400
         assert http.register("r", "/nothing-here", 1).status == 500
         assert http.register("r", region.key, SIZE).status == 200
         assert http.unregister("r").status == 200
-    assert descriptors(server.pid) == before
+    assert descriptors(server.pid) == descriptors_before
 
 
 def test_cuda_memory_is_refused(http: Http) -> None:

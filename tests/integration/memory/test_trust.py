@@ -21,7 +21,7 @@ from tests.support.leaks import created_since, server_descriptors
 from tests.support.regions import SharedObject
 from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, running
-from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
 from tests.support.waiting import until
 from tests.support.wire.raw_http import (
     Http,
@@ -36,8 +36,8 @@ from tests.support.wire.raw_http import (
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-MOST, SPARSE = 40, 1 << 20
-ME = os.geteuid()
+MAX_REGIONS, SPARSE_BYTES = 40, 1 << 20
+OWN_UID = os.geteuid()
 _LIBC = ctypes.CDLL(None)
 
 
@@ -47,11 +47,11 @@ def server(folder: Path) -> Iterator[Server]:
     repositories.add(repository, "identity", "gated", "text")
     flags = [
         f"--http-unix-socket={folder / 'socket'}",
-        f"--shm-group={FRIENDS}",
+        f"--shm-group={FRIENDS_GID}",
         "--shm-overlap=error",
-        f"--shm-max-regions-per-uid={MOST}",
-        f"--shm-max-regions={2 * MOST}",
-        f"--shm-sparse-byte-size={SPARSE}",
+        f"--shm-max-regions-per-uid={MAX_REGIONS}",
+        f"--shm-max-regions={2 * MAX_REGIONS}",
+        f"--shm-sparse-byte-size={SPARSE_BYTES}",
         f"--shm-max-byte-size={64 << 20}",
     ]
     with running(repository, *flags) as started:
@@ -66,7 +66,7 @@ def http(server: Server) -> Iterator[Http]:
         connection.unregister().ok()
 
 
-def through(name: str, size: int = SIZE) -> dict[str, Any]:
+def region_request(name: str, size: int = SIZE) -> dict[str, Any]:
     """Return a request from the first `size` bytes of a region into the next `size` bytes."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size)],
@@ -90,17 +90,17 @@ class User:
             with contextlib.closing(self._open()) as connection:
                 return question(connection)
 
-        return act() if self.uid == ME else as_user(self.uid, act, self._groups)
+        return act() if self.uid == OWN_UID else as_user(self.uid, act, self._groups)
 
     def register(self, name: str, shared: SharedObject, size: int = 2 * SIZE) -> Reply:
         return self.send_request(lambda http: http.register(name, shared.key, size))
 
     def infer(self, name: str) -> Reply:
-        return self.send_request(lambda http: http.infer("identity", through(name)))
+        return self.send_request(lambda http: http.infer("identity", region_request(name)))
 
     def names(self) -> list[str]:
-        listed = self.send_request(lambda http: http.regions()).ok().json()
-        return [region["name"] for region in listed]
+        regions = self.send_request(lambda http: http.regions()).ok().json()
+        return [region["name"] for region in regions]
 
     @contextlib.contextmanager
     def object(self, mode: int = 0o600, gid: int = -1) -> Iterator[SharedObject]:
@@ -121,36 +121,40 @@ def listener(request: pytest.FixtureRequest) -> str:
 @needs_users
 def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
     """R5: over the Unix socket and over loopback, a user has access only to its own objects."""
-    me, alice, bob = (User(server, folder, listener, uid) for uid in (ME, ALICE, BOB))
-    with alice.object() as hers, bob.object(0o666) as his, me.object(0o666) as ours:
-        alice.register("hers", hers).ok()
-        for other in (his, ours):
-            refused = alice.register("other", other)
-            assert refused.status == 403
-            assert f"the client is uid {ALICE}" in refused.error
-        bob.register("his", his).ok()
-        me.register("ours", ours).ok()
+    own_user, alice, bob = (User(server, folder, listener, uid) for uid in (OWN_UID, ALICE, BOB))
+    with (
+        alice.object() as alices_object,
+        bob.object(0o666) as bobs_object,
+        own_user.object(0o666) as own_object,
+    ):
+        alice.register("hers", alices_object).ok()
+        for foreign_object in (bobs_object, own_object):
+            refused_reply = alice.register("other", foreign_object)
+            assert refused_reply.status == 403
+            assert f"the client is uid {ALICE}" in refused_reply.error
+        bob.register("his", bobs_object).ok()
+        own_user.register("ours", own_object).ok()
         # A name that another user has registered is rejected.
-        refused = bob.register("hers", his)
-        assert (refused.status, refused.error) == (
+        refused_reply = bob.register("hers", bobs_object)
+        assert (refused_reply.status, refused_reply.error) == (
             400,
             "shared memory region 'hers' already in manager",
         )
         assert alice.names() == ["hers"]
         assert bob.names() == ["his"]
         alice.infer("hers").ok()
-        assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
+        assert (alices_object.read(np.float32, 1024, SIZE) == VALUES).all()
         for user, name in ((alice, "his"), (bob, "hers"), (alice, "ours")):
-            refused = user.infer(name)
-            assert refused.status == 404
-            assert refused.error.startswith(f"Unable to find shared memory region: '{name}'")
+            refused_reply = user.infer(name)
+            assert refused_reply.status == 404
+            assert refused_reply.error.startswith(f"Unable to find shared memory region: '{name}'")
             assert user.send_request(partial(Http.regions, name=name)).status == 404
             user.send_request(partial(Http.unregister, name=name)).ok()
         alice.send_request(lambda http: http.unregister()).ok()
         assert bob.names() == ["his"]
-        assert (his.read(np.float32, 1024, SIZE) == 0).all()
+        assert (bobs_object.read(np.float32, 1024, SIZE) == 0).all()
         bob.send_request(lambda http: http.unregister("his")).ok()
-        me.send_request(lambda http: http.unregister()).ok()
+        own_user.send_request(lambda http: http.unregister()).ok()
 
 
 @needs_users
@@ -160,8 +164,8 @@ def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http:
     Otherwise a client could keep other users' regions in use for any time.
     """
     outputs = [{"name": "OUTPUT0", "parameters": in_region("ours", SIZE)}]
-    sent = {"binary_data_size": 4 * 65536}
-    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": sent}
+    parameters = {"binary_data_size": 4 * 65536}
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": parameters}
     header = json.dumps({"inputs": [tensor], "outputs": outputs}).encode()
 
     def ask_and_send_nothing() -> tuple[int, bytes]:
@@ -183,17 +187,20 @@ def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http:
 @needs_users
 def test_a_group_shares(server: Server, folder: Path) -> None:
     """Row 16: members may use objects of the group that the group may read and write."""
-    alice, bob = (User(server, folder, "unix", uid, FRIENDS) for uid in (ALICE, BOB))
-    stranger = User(server, folder, "unix", BOB + 1)
-    with alice.object(0o660, FRIENDS) as shared, alice.object(0o640, FRIENDS) as hers:
+    alice, bob = (User(server, folder, "unix", uid, FRIENDS_GID) for uid in (ALICE, BOB))
+    stranger_user = User(server, folder, "unix", BOB + 1)
+    with (
+        alice.object(0o660, FRIENDS_GID) as shared,
+        alice.object(0o640, FRIENDS_GID) as alices_object,
+    ):
         bob.register("shared", shared).ok()
-        assert bob.register("hers", hers).status == 403
-        assert stranger.register("mine", shared).status == 403
+        assert bob.register("hers", alices_object).status == 403
+        assert stranger_user.register("mine", shared).status == 403
         for user in (alice, bob):
             user.infer("shared").ok()
             assert user.names() == ["shared"]
-        assert stranger.infer("shared").status == 404
-        assert stranger.names() == []
+        assert stranger_user.infer("shared").status == 404
+        assert stranger_user.names() == []
         alice.send_request(lambda http: http.unregister("shared")).ok()
         assert bob.names() == []
 
@@ -202,11 +209,11 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
 def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, folder: Path) -> None:
     """Row 23: over TCP, every user, including the server's, sees only its own regions."""
     alice = User(server, folder, "unix", ALICE)
-    with alice.object() as hers:
-        alice.register("hers", hers).ok()
-        assert User(server, folder, "unix", ME).names() == ["hers"]
-        assert User(server, folder, "loopback", ME).names() == []
-        User(server, folder, "unix", ME).send_request(lambda http: http.unregister()).ok()
+    with alice.object() as alices_object:
+        alice.register("hers", alices_object).ok()
+        assert User(server, folder, "unix", OWN_UID).names() == ["hers"]
+        assert User(server, folder, "loopback", OWN_UID).names() == []
+        User(server, folder, "unix", OWN_UID).send_request(lambda http: http.unregister()).ok()
         assert alice.names() == []
 
 
@@ -223,23 +230,23 @@ def test_memory_that_others_can_truncate_is_never_mapped(
     """
     alice = User(server, folder, "unix", ALICE)
     worker = server.find_one("worker identity.0")
-    with alice.object() as hers, SharedObject(2 * SIZE) as ours:
-        alice.register("hers", hers).ok()
-        http.register("ours", ours.key, 2 * SIZE).ok()
+    with alice.object() as alices_object, SharedObject(2 * SIZE) as own_object:
+        alice.register("hers", alices_object).ok()
+        http.register("ours", own_object.key, 2 * SIZE).ok()
         for _ in range(3):
             alice.infer("hers").ok()
-            http.infer("identity", through("ours")).ok()
-        assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
-        assert ours.name in maps(worker)
-        assert hers.name not in maps(worker)
+            http.infer("identity", region_request("ours")).ok()
+        assert (alices_object.read(np.float32, 1024, SIZE) == VALUES).all()
+        assert own_object.name in maps(worker)
+        assert alices_object.name not in maps(worker)
         # The same holds for adjacent ranges in one batch, and for BYTES.
         words = [b"one", b"two", b""]
-        hers.write(join_bytes(words))
+        alices_object.write(join_bytes(words))
         size = len(join_bytes(words))
         request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 3], "hers", size)]}
         output = alice.send_request(lambda http: http.infer("text", request)).tensors()["OUTPUT0"]
         assert output == words
-        assert hers.name not in maps(server.find_one("worker text.0"))
+        assert alices_object.name not in maps(server.find_one("worker text.0"))
         alice.send_request(lambda http: http.unregister()).ok()
 
 
@@ -258,30 +265,30 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
     Requests fail or succeed, and no process exits.
     """
     alice = User(server, folder, "unix", ALICE)
-    before = {process.pid for process in server.tree()}
+    pids_before = {process.pid for process in server.tree()}
     size = 64 * 1024
     with SharedObject(2 * size) as shared_object:
         os.fchown(shared_object.fd, ALICE, -1)
         os.posix_fallocate(shared_object.fd, 0, 2 * size)
         alice.register("cut", shared_object, 2 * size).ok()
         stop = threading.Event()
-        vandal = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
-        vandal.start()
+        chaos_thread = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
+        chaos_thread.start()
         try:
 
             def send_requests() -> list[int]:
                 with contextlib.closing(UnixHttp(folder / "socket")) as http:
-                    request = through("cut", size)
+                    request = region_request("cut", size)
                     return [http.infer("identity", request).status for _ in range(200)]
 
             statuses = as_user(ALICE, send_requests)
         finally:
             stop.set()
-            vandal.join()
+            chaos_thread.join()
         assert set(statuses) <= {200, 400}
         alice.send_request(lambda http: http.unregister()).ok()
         os.ftruncate(shared_object.fd, 2 * size)
-    assert {process.pid for process in server.tree()} == before
+    assert {process.pid for process in server.tree()} == pids_before
 
 
 def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
@@ -295,17 +302,17 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
     with SharedObject(2 * size) as shared_object:
         http.register("cut", shared_object.key, 2 * size).ok()
         stop = threading.Event()
-        vandal = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
-        vandal.start()
+        chaos_thread = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
+        chaos_thread.start()
         statuses = []
         try:
             for _ in range(200):
-                statuses.append(http.infer("identity", through("cut", size)).status)
+                statuses.append(http.infer("identity", region_request("cut", size)).status)
                 if statuses[-1] == 404:
                     break
         finally:
             stop.set()
-            vandal.join()
+            chaos_thread.join()
         assert set(statuses) <= {200, 400, 404, 500, 503}
         assert statuses.count(500) <= 1
         if 404 in statuses:
@@ -322,33 +329,36 @@ def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
 
     Pages that the client has allocated do not count.
     """
-    with SharedObject(4 * SPARSE) as large, SharedObject(SPARSE // 2) as small:
-        refused = http.register("large", large.key, 4 * SPARSE)
-        assert refused.status == 400
-        assert f"{4 * SPARSE} bytes of shared memory object" in refused.error
-        assert "posix_fallocate" in refused.error
-        assert os.fstat(large.fd).st_blocks == 0, "nothing was allocated for it"
-        os.posix_fallocate(large.fd, 0, 4 * SPARSE)
-        http.register("large", large.key, 4 * SPARSE).ok()
-        http.register("small", small.key, SPARSE // 2).ok()
-        assert os.fstat(small.fd).st_blocks * 512 == SPARSE // 2
+    with (
+        SharedObject(4 * SPARSE_BYTES) as large_object,
+        SharedObject(SPARSE_BYTES // 2) as small_object,
+    ):
+        refused_reply = http.register("large", large_object.key, 4 * SPARSE_BYTES)
+        assert refused_reply.status == 400
+        assert f"{4 * SPARSE_BYTES} bytes of shared memory object" in refused_reply.error
+        assert "posix_fallocate" in refused_reply.error
+        assert os.fstat(large_object.fd).st_blocks == 0, "nothing was allocated for it"
+        os.posix_fallocate(large_object.fd, 0, 4 * SPARSE_BYTES)
+        http.register("large", large_object.key, 4 * SPARSE_BYTES).ok()
+        http.register("small", small_object.key, SPARSE_BYTES // 2).ok()
+        assert os.fstat(small_object.fd).st_blocks * 512 == SPARSE_BYTES // 2
         http.unregister("small").ok()
-        with SharedObject(SPARSE) as other_object:
-            assert http.register("other", other_object.key, SPARSE).status == 400
-            small.unlink()
-            http.register("other", other_object.key, SPARSE).ok()
+        with SharedObject(SPARSE_BYTES) as other_object:
+            assert http.register("other", other_object.key, SPARSE_BYTES).status == 400
+            small_object.unlink()
+            http.register("other", other_object.key, SPARSE_BYTES).ok()
             http.unregister().ok()
-    with SharedObject(65 << 20) as huge:
-        assert "--shm-max-byte-size" in http.register("huge", huge.key, 65 << 20).error
+    with SharedObject(65 << 20) as huge_object:
+        assert "--shm-max-byte-size" in http.register("huge", huge_object.key, 65 << 20).error
 
 
 def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield the status and body of pipelined requests, which are sent a hundred at a time."""
     with raw_connection(port) as connection, connection.makefile("rb") as answers:
         for at in range(0, len(requests), 100):
-            some = requests[at : at + 100]
-            connection.sendall(b"".join(some))
-            for _ in some:
+            request_group = requests[at : at + 100]
+            connection.sendall(b"".join(request_group))
+            for _ in request_group:
                 status = int(answers.readline().split()[1])
                 size = int(parse_headers(answers)["Content-Length"])
                 yield status, answers.read(size)
@@ -361,9 +371,9 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
     """
     with SharedObject(SIZE) as shared_object:
         shared_object.write(VALUES)
-        for number in range(MOST):
+        for number in range(MAX_REGIONS):
             http.register(f"r{number}", shared_object.key, SIZE).ok()
-        before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
+        descriptors_before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
         body = json.dumps({"key": shared_object.key, "byte_size": SIZE}).encode()
         pending_calls = [
             b"POST /v2/systemsharedmemory/region/s%d/register HTTP/1.1\r\nHost: localhost\r\n"
@@ -373,10 +383,13 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
         answers = Counter(in_one_go(server.http_port, pending_calls))
         ((status, text),) = answers
         assert (status, answers[status, text]) == (400, 10_000)
-        assert f"at most {MOST} shared memory regions can be registered".encode() in text
-        until("descriptors are what they were", lambda: server_descriptors(server) == before)
+        assert f"at most {MAX_REGIONS} shared memory regions can be registered".encode() in text
+        until(
+            "descriptors are what they were",
+            lambda: server_descriptors(server) == descriptors_before,
+        )
         assert not created_since(objects)
-        assert len(http.regions().json()) == MOST
+        assert len(http.regions().json()) == MAX_REGIONS
         http.unregister().ok()
         http.register("again", shared_object.key, SIZE).ok()
 
@@ -395,20 +408,20 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
             return {"inputs": inputs, "outputs": outputs}
 
-        first = pool.infer("gated", request("a", 1024))
+        first_request = pool.infer("gated", request("a", 1024))
         visit = server.gate.next()
         for region, offset in (("a", 1024), ("a", 1087), ("a", 961), ("b", 0), ("b", 63)):
-            refused = http.infer("gated", request(region, offset, 9))
-            assert refused.status == 400
-            assert refused.error == (
+            refused_reply = http.infer("gated", request(region, offset, 9))
+            assert refused_reply.status == 400
+            assert refused_reply.error == (
                 f"an output in shared memory region '{region}' overlaps one of a request in flight"
             )
-        fine = [pool.infer("gated", request("a", at)) for at in (960, 1088)]
+        valid_requests = [pool.infer("gated", request("a", at)) for at in (960, 1088)]
         server.wait_pending("gated", 2)
         visit.release()
-        for _ in fine:
+        for _ in valid_requests:
             server.gate.next().release()
-        assert [answer.result().status for answer in (first, *fine)] == [200] * 3
+        assert [answer.result().status for answer in (first_request, *valid_requests)] == [200] * 3
         assert (shared_object.read(np.int32, 48, 960) == 7).all()
         http.infer("identity", {"inputs": [json_input("INPUT0", VALUES[:16])]}).ok()
 
@@ -418,21 +431,21 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
 
     Each request succeeds with consistent lengths or fails.
     """
-    good, bad = join_bytes([b"ab", b"cd"]), (1 << 31).to_bytes(4, "little")
+    good_bytes, bad_bytes = join_bytes([b"ab", b"cd"]), (1 << 31).to_bytes(4, "little")
     with SharedObject(4096) as shared_object:
-        shared_object.write(good)
+        shared_object.write(good_bytes)
         http.register("r", shared_object.key, 4096).ok()
         stop = threading.Event()
 
         def flip() -> None:
             while not stop.is_set():
-                os.pwrite(shared_object.fd, bad, 0)
-                os.pwrite(shared_object.fd, good[:4], 0)
+                os.pwrite(shared_object.fd, bad_bytes, 0)
+                os.pwrite(shared_object.fd, good_bytes[:4], 0)
 
-        racer = threading.Thread(target=flip)
-        racer.start()
+        flipping_thread = threading.Thread(target=flip)
+        flipping_thread.start()
         try:
-            request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 2], "r", len(good))]}
+            request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 2], "r", len(good_bytes))]}
             for _ in range(200):
                 reply = http.infer("text", request)
                 if reply.status == 200:
@@ -442,10 +455,10 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
                     assert "incomplete string" in reply.error
         finally:
             stop.set()
-            racer.join()
+            flipping_thread.join()
 
 
-HOOK = """
+PREEXEC_HOOK = """
 import os, sys
 
 def hook(event, arguments):
@@ -461,7 +474,7 @@ with open(os.environ["PICKLED"], "a") as seen:
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     """R1: no process of a server that starts, serves and stops unpickles anything."""
-    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    (tmp_path / "sitecustomize.py").write_text(PREEXEC_HOOK)
     repositories.add(tmp_path / "models", "identity")
     seen_file = tmp_path / "seen"
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen_file)}

@@ -10,21 +10,22 @@ from tests.support import repositories
 from tests.support.held_queue import Queue
 from tests.support.request_pool import RequestPool, request_pool, values
 from tests.support.servers import Server
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
-DYNAMIC = "dynamic_batching { %s }"
-LONG = 30_000_000
+DYNAMIC_BATCHING = "dynamic_batching { %s }"
+LONG_TIMEOUT_US = 30_000_000
 # Long enough for several requests to arrive within it, even if the machine pauses for a moment.
-AMPLE = 1_500_000
+LONG_DELAY_US = 1_500_000
 
 MODELS = {
     "plain": "",
-    "eager": DYNAMIC % "",
-    "preferred": DYNAMIC % f"preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: {LONG}",
-    "preferred_now": DYNAMIC % "preferred_batch_size: [ 4, 6 ]",
-    "patient": DYNAMIC % f"max_queue_delay_microseconds: {AMPLE}",
-    "short": DYNAMIC % "default_queue_policy { max_queue_size: 2 }",
-    "timed": DYNAMIC
+    "eager": DYNAMIC_BATCHING % "",
+    "preferred": DYNAMIC_BATCHING
+    % f"preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: {LONG_TIMEOUT_US}",
+    "preferred_now": DYNAMIC_BATCHING % "preferred_batch_size: [ 4, 6 ]",
+    "patient": DYNAMIC_BATCHING % f"max_queue_delay_microseconds: {LONG_DELAY_US}",
+    "short": DYNAMIC_BATCHING % "default_queue_policy { max_queue_size: 2 }",
+    "timed": DYNAMIC_BATCHING
     % "default_queue_policy { default_timeout_microseconds: 1500000 allow_timeout_override: true }",
 }
 
@@ -42,7 +43,7 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     for name, config in MODELS.items():
         repositories.add_as(models, name, "gated", config)
     add_two(models, "two", MODELS["eager"])
-    add_two(models, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
+    add_two(models, "ordered", DYNAMIC_BATCHING % "preserve_ordering: true", max_batch_size=1)
     return serve_models(models)
 
 
@@ -132,10 +133,10 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
     held_calls = queue("short")
     held_calls.add(1)
     held_calls.add(2)
-    refused = held_calls.pool.number("short", 3).result()
-    assert refused.status == 503
-    assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
-    assert int(refused.headers["Retry-After"]) >= 1
+    refused_reply = held_calls.pool.number("short", 3).result()
+    assert refused_reply.status == 503
+    assert refused_reply.error == "[request id: <id_unknown>] Exceeds maximum queue size"
+    assert int(refused_reply.headers["Retry-After"]) >= 1
     assert held_calls.batches(1) == [[1, 2]]
     assert held_calls.first.result().status == 200
 
@@ -143,11 +144,11 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
 def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Queue]) -> None:
     held_calls = queue("timed")
     start_s = time.monotonic()
-    late = held_calls.pool.number("timed", 1)
-    sooner = held_calls.pool.number("timed", 2, deadline_us=50_000)
-    assert (sooner.result().status, sooner.result().error) == (503, EXPIRED)
-    assert not late.done(), "the one before it has the queue's timeout"
-    assert (late.result().status, late.result().error) == (503, EXPIRED)
+    late_request = held_calls.pool.number("timed", 1)
+    expired_request = held_calls.pool.number("timed", 2, deadline_us=50_000)
+    assert (expired_request.result().status, expired_request.result().error) == (503, EXPIRED_TEXT)
+    assert not late_request.done(), "the one before it has the queue's timeout"
+    assert (late_request.result().status, late_request.result().error) == (503, EXPIRED_TEXT)
     assert 1.5 <= time.monotonic() - start_s < 5
     held_calls.holder.release()
     assert held_calls.first.result().status == 200
@@ -155,9 +156,9 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
 
 def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:
     """The schedulers start once twelve requests are queued."""
-    preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {AMPLE}"
+    preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {LONG_DELAY_US}"
     repositories.add_as(repository, "eager", "gated", MODELS["eager"])
-    repositories.add_as(repository, "preferred", "gated", DYNAMIC % preferred)
+    repositories.add_as(repository, "preferred", "gated", DYNAMIC_BATCHING % preferred)
     server = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": "12"})
     server.gate.close()
     for model, executed in (("eager", {8: 1, 4: 1}), ("preferred", {7: 1, 4: 1, 1: 1})):
@@ -170,36 +171,36 @@ def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..
 
 
 def test_responses_keep_the_order_of_requests(server: Server, pool: RequestPool) -> None:
-    first = pool.number("ordered", 1)
-    slow = server.gate.next()
-    second = pool.number("ordered", 2)
+    first_request = pool.number("ordered", 1)
+    slow_visit = server.gate.next()
+    second_request = pool.number("ordered", 2)
     fast = server.gate.next()
-    assert (slow.batch, fast.batch) == ([1], [2])
+    assert (slow_visit.batch, fast.batch) == ([1], [2])
     fast.release()
     with pytest.raises(TimeoutError):
-        second.result(timeout=0.3)
-    slow.release()
-    assert values(first.result()) == [1]
-    assert values(second.result()) == [2]
+        second_request.result(timeout=0.3)
+    slow_visit.release()
+    assert values(first_request.result()) == [1]
+    assert values(second_request.result()) == [2]
 
 
 def test_two_instances_run_at_the_same_time(server: Server, pool: RequestPool) -> None:
     answers = [pool.number("two", 1)]
-    one = server.gate.next()
+    second_visit = server.gate.next()
     answers.append(pool.number("two", 2))
     other_visit = server.gate.next()
-    assert one.pid != other_visit.pid
-    for visit in (one, other_visit):
+    assert second_visit.pid != other_visit.pid
+    for visit in (second_visit, other_visit):
         visit.release()
     assert [values(answer.result()) for answer in answers] == [[1], [2]]
 
 
 def test_server_wide_defaults(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add_as(repository, "model", "gated")
-    server = serve(repository, "--dynamic-batching", f"--max-queue-delay-us={AMPLE}")
+    server = serve(repository, "--dynamic-batching", f"--max-queue-delay-us={LONG_DELAY_US}")
     with server.http() as http:
         config = http.get("/v2/models/model/config").ok().json()
-    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == AMPLE
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == LONG_DELAY_US
     with request_pool(server) as pool:
         answers = [pool.number("model", value) for value in (1, 2, 3)]
         visit = server.gate.next()

@@ -94,7 +94,7 @@ class TritonPythonModel:
             responses.append(pb_utils.InferenceResponse([seen]))
         return responses
 """
-ORDINARY = """
+ORDINARY_CODE = """
 backend: "python"
 input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
 output [ { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] } ]
@@ -136,13 +136,13 @@ NOT_READY = (
 @pytest.fixture(scope="module")
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     repositories.write(models, "steps", STEPS, STEPS_MODEL)
-    repositories.write(models, "ordinary", ORDINARY, ORDINARY_MODEL)
+    repositories.write(models, "ordinary", ORDINARY_CODE, ORDINARY_MODEL)
     repositories.write(models, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
     for name, words in (
         ("generator", ("def", "Iterator", "time.sleep(0.01)")),
         ("asynchronous", ("async def", "AsyncIterator", "await asyncio.sleep(0.01)")),
     ):
-        code = "import asyncio" + STREAMING.format(*words)
+        code = "import asyncio" + STREAMING_CODE.format(*words)
         repositories.write(models, name, 'backend: "native"', code)
     repositories.write(models, "ensemble", ENSEMBLE, "")
     asynchronous = CALLER_MODEL % ("async def", "async def", "await ")
@@ -150,7 +150,7 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     return serve_models(models)
 
 
-def ran(http: Http, model: str, code: str, *steps: str) -> list[str]:
+def run_caller(http: Http, model: str, code: str, *steps: str) -> list[str]:
     inputs = [
         {"name": "CODE", "datatype": "BYTES", "shape": [1], "data": [code]},
         {"name": "STEPS", "datatype": "BYTES", "shape": [len(steps)], "data": list(steps)},
@@ -161,18 +161,18 @@ def ran(http: Http, model: str, code: str, *steps: str) -> list[str]:
     return events
 
 
-ITERATOR = {
+ITERATOR_CODE = {
     "caller": "iterator = call().exec(decoupled=True)\n",
     "async_caller": "iterator = await call().async_exec(decoupled=True)\n",
 }
-ITERATE = {
+ITERATING_CODE = {
     "caller": "for response in call().exec(decoupled=True): seen.append(shown(response))",
     "async_caller": "for response in await call().async_exec(decoupled=True):\n"
     "    seen.append(shown(response))",
 }
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
@@ -187,13 +187,13 @@ ITERATE = {
 def test_each_response_and_the_end(
     http: Http, model: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert ran(http, model, ITERATE[model], *steps) == expected
+    assert run_caller(http, model, ITERATING_CODE[model], *steps) == expected
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 def test_an_ordinary_model_s_one_response(http: Http, model: str) -> None:
-    code = ITERATE[model].replace("call()", "call('ordinary')")
-    assert ran(http, model, code, "only") == ["only"]
+    code = ITERATING_CODE[model].replace("call()", "call('ordinary')")
+    assert run_caller(http, model, code, "only") == ["only"]
 
 
 def test_an_exhausted_iterator_starts_again(http: Http) -> None:
@@ -208,13 +208,13 @@ except StopIteration as error:
 seen.extend(map(shown, iterator))
 """
     iteration_done = "Iteration is done for the responses."
-    assert ran(http, "caller", code, "a", "final") == ["a", "again", iteration_done, "a"]
+    assert run_caller(http, "caller", code, "a", "final") == ["a", "again", iteration_done, "a"]
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 def test_an_interrupted_iterator_continues(http: Http, model: str) -> None:
     code = f"""
-{ITERATOR[model]}
+{ITERATOR_CODE[model]}
 for rounds in range(2):
     for n, response in enumerate(iterator):
         seen.append(shown(response))
@@ -224,8 +224,8 @@ for rounds in range(2):
     seen.extend(map(shown, iterator))
     seen.append("over")
 """
-    once = ["a", "b", "next", "c", "for", "d", "e", "over"]
-    assert ran(http, model, code, *"abcde", "final") == once * 2
+    expected_turn = ["a", "b", "next", "c", "for", "d", "e", "over"]
+    assert run_caller(http, model, code, *"abcde", "final") == expected_turn * 2
 
 
 @pytest.mark.parametrize(
@@ -238,29 +238,29 @@ for rounds in range(2):
     ],
 )
 def test_errors_before_the_first_response(http: Http, call: str, error: str) -> None:
-    assert ran(http, "caller", f"seen.append(shown({call}))", "a") == [error]
+    assert run_caller(http, "caller", f"seen.append(shown({call}))", "a") == [error]
     call = call.replace("*call", "*await call") if "*" in call else f"await {call}"
     code = f"seen.append(shown({call.replace('.exec', '.async_exec')}))"
-    assert ran(http, "async_caller", code, "a") == [error]
+    assert run_caller(http, "async_caller", code, "a") == [error]
 
 
-@pytest.mark.parametrize("how", ["iterator.cancel()", "del iterator\ngc.collect()"])
-def test_dropping_the_iterator_cancels_the_call(http: Http, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("statement", ["iterator.cancel()", "del iterator\ngc.collect()"])
+def test_dropping_the_iterator_cancels_the_call(http: Http, tmp_path: Path, statement: str) -> None:
     path = tmp_path / "left"
     code = f"""
 iterator = call().exec(decoupled=True)
 seen.append(shown(next(iterator)))
-{how}
+{statement}
 """
-    assert ran(http, "caller", code, "a", f"left {path}") == ["a"]
+    assert run_caller(http, "caller", code, "a", f"left {path}") == ["a"]
     until("the model sees it", path.exists)
     code = code.replace("call().exec", "await call().async_exec")
     path.unlink()
-    assert ran(http, "async_caller", code, "a", f"left {path}") == ["a"]
+    assert run_caller(http, "async_caller", code, "a", f"left {path}") == ["a"]
     until("the model sees it", path.exists)
 
 
-CANCELS = {
+CANCELLING_CODE = {
     "before": """
 iterator.cancel()
 seen.extend(map(shown, iterator))
@@ -277,7 +277,7 @@ iterator.cancel()
 seen.extend(map(shown, iterator))
 """,
 }
-STREAMING = """
+STREAMING_CODE = """
 import time
 from collections.abc import AsyncIterator, Iterator
 from numpy import ndarray
@@ -291,7 +291,7 @@ class Model:
 """
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 @pytest.mark.parametrize("moment", ["before", "during"])
 @pytest.mark.parametrize(
     ("steps", "expected"),
@@ -304,18 +304,24 @@ class Model:
 def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
     http: Http, model: str, moment: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert ran(http, model, ITERATOR[model] + CANCELS[moment], *steps) == expected
+    assert (
+        run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE[moment], *steps) == expected
+    )
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
-    assert ran(http, model, ITERATOR[model] + CANCELS["after"], "a", "b") == ["a", "b", "empty"]
+    assert run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE["after"], "a", "b") == [
+        "a",
+        "b",
+        "empty",
+    ]
 
 
-@pytest.mark.parametrize("called", ["generator", "asynchronous", "ensemble"])
-def test_the_caller_receives_the_cancellation(http: Http, called: str) -> None:
+@pytest.mark.parametrize("called_model", ["generator", "asynchronous", "ensemble"])
+def test_the_caller_receives_the_cancellation(http: Http, called_model: str) -> None:
     code = f"""
-iterator = call({called!r}, outputs=()).exec(decoupled=True)
+iterator = call({called_model!r}, outputs=()).exec(decoupled=True)
 seen.append(shown(next(iterator)))
 iterator.cancel()
 for last in iterator:
@@ -323,17 +329,17 @@ for last in iterator:
 assert last.error().code() == pb_utils.TritonError.CANCELLED
 seen.append(shown(last))
 """
-    first, last = ran(http, "caller", code, "a", "obey")
-    assert first == "a"
-    assert last.endswith("request cancelled")
+    first_response, last_response = run_caller(http, "caller", code, "a", "obey")
+    assert first_response == "a"
+    assert last_response.endswith("request cancelled")
 
 
 def test_a_task_that_is_cancelled_cancels_the_call(http: Http, tmp_path: Path) -> None:
-    begun, path = tmp_path / "begun", tmp_path / "left"
+    begun_path, path = tmp_path / "begun", tmp_path / "left"
     code = f"""
 import os
 task = call().async_exec(decoupled=True)
-while not os.path.exists({str(begun)!r}):
+while not os.path.exists({str(begun_path)!r}):
     await asyncio.sleep(0)
 task.cancel()
 try:
@@ -341,7 +347,9 @@ try:
 except asyncio.CancelledError:
     seen.append("cancelled")
 """
-    assert ran(http, "async_caller", code, f"note {begun}", f"left {path}") == ["cancelled"]
+    assert run_caller(http, "async_caller", code, f"note {begun_path}", f"left {path}") == [
+        "cancelled"
+    ]
     until("the model sees it", path.exists)
 
 
@@ -351,7 +359,7 @@ iterators = await asyncio.gather(*(call().async_exec(decoupled=True) for _ in ra
 for iterator in iterators:
     seen.append("".join(map(shown, iterator)))
 """
-    assert ran(http, "async_caller", code, *"abc", "final") == ["abc"] * 10
+    assert run_caller(http, "async_caller", code, *"abc", "final") == ["abc"] * 10
 
 
 def test_memory_of_many_responses_is_released(http: Http) -> None:
@@ -367,10 +375,10 @@ for _ in range(20):
     seen.append(str(len(shown(next(iterator)))))
     del iterator
 """
-    assert ran(http, "caller", code, "a") == [str(1 << 20)] * 20
+    assert run_caller(http, "caller", code, "a") == [str(1 << 20)] * 20
 
 
-def test_a_model_sees_how_much_memory_its_calls_take(http: Http) -> None:
+def test_a_model_reads_the_memory_use_of_its_calls(http: Http) -> None:
     """A model reads the memory usage to detect leaks, as Triton's tests do."""
     code = """
 import c_python_backend_utils
@@ -389,4 +397,4 @@ iterator.cancel()
 list(iterator)
 seen.append(str(free() >= before))
 """
-    assert ran(http, "caller", code, "a") == ["True"] * 3
+    assert run_caller(http, "caller", code, "a") == ["True"] * 3

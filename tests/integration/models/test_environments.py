@@ -28,7 +28,7 @@ class TritonPythonModel:
         tensor = pb_utils.Tensor("Y", np.array([said.encode()], dtype=object))
         return [pb_utils.InferenceResponse([tensor]) for _ in requests]
 """
-CLASS = """import numpy as np
+CLASS_MODEL = """import numpy as np
 from shmserve.model import FP32, INT32
 import conflicting
 
@@ -57,7 +57,7 @@ def environment(folder: Path, version: int) -> Path:
     return folder
 
 
-def packed(folder: Path, archive: Path) -> Path:
+def pack_environment(folder: Path, archive: Path) -> Path:
     """Create an archive of an environment like conda-pack and venv-pack."""
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, ".")
@@ -75,13 +75,15 @@ def answer(http: Http, model: str) -> list:
 def test_conflicting_packages_share_a_server(
     repository: Path, tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
-    first, second = environment(tmp_path / "a b", 1), environment(tmp_path / "second", 2)
-    add(repository, "first", first)
+    first_env, second_env = environment(tmp_path / "a b", 1), environment(tmp_path / "second", 2)
+    add(repository, "first", first_env)
     add(repository, "second", "$$TRITON_MODEL_DIRECTORY/../../second")
-    for name, env_path in (("absolute", str(second)), ("relative", "../../../a b")):
-        repositories.write(repository, name, 'backend: "native"\n', CLASS.format(given=env_path))
+    for name, env_path in (("absolute", str(second_env)), ("relative", "../../../a b")):
+        repositories.write(
+            repository, name, 'backend: "native"\n', CLASS_MODEL.format(given=env_path)
+        )
     with serve(repository).http() as http:
-        assert answer(http, "first") == [1, str(first), f"{first}/bin"]
+        assert answer(http, "first") == [1, str(first_env), f"{first_env}/bin"]
         assert answer(http, "second")[0] == 2
         x = {"inputs": [json_input("X", np.zeros((1, 1), np.float32))]}
         assert http.infer("absolute", x).tensors()["output"] == 2
@@ -93,7 +95,7 @@ def test_an_archive_is_unpacked_once_and_removed(
 ) -> None:
     model = add(repository, "one", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", 2)
     prefix_path = environment(tmp_path / "made", 3)
-    packed(prefix_path, model / "env.tar.gz")
+    pack_environment(prefix_path, model / "env.tar.gz")
     shutil.rmtree(prefix_path)
     add(repository, "other", model / "env.tar.gz")
     server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
@@ -106,7 +108,10 @@ def test_an_archive_is_unpacked_once_and_removed(
         server.unload("one")
         assert answer(http, "other")[1] == prefix
         server.unload("other")
-        until("the copy is removed", lambda: not any(each.is_dir() for each in copies.iterdir()))
+        until(
+            "the copy is removed",
+            lambda: not any(copy_folder.is_dir() for copy_folder in copies.iterdir()),
+        )
 
 
 def test_a_missing_environment_is_reported_with_the_remedy(
@@ -115,11 +120,11 @@ def test_a_missing_environment_is_reported_with_the_remedy(
     (tmp_path / "void").mkdir()
     add(repository, "empty", tmp_path / "void")
     add(repository, "nowhere", "nowhere/env.tar.gz")
-    old = tmp_path / "old" / "bin" / "python3"
-    old.parent.mkdir(parents=True)
-    old.write_text("#!/bin/sh\necho '[[3, 8, 18], \"1.24.4\"]'\n")
-    old.chmod(0o755)
-    add(repository, "old", old.parent.parent)
+    old_python = tmp_path / "old" / "bin" / "python3"
+    old_python.parent.mkdir(parents=True)
+    old_python.write_text("#!/bin/sh\necho '[[3, 8, 18], \"1.24.4\"]'\n")
+    old_python.chmod(0o755)
+    add(repository, "old", old_python.parent.parent)
     result = run_command("check", str(repository))
     output = result.stdout + result.stderr
     assert result.returncode == 2, output
@@ -137,7 +142,7 @@ def test_a_missing_environment_is_reported_with_the_remedy(
     ],
 )
 def test_an_attribute_that_cannot_be_read(repository: Path, line: str, text: str) -> None:
-    source = CLASS.replace("environment = {given!r}", line).replace("import conflicting", "")
+    source = CLASS_MODEL.replace("environment = {given!r}", line).replace("import conflicting", "")
     repositories.write(repository, "wrong", 'backend: "native"\n', source)
     result = run_command("check", str(repository))
     assert text in result.stdout + result.stderr

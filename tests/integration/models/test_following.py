@@ -59,8 +59,8 @@ class Clients:
     def _send_request(self, number: int) -> None:
         with self._server.http() as http:
             reply = http.infer("slow", {"inputs": [json_input("IN", np.array([number], np.int32))]})
-        right = reply.status == 200 and reply.tensors()["OUT"].tolist() == [number]
-        self.answers.append("" if right else f"{reply.status}: {reply.body!r}")
+        is_right = reply.status == 200 and reply.tensors()["OUT"].tolist() == [number]
+        self.answers.append("" if is_right else f"{reply.status}: {reply.body!r}")
 
     def end(self) -> None:
         for thread in self._threads:
@@ -77,15 +77,15 @@ def count(server: Server) -> int:
 def changes(reader: EventReader) -> list[tuple[int, int]]:
     """Return the changes of the number of instances until it is one again."""
     responses: list[tuple[int, int]] = []
-    for received in reader.follow():
-        if isinstance(received.event, m.InstancesChanged):
-            responses.append((received.event.before, received.event.count))
-            if received.event.count == 1:
+    for received_entry in reader.follow():
+        if isinstance(received_entry.event, m.InstancesChanged):
+            responses.append((received_entry.event.before, received_entry.event.count))
+            if received_entry.event.count == 1:
                 break
     return responses
 
 
-def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
+def test_instances_follow_the_load(tmp_path: Path) -> None:
     """All reports agree, and the shown configuration is the written one."""
     repositories.write(tmp_path / "models", "slow", CONFIG, MODEL)
     with running(tmp_path / "models") as server, EventReader(server.run_dir, ["models"]) as reader:
@@ -96,13 +96,15 @@ def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
         clients.end()
         until("they are spared", lambda: count(server) == 1, 90)
         changes_seen = changes(reader)
-        most = max(after for _, after in changes_seen)
-        assert 2 <= most <= 6
-        up = [(n, n + 1) for n in range(1, most)]
-        assert changes_seen == up + [(after, before) for before, after in reversed(up)]
+        max_count = max(count_after for _, count_after in changes_seen)
+        assert 2 <= max_count <= 6
+        expected_rises = [(n, n + 1) for n in range(1, max_count)]
+        assert changes_seen == expected_rises + [
+            (count_after, count_before) for count_before, count_after in reversed(expected_rises)
+        ]
         for change in ("more", "fewer"):
             name = "shmserve_instance_changes"
-            assert server.metric(name, model="slow", change=change) == most - 1
+            assert server.metric(name, model="slow", change=change) == max_count - 1
         assert server.log().count(" instances (before: ") == len(changes_seen)
         assert "model 'slow' has 2 instances (before: 1): requests wait " in server.log()
         with server.http() as http:

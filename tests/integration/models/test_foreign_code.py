@@ -55,27 +55,27 @@ def test_a_model_at_every_socket(server: Server) -> None:
     with server.http() as http, SharedObject(4096) as shared_object:
         http.register("kept", shared_object.key, 4096).ok()
         assert constant(http) == 1
-        before = state(http), sorted(process.pid for process in server.tree())
-        own = str(server.find_one("worker intruder.0").pid)
+        state_before = state(http), sorted(process.pid for process in server.tree())
+        own_pid = str(server.find_one("worker intruder.0").pid)
         report = intrude(server, http)
         sockets = {key.split()[0] for key in report}
         assert "control" in sockets and len(sockets) >= 8
         assert report.pop("door") is False, "a guest who says such things is shown out"
         for key, let_in in report.items():
-            if not key.endswith(f" {own}"):
+            if not key.endswith(f" {own_pid}"):
                 assert not any(let_in), (key, let_in)
-        assert (state(http), sorted(process.pid for process in server.tree())) == before
+        assert (state(http), sorted(process.pid for process in server.tree())) == state_before
         assert server.answers("/v2/health/ready")
         assert constant(http) == 1
         # The processes have kept their sockets, and connect once the descriptor limit permits it.
         for title in ("worker constant.0", "scheduler constant"):
-            old = server.find_one(title)
-            old.kill()
-            until("another takes over", lambda: _is_new(server, title, old.pid))  # noqa: B023
+            old_process = server.find_one(title)
+            old_process.kill()
+            until("another takes over", lambda: _is_new(server, title, old_process.pid))  # noqa: B023
             assert constant(http) == 1
             intrude(server, http)
             assert constant(http) == 1
-        assert state(http) == before[0]
+        assert state(http) == state_before[0]
         assert "Traceback" not in server.log()
 
 

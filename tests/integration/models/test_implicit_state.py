@@ -13,10 +13,10 @@ import torch
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.sequence_models import IDLE, controls, instances
+from tests.support.sequence_models import IDLE_TIME, controls, instances
 from tests.support.servers import ROOT, Server, Start, run_command
 
-MODULE = '''
+STATE_MODULE = '''
 """OUTPUT = SUM, which goes on with INPUT; COUNT goes on by one."""
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class Model(nn.Module):
         total = SUM_IN + INPUT
         return {"OUTPUT": total, "SUM_OUT": total, "COUNT_OUT": COUNT_IN + 1}
 '''
-GROWING = '''
+GROWING_MODEL = '''
 """OUTPUT = the zero that a sequence begins with, and all its INPUTs until now."""
 import torch
 from torch import nn
@@ -145,11 +145,13 @@ input [ {{ name: "INPUT" data_type: {data_type} dims: [ 1 ] }} ]
 output [ {{ name: "OUTPUT" data_type: {data_type} dims: [ -1 ] }} {outputs} ]
 sequence_batching {{ {strategy} {idle} {given} }}
 """
-SUM = 'state [ {{ input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 {dims} {how} }} '
+SUM_STATE = (
+    'state [ {{ input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 {dims} {how} }} '
+)
 COUNT = (
     ', { input_name: "COUNT_IN" output_name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] %s } ]'
 )
-INITIAL = 'initial_state {{ name: "{}" data_type: {} dims: [ 1 ] {} }}'
+INITIAL_STATE = 'initial_state {{ name: "{}" data_type: {} dims: [ 1 ] {} }}'
 
 
 def add(
@@ -179,7 +181,7 @@ def add(
         data_type=data_type,
         outputs=outputs,
         strategy=strategy,
-        idle=IDLE,
+        idle=IDLE_TIME,
         given=state_names,
     )
     runtime = 'runtime: "model.py"\n' if backend == "pytorch" and isinstance(code, str) else ""
@@ -189,25 +191,33 @@ def add(
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    plain = SUM.format(dims="dims: [ 1 ]", how="") + COUNT % ""
-    add(models, "zero", MODULE, plain)
-    add(models, "candidates", MODULE, plain, strategy="oldest { max_candidate_sequences: 8 }")
-    add(models, "unbatched", MODULE, plain, rows=0)
-    counted = ', { name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] }'
-    filed = SUM.format(
-        dims="dims: [ 1 ]", how=INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
-    ) + COUNT % INITIAL.format("c", "TYPE_INT32", "zero_data: true")
-    folder = add(models, "filed", MODULE, filed, outputs=counted)
+    sum_config = SUM_STATE.format(dims="dims: [ 1 ]", how="") + COUNT % ""
+    add(models, "zero", STATE_MODULE, sum_config)
+    add(
+        models,
+        "candidates",
+        STATE_MODULE,
+        sum_config,
+        strategy="oldest { max_candidate_sequences: 8 }",
+    )
+    add(models, "unbatched", STATE_MODULE, sum_config, rows=0)
+    count_output = ', { name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] }'
+    file_state_config = SUM_STATE.format(
+        dims="dims: [ 1 ]", how=INITIAL_STATE.format("s", "TYPE_FP32", 'data_file: "start"')
+    ) + COUNT % INITIAL_STATE.format("c", "TYPE_INT32", "zero_data: true")
+    folder = add(models, "filed", STATE_MODULE, file_state_config, outputs=count_output)
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(np.float32(0.5).tobytes() + b"more")
     growing = (
         'state [ { input_name: "ALL_IN" output_name: "ALL_OUT" data_type: TYPE_FP32 dims: [ -1 ] } '
         "]"
     )
-    add(models, "growing", GROWING, growing)
-    add(models, "growing_oldest", GROWING, growing, strategy="oldest { }")
-    same = SUM.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
-    add(models, "in_place", IN_PLACE, same, rows=1)
+    add(models, "growing", GROWING_MODEL, growing)
+    add(models, "growing_oldest", GROWING_MODEL, growing, strategy="oldest { }")
+    same_buffer_config = (
+        SUM_STATE.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
+    )
+    add(models, "in_place", IN_PLACE, same_buffer_config, rows=1)
     words = (
         'state [ { input_name: "WORDS_IN" output_name: "WORDS_OUT" data_type: TYPE_STRING '
         "dims: [ 1 ] } ]"
@@ -215,16 +225,16 @@ def server(models: Path, start: Start) -> Server:
     add(models, "words", PYTHON, words, backend="python", data_type="TYPE_STRING")
     add(models, "script", Words(), words, data_type="TYPE_STRING")
     repositories.write(models, "native", 'name: "native" backend: "native"', NATIVE)
-    named = 'parameters { key: "class" value { string_value: "Mean" } }'
+    class_parameter = 'parameters { key: "class" value { string_value: "Mean" } }'
     example = (ROOT / "examples" / "native_sequence.py").read_text()
-    repositories.write(models, "mean", f'name: "mean" backend: "native" {named}', example)
+    repositories.write(models, "mean", f'name: "mean" backend: "native" {class_parameter}', example)
     return start(models, "--exit-timeout-secs=2")
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
 
 
 def number(value: float, *shape: int) -> Any:
@@ -249,15 +259,17 @@ def test_3_5_a_state_is_passed_from_request_to_request(
         return float(result["OUTPUT"].reshape(-1)[0])
 
     assert sum_of(1, 1, start=True) == 1
-    many = 1 if model == "unbatched" else 4
-    assert [sum_of(each, each, start=True) for each in range(2, many + 1)] == list(
-        range(2, many + 1)
-    )
+    sequence_count = 1 if model == "unbatched" else 4
+    assert [
+        sum_of(sequence_id, sequence_id, start=True) for sequence_id in range(2, sequence_count + 1)
+    ] == list(range(2, sequence_count + 1))
     assert [sum_of(1, 10), sum_of(1, 100)] == [11, 111]
-    assert [sum_of(each, 1) for each in range(2, many + 1)] == list(range(3, many + 2))
+    assert [sum_of(sequence_id, 1) for sequence_id in range(2, sequence_count + 1)] == list(
+        range(3, sequence_count + 2)
+    )
     assert sum_of(1, 5, start=True) == 5
-    for each in range(1, many + 1):
-        sum_of(each, 0, end=True)
+    for sequence_id in range(1, sequence_count + 1):
+        sum_of(sequence_id, 0, end=True)
 
 
 def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> None:
@@ -265,12 +277,12 @@ def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> Non
     for at in range(6):
         futures = [
             client.infer_async(
-                "zero", {"INPUT": number(each)}, sequence=each, start=at == 0, end=at == 5
+                "zero", {"INPUT": number(sequence)}, sequence=sequence, start=at == 0, end=at == 5
             )
-            for each in range(1, 5)
+            for sequence in range(1, 5)
         ]
         sums = [float(future.result()["OUTPUT"][0, 0]) for future in futures]
-        assert sums == [each * (at + 1) for each in range(1, 5)]
+        assert sums == [sequence * (at + 1) for sequence in range(1, 5)]
 
 
 def test_3_5_an_initial_state_from_a_file_and_one_that_is_also_an_output(
@@ -293,8 +305,8 @@ def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> 
     """States begin with one element, and sequences of different lengths are independent."""
     for length in (3, 5):
         futures = [
-            client.infer_async(model, {"INPUT": number(each)}, sequence=each, start=True)
-            for each in (1, 2)
+            client.infer_async(model, {"INPUT": number(sequence)}, sequence=sequence, start=True)
+            for sequence in (1, 2)
         ]
         for at in range(1, length):
             futures += [client.infer_async(model, {"INPUT": number(at)}, sequence=1, end=at == 2)]
@@ -326,8 +338,8 @@ def append_word(client: shmserve.client.Server, model: str, word: bytes, **flags
 
 def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
     """Python models may have states, too, unlike in Triton."""
-    begun = append_word(client, "words", b"a", start=True)
-    replies = [begun, *(append_word(client, "words", word) for word in (b"b", b"keep"))]
+    first_reply = append_word(client, "words", b"a", start=True)
+    replies = [first_reply, *(append_word(client, "words", word) for word in (b"b", b"keep"))]
     assert [*replies, append_word(client, "words", b"c", end=True)] == [
         b"a",
         b"ab",
@@ -360,11 +372,13 @@ def test_the_guides_example(client: shmserve.client.Server) -> None:
     text = (ROOT / "shmserve" / "guide" / "sequences.md").read_text()
     declared = text.partition("    def predict(self, value")[2].partition("```")[0]
     assert declared in (ROOT / "examples" / "native_sequence.py").read_text()
-    means = [
-        float(client.infer("mean", value=number(each), sequence="a", start=each == 1)["mean"][0, 0])
-        for each in (1, 2, 6)
+    running_means = [
+        float(
+            client.infer("mean", value=number(value), sequence="a", start=value == 1)["mean"][0, 0]
+        )
+        for value in (1, 2, 6)
     ]
-    assert means == [1, 1.5, 3]
+    assert running_means == [1, 1.5, 3]
     client.infer("mean", value=number(0), sequence="a", end=True)
 
 
@@ -378,8 +392,8 @@ def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
 
 def test_a_file_that_is_too_short_is_a_load_error(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
-    initial = INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
-    state_text = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
+    initial = INITIAL_STATE.format("s", "TYPE_FP32", 'data_file: "start"')
+    state_text = SUM_STATE.format(dims="dims: [ 1 ]", how=initial) + "]"
     folder = add(repository, "short", IN_PLACE, state_text, rows=1)
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(b"ab")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import repositories
 from tests.support.load import Load
-from tests.support.sequence_models import CONTROLS, IDLE, instances
+from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
@@ -18,7 +18,7 @@ from tests.support.wire.raw_http import Http, json_input
 Explicit = tuple[Server, Path]
 
 # A model that returns the sum of a sequence's values and its own pid.
-SUMS = """\
+SUMS_MODEL = """\
 import os
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -43,7 +43,7 @@ SUMS_CONFIG = f"""\
 name: "sums" backend: "python" max_batch_size: 2
 input [ {{ name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }} ]
 output [ {{ name: "OUT" data_type: TYPE_INT32 dims: [ 2 ] }} ]
-sequence_batching {{ {CONTROLS} {IDLE} STRATEGY {{}} }}
+sequence_batching {{ {CONTROL_INPUTS} {IDLE_TIME} STRATEGY {{}} }}
 """
 
 
@@ -71,10 +71,10 @@ def successes(http: Http, name: str) -> int:
 def set_count(folder: Path, count: int) -> None:
     """Write this number of instances into config.pbtxt."""
     path = folder / "config.pbtxt"
-    kept = [line for line in path.read_text().splitlines() if "instance_group" not in line]
-    fresh = path.with_suffix(".new")
-    fresh.write_text("\n".join([*kept, instances(count), ""]))
-    fresh.rename(path)
+    other_lines = [line for line in path.read_text().splitlines() if "instance_group" not in line]
+    new_path = path.with_suffix(".new")
+    new_path.write_text("\n".join([*other_lines, instances(count), ""]))
+    new_path.rename(path)
 
 
 def add_simple(repository: Path) -> Path:
@@ -101,10 +101,10 @@ class TritonPythonModel:
 """
     folder = repositories.write(repository, "counted", 'backend: "python"', code)
     with server.http() as http:
-        for count, ended in ((4, 0), (1, 3), (2, 3), (1, 4)):
+        for count, finalize_count in ((4, 0), (1, 3), (2, 3), (1, 4)):
             set_count(folder, count)
             http.load("counted").ok()
-            assert len(finalized.read_text() if ended else "") == ended
+            assert len(finalized.read_text() if finalize_count else "") == finalize_count
         set_count(folder, 3)
         http.load("counted").ok()
         http.unload("counted").ok()
@@ -112,7 +112,7 @@ class TritonPythonModel:
         assert workers(server, "counted") == set()
 
 
-def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
+def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> None:
     """The count is changed in the repository and by an override.
 
     The scheduler and the remaining instance keep their processes, the statistics continue, and no
@@ -123,22 +123,22 @@ def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
     with server.http() as http:
         http.load("simple").ok()
         scheduler = server.find_one("scheduler simple").pid
-        (first,) = workers(server, "simple")
+        (first_worker,) = workers(server, "simple")
         with Load(server, simple=4, memory=0) as stream:
-            counted = 0
+            success_count = 0
             for count in (3, 1, 2):
                 set_count(folder, count)
                 http.load("simple").ok()
                 assert http.get("/v2/models/simple/ready").status == 200
                 assert count_of(http, "simple") == count
                 wait_workers(server, "simple", count)
-                assert first in workers(server, "simple")
-                before, counted = counted, successes(http, "simple")
-                assert counted >= before
+                assert first_worker in workers(server, "simple")
+                counted_before, success_count = success_count, successes(http, "simple")
+                assert success_count >= counted_before
             config = http.get("/v2/models/simple/config").ok().json()
             (group,) = config["instance_group"]
-            two = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
-            http.load("simple", config=json.dumps(config | {"instance_group": two})).ok()
+            two_groups = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
+            http.load("simple", config=json.dumps(config | {"instance_group": two_groups})).ok()
             wait_workers(server, "simple", 3)
             http.load("simple").ok()
             wait_workers(server, "simple", 2)
@@ -156,7 +156,7 @@ def test_other_changes_start_another_deployment(empty_server: Explicit, change: 
     folder = add_simple(repository)
     with server.http() as http:
         http.load("simple").ok()
-        before = workers(server, "simple")
+        workers_before = workers(server, "simple")
         if change == "code":
             repositories.insert(folder, "    # a comment\n    def execute(")
         elif change == "config":
@@ -166,7 +166,7 @@ def test_other_changes_start_another_deployment(empty_server: Explicit, change: 
             set_count(folder, 2)
         http.load("simple").ok()
         wait_workers(server, "simple", 1 if change == "nothing" else 2)
-        assert not before & workers(server, "simple")
+        assert not workers_before & workers(server, "simple")
 
 
 @pytest.mark.parametrize("limiter", ["off", "execution_count"])
@@ -176,26 +176,29 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
     Another count adds or removes just the difference.
     """
     folder = add_simple(repository)
-    needs = "rate_limiter { resources { name: 'R' count: 1 } }"
+    rate_limiter = "rate_limiter { resources { name: 'R' count: 1 } }"
     config = folder / "config.pbtxt"
-    written = [line for line in config.read_text().splitlines() if "instance_group" not in line]
+    other_lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
 
     def group(text: str) -> None:
-        instance_group = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
-        config.write_text("\n".join([*written, instance_group, ""]))
+        instance_group = f"instance_group [ {{ kind: KIND_CPU {rate_limiter} {text} }} ]"
+        config.write_text("\n".join([*other_lines, instance_group, ""]))
 
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
     with running(repository, *flags, "--rate-limit-resource=R:4") as server, server.http() as http:
-        scheduler, before = server.find_one("scheduler simple").pid, workers(server, "simple")
+        scheduler, workers_before = (
+            server.find_one("scheduler simple").pid,
+            workers(server, "simple"),
+        )
         for text, count in (("count: 0", 1), ("count: 1", 1), ("count: 3", 3), ("name: 'x'", 1)):
             group(text)
             http.load("simple").ok()
             wait_workers(server, "simple", count)
-            assert before <= workers(server, "simple")
+            assert workers_before <= workers(server, "simple")
         config.touch()
         http.load("simple").ok()
-        assert workers(server, "simple") == before
+        assert workers(server, "simple") == workers_before
         assert server.find_one("scheduler simple").pid == scheduler
 
 
@@ -213,42 +216,44 @@ def test_an_instance_that_does_not_load_refuses_the_reload(empty_server: Explici
     )
     with server.http() as http:
         http.load("simple").ok()
-        before = workers(server, "simple")
+        workers_before = workers(server, "simple")
         gate.touch()
         set_count(folder, 3)
         with Load(server, simple=2, memory=0) as stream:
-            refused = http.load("simple")
-            assert refused.status == 400
-            assert "broken on purpose" in refused.error
+            refused_reply = http.load("simple")
+            assert refused_reply.status == 400
+            assert "broken on purpose" in refused_reply.error
             assert http.get("/v2/models/simple/ready").status == 200
             assert count_of(http, "simple") == 1
-            until("none was added", lambda: workers(server, "simple") == before)
+            until("none was added", lambda: workers(server, "simple") == workers_before)
             gate.unlink()
             http.load("simple").ok()
             wait_workers(server, "simple", 3)
         assert not stream.troubles()
-        assert before < workers(server, "simple")
+        assert workers_before < workers(server, "simple")
 
 
 def test_polling_updates_in_place(repository: Path) -> None:
     folder = add_simple(repository)
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
     with running(repository, *flags) as server, server.http() as http:
-        before = workers(server, "simple")
+        workers_before = workers(server, "simple")
         with Load(server, simple=2, memory=0) as stream:
             set_count(folder, 2)
             wait_workers(server, "simple", 2)
             until("it is told", lambda: count_of(http, "simple") == 2)
-        assert before < workers(server, "simple")
+        assert workers_before < workers(server, "simple")
         assert not stream.troubles()
 
 
 @contextlib.contextmanager
-def sums(explicit: Explicit, strategy: str, count: int) -> Iterator[tuple[Server, Http, Path]]:
+def run_sums_server(
+    explicit: Explicit, strategy: str, count: int
+) -> Iterator[tuple[Server, Http, Path]]:
     """Yield a server of the model "sums" with this number of instances."""
     server, repository = explicit
     config = SUMS_CONFIG.replace("STRATEGY", strategy)
-    folder = repositories.write(repository, "sums", config, SUMS)
+    folder = repositories.write(repository, "sums", config, SUMS_MODEL)
     set_count(folder, count)
     with server.http() as http:
         http.load("sums").ok()
@@ -264,42 +269,42 @@ def step(
         "parameters": {"sequence_id": sequence, "sequence_start": start, "sequence_end": end},
     }
     reply = http.infer("sums", body)
-    return [int(each) for each in reply.tensors()["OUT"].flat]
+    return [int(number) for number in reply.tensors()["OUT"].flat]
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
 def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strategy: str) -> None:
     """Its sequences continue there with their state. New sequences begin at other instances."""
-    with sums(empty_server, strategy, 2) as (server, http, folder):
-        runs = {
+    with run_sums_server(empty_server, strategy, 2) as (server, http, folder):
+        worker_by_sequence = {
             sequence: step(http, sequence, sequence, start=True)[1] for sequence in (1, 2, 3, 4)
         }
-        both = workers(server, "sums")
-        assert set(runs.values()) == both
+        both_workers = workers(server, "sums")
+        assert set(worker_by_sequence.values()) == both_workers
         set_count(folder, 1)
         http.load("sums").ok()
         assert count_of(http, "sums") == 1
-        assert workers(server, "sums") == both
-        for sequence, process in runs.items():
+        assert workers(server, "sums") == both_workers
+        for sequence, process in worker_by_sequence.items():
             assert step(http, sequence, 10) == [sequence + 10, process]
-        (stays,) = both - {server.find_one("worker sums.1").pid}
-        for sequence, process in runs.items():
+        (remaining_worker,) = both_workers - {server.find_one("worker sums.1").pid}
+        for sequence, process in worker_by_sequence.items():
             assert step(http, sequence, 10, end=True) == [sequence + 20, process]
-        until("one has ended", lambda: workers(server, "sums") == {stays})
+        until("one has ended", lambda: workers(server, "sums") == {remaining_worker})
         assert [step(http, 9, 1, start=True), step(http, 9, 1, end=True)] == [
-            [1, stays],
-            [2, stays],
+            [1, remaining_worker],
+            [2, remaining_worker],
         ]
 
 
 def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(empty_server: Explicit) -> None:
-    with sums(empty_server, "direct", 1) as (server, http, folder):
+    with run_sums_server(empty_server, "direct", 1) as (server, http, folder):
         for sequence in (1, 2):
             step(http, sequence, 1, start=True)
-        (first,) = workers(server, "sums")
+        (first_worker,) = workers(server, "sums")
         set_count(folder, 2)
         http.load("sums").ok()
         total, process = step(http, 3, 5, start=True, end=True)
         assert total == 5
-        assert process != first
-        assert [step(http, sequence, 1, end=True) for sequence in (1, 2)] == [[2, first]] * 2
+        assert process != first_worker
+        assert [step(http, sequence, 1, end=True) for sequence in (1, 2)] == [[2, first_worker]] * 2

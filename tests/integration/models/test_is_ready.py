@@ -41,25 +41,25 @@ class Model:
     async def predict(self, x: INT32[ndarray, 1]) -> {}:
         {} x
 """
-PLAIN = """
+PLAIN_METHOD = """
     def is_ready(self):
         return self.said()
 """
-COROUTINE = """
+COROUTINE_METHOD = """
     async def is_ready(self):
         import asyncio
         await asyncio.sleep(0)
         return self.said()
 """
-SAID = """
+READY_METHOD = """
     def said(self):
         return {"yes": True, "no": False, "odd": 1}[self.file.read_text()]
 """
 
 
-@pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
+@pytest.mark.parametrize("form", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"])
 def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> None:
-    for name, code in (("moody", MODEL + form + SAID), ("asker", MODEL)):
+    for name, code in (("moody", MODEL + form + READY_METHOD), ("asker", MODEL)):
         repositories.write(repository, name, repositories.identity_config(name, "INT32", [1]), code)
     state = repository / "moody" / "state"
     state.write_text("yes")
@@ -83,14 +83,14 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> Non
         assert http.get("/v2/health/ready").status == 200
 
 
-@pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
+@pytest.mark.parametrize("form", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_native_model_reports_whether_it_is_ready(
     empty_server: tuple[Server, Path], form: str, streams: bool
 ) -> None:
     server, repository = empty_server
     result = "AsyncIterator[INT32[ndarray, 1]]" if streams else "INT32[ndarray, 1]"
-    code = NATIVE.format(result, "yield" if streams else "return") + form + SAID
+    code = NATIVE.format(result, "yield" if streams else "return") + form + READY_METHOD
     folder = repositories.write(repository, "moody", 'backend: "native"', code)
     state = folder / "1" / "state"
     state.write_text("yes")
@@ -108,33 +108,33 @@ def test_concurrent_queries_share_a_long_check(
 ) -> None:
     """The first query times out as "not ready", and the next query waits for the same call."""
     server, repository = empty_server
-    called, goes_on = tmp_path / "called", tmp_path / "goes_on"
-    slow = f"""
+    called_path, goes_on = tmp_path / "called", tmp_path / "goes_on"
+    slow_method = f"""
     def is_ready(self):
         import os, time
-        with open({str(called)!r}, "a") as file:
+        with open({str(called_path)!r}, "a") as file:
             file.write("once ")
         while not os.path.exists({str(goes_on)!r}):
             time.sleep(0.01)
         return True
 """
     config = repositories.identity_config("slow", "INT32", [1])
-    repositories.write(repository, "slow", config, MODEL + slow)
+    repositories.write(repository, "slow", config, MODEL + slow_method)
     ready = "/v2/models/slow/ready"
     with server.http() as http, raw_connection(server.http_port) as other_connection:
         http.load("slow").ok()
         with ThreadPoolExecutor() as pool:
-            first = pool.submit(http.get, ready)
-            until("it is asked", called.exists)
+            first_reply = pool.submit(http.get, ready)
+            until("it is asked", called_path.exists)
             body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
             start_s = time.monotonic()
             with server.http() as third:
                 third.infer("slow", body).ok()
             assert time.monotonic() - start_s < 3, "it executes meanwhile"
-            assert first.result().status == 400
+            assert first_reply.result().status == 400
             other_connection.sendall(f"GET {ready} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             for _ in range(2):  # the supervisor replies after the readiness request has reached it
                 http.post("/v2/repository/index", {}).ok()
             goes_on.touch()
             assert other_connection.recv(65536).startswith(b"HTTP/1.1 200 ")
-    assert called.read_text() == "once "
+    assert called_path.read_text() == "once "

@@ -55,14 +55,16 @@ def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None
     END."""
     with ending(tmp_path, _LONG_S) as server:
         assert not server.answers("/v2/health/ready")
-        refused = send_step(server, 2, start=True)
-        assert refused.status == 503 and "stopped accepting new inference" in refused.error
+        refused_reply = send_step(server, 2, start=True)
+        assert (
+            refused_reply.status == 503 and "stopped accepting new inference" in refused_reply.error
+        )
         assert [total(send_step(server, 1)) for _ in range(3)] == [2, 3, 4]
         assert server.wait_exit(0.2) is None
         assert total(send_step(server, 1, end=True)) == 5
 
 
-def test_3_3_it_waits_no_longer_than_for_the_idle_time(tmp_path: Path) -> None:
+def test_3_3_a_drain_waits_at_most_for_the_idle_time(tmp_path: Path) -> None:
     with ending(tmp_path, _SHORT_S) as server:
         assert total(send_step(server, 1)) == 2
         server.wait_log("sequence 1 of model 'sums' was idle for too long")
@@ -81,12 +83,12 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
     flags = ("--model-control-mode=explicit", "--load-model=*", f"--exit-timeout-secs={_SHORT_S}")
     with running(tmp_path, *flags) as server, server.http() as http:
         server.gate.close()
-        (first,) = server.find("worker sums")
+        (first_worker,) = server.find("worker sums")
         assert total(send_step(server, 1, start=True)) == 1
         with (folder / "config.pbtxt").open("a") as text:
             text.write('parameters { key: "changed" value { string_value: "yes" } }\n')
         http.load("sums").ok()
-        until("the old one has ended", lambda: not first.is_running())
+        until("the old one has ended", lambda: not first_worker.is_running())
         forgotten = send_step(server, 1)
         assert forgotten.status == 400 and "must specify the START flag" in forgotten.error
         assert total(send_step(server, 1, start=True)) == 1
@@ -119,8 +121,8 @@ def test_a_successor_server_takes_over(tmp_path: Path) -> None:
             assert total(send_step(server, 1, start=True)) == 1
         servers[1].stop()
     finally:
-        for each in servers:
-            each.discard()
+        for started_server in servers:
+            started_server.discard()
 
 
 @contextmanager
@@ -136,11 +138,11 @@ def always_ready(server: Server) -> Iterator[None]:
                 while not stop.wait(0.01):
                     outcomes[http.get("/v2/health/ready").status] += 1
 
-    asking = threading.Thread(target=ask_again)
-    asking.start()
+    asking_thread = threading.Thread(target=ask_again)
+    asking_thread.start()
     try:
         yield
     finally:
         stop.set()
-        asking.join()
+        asking_thread.join()
     assert list(outcomes) == [200]

@@ -45,8 +45,8 @@ parameters { key: "padding" value { string_value: %s } }
 """
 
 
-def add(repository: Any, name: str, **more: Any) -> None:
-    padding = {"IMAGE": IMAGE | more, "FEATURES": {"like": "IMAGE"}}
+def add(repository: Any, name: str, **buckets: Any) -> None:
+    padding = {"IMAGE": IMAGE | buckets, "FEATURES": {"like": "IMAGE"}}
     repositories.write(repository, name, CONFIG % json.dumps(json.dumps(padding)), MODEL)
 
 
@@ -80,7 +80,7 @@ def ask_all(server: Server, model: str) -> list[list[int]]:
         answers = list(threads.map(lambda image: infer(server, model, image), images))
     for image, (features, _) in zip(images, answers, strict=True):
         np.testing.assert_array_equal(features, image + 1)
-    return [saw[0].tolist() for _, saw in answers]
+    return [seen_shapes[0].tolist() for _, seen_shapes in answers]
 
 
 def test_images_of_224_and_336_share_a_batch(server: Server) -> None:
@@ -95,21 +95,21 @@ def test_images_of_224_and_336_share_a_batch(server: Server) -> None:
 
 def test_the_waste_is_bounded(server: Server) -> None:
     """A batch of all three would have 37 % padding, so the large image runs alone."""
-    saw = ask_all(server, "strict")
-    assert saw[1] == [1, 336]
-    assert saw[0] == saw[2] and saw[0] in ([1, 224], [2, 224])
+    seen_shapes = ask_all(server, "strict")
+    assert seen_shapes[1] == [1, 336]
+    assert seen_shapes[0] == seen_shapes[2] and seen_shapes[0] in ([1, 224], [2, 224])
     assert server.metric("shmserve_padding_elements_total", model="strict", input="IMAGE") == 0
 
 
 def test_lengths_and_mask_are_no_inputs_of_clients(server: Server) -> None:
     with triton.InferenceServerClient(server.grpc_url) as client:
         assert [tensor.name for tensor in client.get_model_metadata("together").inputs] == ["IMAGE"]
-    large = np.zeros((1, 3, 400, 8), np.float32)
+    large_input = np.zeros((1, 3, 400, 8), np.float32)
     with pytest.raises(InferenceServerException, match=r"\[3,400,8\] fits none"):
-        infer(server, "alone", large)
+        infer(server, "alone", large_input)
 
 
-def test_a_local_client_has_its_output_cut_in_its_region(server: Server) -> None:
+def test_the_padding_of_an_output_in_a_region_is_removed(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         layout = ((1, 3, 200, 100), "FP32")
         region = client.allocate({"IMAGE": layout, "FEATURES": layout})

@@ -14,7 +14,7 @@ from tests.support.held_queue import Queue
 from tests.support.request_pool import RequestPool
 from tests.support.servers import Server
 
-LEVELS = """
+PRIORITY_LEVELS = """
 dynamic_batching {
   priority_levels: 5
   default_priority_level: 4
@@ -56,7 +56,7 @@ STRATEGY = (
     'parameters { key: "batching_strategy" value { string_value: "%s" } }'
     "dynamic_batching { max_queue_delay_microseconds: 30000000 }"
 )
-TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
+LATENCY_TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """Start a server of models with priority levels and strategies, and a model that calls
     another one with a priority.
     """
-    path = repositories.add_as(models, "levels", "gated", LEVELS) / "config.pbtxt"
+    path = repositories.add_as(models, "levels", "gated", PRIORITY_LEVELS) / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 1"))
     repositories.write(models, "caller", CALLER, CALLER_MODEL)
     repositories.add_as(models, "prefer_latency", "gated", STRATEGY % "prefer_latency")
-    repositories.add_as(models, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
+    repositories.add_as(models, "adaptive", "gated", STRATEGY % "adaptive" + LATENCY_TARGET)
     return serve_models(models)
 
 
@@ -80,13 +80,13 @@ def number(value: int) -> np.ndarray:
 def test_priorities_are_accepted_over_every_protocol(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.1: over HTTP, gRPC, from a local client, and from a model."""
 
-    def over_grpc() -> None:
+    def infer_over_grpc() -> None:
         with grpc.InferenceServerClient(server.grpc_url) as client:
             infer_input = grpc.InferInput("INPUT0", [1, 1], "INT32")
             infer_input.set_data_from_numpy(number(3))
             client.infer("levels", [infer_input], priority=3)
 
-    def natively() -> None:
+    def infer_natively() -> None:
         with shmserve.client.connect(server.run_dir) as client:
             client.infer("levels", INPUT0=number(2), priority=2)
 
@@ -97,7 +97,9 @@ def test_priorities_are_accepted_over_every_protocol(server: Server, pool: Reque
     queue = Queue(server, pool, "levels")
     queue.add(5, priority=5)
     queue.add(4)  # without a priority: the default is level 4
-    pending_calls = [queue.call(function) for function in (over_grpc, natively, from_a_model)]
+    pending_calls = [
+        queue.call(function) for function in (infer_over_grpc, infer_natively, from_a_model)
+    ]
     assert queue.batches(5) == [[1], [2], [3], [4], [5]]
     for function in pending_calls:
         function.result()
@@ -108,9 +110,9 @@ def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, pool: Req
     queue = Queue(server, pool, "levels")
     for value in range(1, 5):
         queue.add(value, priority=1)
-    refused = pool.number("levels", 9, priority=1).result()
-    assert refused.status == 503 and int(refused.headers["Retry-After"]) >= 1
-    assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
+    refused_reply = pool.number("levels", 9, priority=1).result()
+    assert refused_reply.status == 503 and int(refused_reply.headers["Retry-After"]) >= 1
+    assert refused_reply.error == "[request id: <id_unknown>] Exceeds maximum queue size"
     queue.add(5, priority=2)
     assert queue.batches(5) == [[1], [2], [3], [4], [5]]
 

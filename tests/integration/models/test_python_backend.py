@@ -22,11 +22,16 @@ Explicit = tuple[Server, Path]
 def call(target: str) -> dict:
     """Return a request for the models that call others."""
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
-    first, second = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
-    return {"inputs": [tensor, json_input("INPUT0", first), json_input("INPUT1", second)]}
+    first_input, second_input = (
+        np.arange(16, dtype=np.int32).reshape(1, 16),
+        np.full((1, 16), 5, np.int32),
+    )
+    return {
+        "inputs": [tensor, json_input("INPUT0", first_input), json_input("INPUT1", second_input)]
+    }
 
 
-def test_a_model_calls_another(http: Http) -> None:
+def test_a_model_calls_another_model(http: Http) -> None:
     output = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
     assert (output == np.arange(16)).all()
 
@@ -37,7 +42,7 @@ def test_calls_at_the_same_time(http: Http) -> None:
 
 
 @pytest.mark.parametrize("model", ["caller", "async_caller"])
-def test_calling_what_is_not_there(http: Http, model: str) -> None:
+def test_calling_a_missing_model(http: Http, model: str) -> None:
     reply = http.infer(model, call("nothing"))
     assert reply.status in (404, 500)
     assert "nothing" in reply.error
@@ -67,7 +72,7 @@ def test_a_model_logs(server: Server, http: Http) -> None:
     server.wait_log("described a request")
 
 
-FAILING = """
+FAILING_MODEL = """
 import os
 import sys
 
@@ -86,7 +91,7 @@ class TritonPythonModel:
 def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
     server, repository = empty_server
-    two = "instance_group { kind: KIND_CPU count: 2 }"
+    two_instances = "instance_group { kind: KIND_CPU count: 2 }"
     arguments = {
         "raise ValueError('not today')": "Internal: ValueError: not today",
         "raise pb_utils.TritonModelException('no')": "Internal: TritonModelException: no",
@@ -94,8 +99,10 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         "os._exit(3)": "Unavailable: the process of instance 'model_3_",
     }
     for number, statement in enumerate(arguments):
-        config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
-        repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
+        config = repositories.identity_config(
+            f"model_{number}", "FP32", [1], settings=two_instances
+        )
+        repositories.write(repository, f"model_{number}", config, FAILING_MODEL.format(statement))
     with server.http() as http:
         for number, expected_error in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
@@ -104,7 +111,7 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
             assert reply.error.startswith(where + expected_error)
 
 
-FINALIZING = '''
+FINALIZING_MODEL = '''
 """Says goodbye."""
 import os
 from pathlib import Path
@@ -126,7 +133,7 @@ class TritonPythonModel:
 
 def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> None:
     config = repositories.identity_config("model", "FP32", [1])
-    repositories.write(repository, "model", config, FINALIZING)
+    repositories.write(repository, "model", config, FINALIZING_MODEL)
     server = serve(repository)
     server.process.terminate()
     assert server.wait_exit(30) == 0
@@ -134,7 +141,7 @@ def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> N
     assert report_file.read_text() == "goodbye"
 
 
-HELPERS = '''
+HELPER_MODULE = '''
 """Imports a module that lies beside it, and finds its own folder."""
 from pathlib import Path
 
@@ -159,7 +166,7 @@ def test_modules_beside_the_model(empty_server: Explicit) -> None:
     server, repository = empty_server
     for name, answer in (("one", 1), ("two", 2)):
         config = repositories.identity_config(name, "FP32", [1])
-        folder = repositories.write(repository, name, config, HELPERS)
+        folder = repositories.write(repository, name, config, HELPER_MODULE)
         (folder / "1" / "beside.py").write_text(f"ANSWER = {answer}\n")
     with server.http() as http:
         for name, answer in (("one", 1), ("two", 2)):
@@ -198,7 +205,7 @@ def test_a_model_that_parses_its_command_line(empty_server: Explicit) -> None:
         assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
 
 
-SPEAKER = """
+SPEAKER_MODEL = """
 import os
 
 import numpy as np
@@ -231,22 +238,22 @@ class TritonPythonModel:
 def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
     server, repository = empty_server
     config = repositories.identity_config("speaker", "INT32", [1])
-    repositories.write(repository, "speaker", config, SPEAKER)
+    repositories.write(repository, "speaker", config, SPEAKER_MODEL)
     with server.http() as http:
         http.load("speaker").ok()
 
-        def send_request(way: str) -> Reply:
+        def send_request(action: str) -> Reply:
             tensor = json_input("INPUT0", np.zeros(1, np.int32))
-            return http.infer("speaker", {"id": way, "inputs": [tensor]})
+            return http.infer("speaker", {"id": action, "inputs": [tensor]})
 
-        for way in ("raise", "error"):
-            assert send_request(way).error.endswith("n\\udce4me")
-        for way in ("call", "measure", "nothing"):
-            assert send_request(way).tensors()["OUTPUT0"].tolist() == [1]
+        for action in ("raise", "error"):
+            assert send_request(action).error.endswith("n\\udce4me")
+        for action in ("call", "measure", "nothing"):
+            assert send_request(action).tensors()["OUTPUT0"].tolist() == [1]
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
 
 
-COUNTDOWN = """
+COUNTDOWN_MODEL = """
 import asyncio
 
 import triton_python_backend_utils as pb_utils
@@ -275,7 +282,7 @@ class TritonPythonModel:
 def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
     server, repository = empty_server
     config = repositories.identity_config("countdown", "INT32", [1])
-    repositories.write(repository, "countdown", config, COUNTDOWN)
+    repositories.write(repository, "countdown", config, COUNTDOWN_MODEL)
 
     def send_request(number: int) -> Reply:
         tensor = json_input("INPUT0", np.array([number], np.int32))
@@ -288,13 +295,13 @@ def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
             assert reply.status == 500
             assert "deadlock" in reply.error and "(countdown -> countdown)" in reply.error
         assert send_request(0).status == 200
-        two = config + "instance_group { kind: KIND_CPU count: 2 }\n"
-        repositories.write(repository, "countdown", two, COUNTDOWN)
+        two_instances = config + "instance_group { kind: KIND_CPU count: 2 }\n"
+        repositories.write(repository, "countdown", two_instances, COUNTDOWN_MODEL)
         http.load("countdown").ok()
         assert [send_request(number).status for number in (0, 1, -1)] == [200, 200, 200]
 
 
-PARTIAL = """
+PARTIAL_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -306,28 +313,28 @@ class TritonPythonModel:
 """
 
 
-def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> None:
+def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
     """Triton's clients receive a response without the output, and the native client an error.
 
     The destination of the output no longer contains the earlier result.
     """
     server, repository = empty_server
     config = repositories.identity_config("partial", "INT32", [-1])
-    repositories.write(repository, "partial", config, PARTIAL)
-    sevens, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
+    repositories.write(repository, "partial", config, PARTIAL_MODEL)
+    sevens, zeros_input = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
     with server.http() as http, SharedObject(24) as region:
         http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
         memory_range = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
-        for value, listed in ((sevens, 1), (absent, 0)):
+        for value, output_count in ((sevens, 1), (zeros_input, 0)):
             fields = {
                 "inputs": [json_input("INPUT0", value)],
                 "outputs": [{"name": "OUTPUT0", "parameters": memory_range}],
             }
             answer = http.infer("partial", fields).ok().json()
-            assert len(answer["outputs"]) == listed
+            assert len(answer["outputs"]) == output_count
             assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
         http.post("/v2/systemsharedmemory/region/partial/unregister").ok()
     with shmserve.client.connect(server.run_dir) as client:
@@ -335,8 +342,8 @@ def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> 
         with client.allocate(sizes) as region:
             region["INPUT0"][:] = sevens
             assert (client.infer("partial", region)["OUTPUT0"] == sevens).all()
-            region["INPUT0"][:] = absent
-            for inputs in (region, {"INPUT0": absent}):
+            region["INPUT0"][:] = zeros_input
+            for inputs in (region, {"INPUT0": zeros_input}):
                 with pytest.raises(Internal, match=lacks):
                     client.infer("partial", inputs)
             assert not region["OUTPUT0"].any()

@@ -25,7 +25,7 @@ dynamic_batching {{ max_queue_delay_microseconds: 1000 }}
 """
 INPUT = '{{ name: "{}" data_type: TYPE_FP32 dims: [ 4 ] }}'
 
-EAGER = '''
+EAGER_MODEL = '''
 """An nn.Module in a file."""
 import torch
 from torch import nn
@@ -56,13 +56,13 @@ class Weigh(nn.Module):
 
 
 def add(
-    repository: Path, name: str, inputs: list[str], output: str = "OUTPUT__0", more: str = ""
+    repository: Path, name: str, inputs: list[str], output: str = "OUTPUT__0", settings: str = ""
 ) -> Path:
     """Write the configuration; return the path for the model file."""
     folder = repository / name / "1"
     folder.mkdir(parents=True)
     text = CONFIG.format(
-        name=name, inputs=", ".join(map(INPUT.format, inputs)), output=output, more=more
+        name=name, inputs=", ".join(map(INPUT.format, inputs)), output=output, more=settings
     )
     (repository / name / "config.pbtxt").write_text(textwrap.dedent(text))
     return folder
@@ -83,15 +83,15 @@ def server(models: Path, start: Start) -> Server:
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(model)
     scripted.save(
-        str(add(models, "by_index", ["INPUT__0", "INPUT__1"], more=platform) / "model.pt")
+        str(add(models, "by_index", ["INPUT__0", "INPUT__1"], settings=platform) / "model.pt")
     )
     scripted.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
-    more = 'default_model_filename: "model.pt2"'
+    settings = 'default_model_filename: "model.pt2"'
     torch.export.save(
-        exported, add(models, "exported", ["INPUT__0", "INPUT__1"], more=more) / "model.pt2"
+        exported, add(models, "exported", ["INPUT__0", "INPUT__1"], settings=settings) / "model.pt2"
     )
     torch.export.save(exported, add(models, "exported_by_name", ["b", "a"]) / "model.pt2")
-    (add(models, "eager", ["x"]) / "model.py").write_text(EAGER)
+    (add(models, "eager", ["x"]) / "model.py").write_text(EAGER_MODEL)
     return start(models)
 
 
@@ -152,7 +152,7 @@ def load_error(http: Http, name: str) -> str:
 def test_files_that_are_no_models(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
     (
-        add(repository, "garbage", ["x"], more='platform: "pytorch_libtorch"') / "model.pt"
+        add(repository, "garbage", ["x"], settings='platform: "pytorch_libtorch"') / "model.pt"
     ).write_bytes(b"garbage")
     add(repository, "missing", ["x"])
     weights = add(repository, "weights", ["x"])

@@ -87,7 +87,7 @@ def ask_all(server: Server, model: str, requests: list[dict[str, Any]]) -> list[
         return list(threads.map(lambda arrays: infer(server, model, **arrays), requests))
 
 
-def of(*sizes: int) -> list[dict[str, Any]]:
+def inputs_of_sizes(*sizes: int) -> list[dict[str, Any]]:
     return [{"X": np.arange(1, n + 1, dtype=np.float32)[None]} for n in sizes]
 
 
@@ -97,7 +97,7 @@ def test_a_torch_model_gets_one_flat_batch(server: Server) -> None:
     The model receives one 1-D tensor and `batch_input`, and `batch_output` is split by each
     request's shape.
     """
-    requests = of(2, 4, 1)
+    requests = inputs_of_sizes(2, 4, 1)
     for request, answer in zip(requests, ask_all(server, "sums", requests), strict=True):
         assert answer["SUM"].tolist() == [[request["X"].sum()]]
         np.testing.assert_array_equal(answer["Y"], request["X"] * HELD_REQUESTS)
@@ -105,7 +105,7 @@ def test_a_torch_model_gets_one_flat_batch(server: Server) -> None:
 
 def test_a_python_model_gets_each_requests_own_tensor(server: Server) -> None:
     """3.6: the Python backend passes each request its own tensor."""
-    answers = ask_all(server, "each", of(2, 4, 1))
+    answers = ask_all(server, "each", inputs_of_sizes(2, 4, 1))
     assert [answer["Y"].tolist() for answer in answers] == [
         [[2, HELD_REQUESTS, 3]],
         [[4, HELD_REQUESTS, 10]],
@@ -118,9 +118,9 @@ def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None
 
     A missing input is None for the model.
     """
-    first, second, third = of(2, 2, 2)
-    second["BIAS"] = np.ones((1, 1), np.float32)
-    answers = ask_all(server, "mixed", [first, second, third])
+    first_inputs, second_inputs, third = inputs_of_sizes(2, 2, 2)
+    second_inputs["BIAS"] = np.ones((1, 1), np.float32)
+    answers = ask_all(server, "mixed", [first_inputs, second_inputs, third])
     sizes = [answer["Y"][0, 1] for answer in answers]
     assert sizes[1] == 1 and sizes[0] < HELD_REQUESTS and sizes[2] < HELD_REQUESTS
     assert [answer["Y"][0, 2] for answer in answers] == [3, 5, 3]
@@ -128,7 +128,7 @@ def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None
 
 def test_without_ragged_batches_requests_of_other_shapes_are_separated(server: Server) -> None:
     """3.1 rule 2: an input with a -1 dimension must have the first request's shape."""
-    answers = ask_all(server, "equal", of(2, 4, 1))
+    answers = ask_all(server, "equal", inputs_of_sizes(2, 4, 1))
     assert [answer["Y"][0, 1] for answer in answers] == [1, 1, 1]
 
 

@@ -22,8 +22,8 @@ from tests.support.servers import Server, Start, running, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
-ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-BROKEN = "raise RuntimeError('broken on purpose')\n"
+REQUEST_BODY = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+BROKEN_CODE = "raise RuntimeError('broken on purpose')\n"
 
 Serve = Callable[..., Server]
 Explicit = tuple[Server, Path]
@@ -37,21 +37,21 @@ def source(answer: int) -> str:
 def rewrite(repository: Path, text: str, version: int = 1, name: str = "constant") -> None:
     folder = repository / name / str(version)
     folder.mkdir(exist_ok=True)
-    fresh = folder / "model.py.new"
-    fresh.write_text(text)
-    fresh.rename(folder / "model.py")
+    new_path = folder / "model.py.new"
+    new_path.write_text(text)
+    new_path.rename(folder / "model.py")
 
 
 def answer(http: Http, model: str = "constant") -> int:
-    return int(http.infer(model, ASK).tensors()["OUTPUT0"][0])
+    return int(http.infer(model, REQUEST_BODY).tensors()["OUTPUT0"][0])
 
 
 def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
     """Return the index: (name, version) -> (state, reason)."""
-    listed = http.post("/v2/repository/index", body or None).ok().json()
+    index_entries = http.post("/v2/repository/index", body or None).ok().json()
     return {
         (item["name"], item.get("version", "")): (item.get("state", ""), item.get("reason", ""))
-        for item in listed
+        for item in index_entries
     }
 
 
@@ -61,20 +61,23 @@ def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
 @pytest.fixture(scope="module")
 def server_of_policies(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """Start a server of all models in two repositories, without flags."""
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    repositories.add(one, "constant")
-    repositories.add(two, "identity")
+    first_repository, second_repository = (
+        tmp_path_factory.mktemp("one"),
+        tmp_path_factory.mktemp("two"),
+    )
+    repositories.add(first_repository, "constant")
+    repositories.add(second_repository, "identity")
     for name, policy in (
         ("all", "version_policy: { all {} }"),
         ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
         ("latest", ""),
     ):
-        folder = repositories.add_as(one, name, "constant", policy)
+        folder = repositories.add_as(first_repository, name, "constant", policy)
         for version in (2, 3, 10):
-            rewrite(one, source(version), version, name)
+            rewrite(first_repository, source(version), version, name)
         (folder / "notes").mkdir()
         (folder / "007").mkdir()
-    return start([one, two])
+    return start([first_repository, second_repository])
 
 
 def test_mode_none_serves_both_repositories_and_refuses_control(server_of_policies: Server) -> None:
@@ -110,19 +113,19 @@ def test_version_policies(server_of_policies: Server) -> None:
 
 
 def test_a_model_in_two_repositories(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
+    first_repository, second_repository = tmp_path / "one", tmp_path / "two"
+    for folder in (first_repository, second_repository):
         folder.mkdir()
         repositories.add(folder, "constant")
-    repositories.add(one, "identity")
+    repositories.add(first_repository, "identity")
     flags = ("--exit-on-error=false", "--strict-readiness=false")
-    with running([one, two], *flags) as server, server.http() as http:
+    with running([first_repository, second_repository], *flags) as server, server.http() as http:
         states = index(http)
         assert states[("identity", "1")] == ("READY", "")
         state, reason = states[("constant", "")]
         assert state == "UNAVAILABLE"
         assert reason == "model appears in two or more repositories"
-        assert http.infer("constant", ASK).status == 404
+        assert http.infer("constant", REQUEST_BODY).status == 404
         ready = http.get("/v2/models/constant/ready")
         assert (ready.status, ready.json()) == (400, {"error": "Model version not ready"})
         assert "model 'constant': not unique across all model repositories" in server.log()
@@ -132,7 +135,7 @@ def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> Non
     server, repository = empty_server
     repositories.add_as(repository, "good", "identity")
     repositories.add_as(repository, "bad", "constant")
-    rewrite(repository, BROKEN, name="bad")
+    rewrite(repository, BROKEN_CODE, name="bad")
     with server.http() as http:
         http.load("good").ok()
         server.wait_log("loading: good:1")
@@ -147,7 +150,7 @@ def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> Non
         server.wait_log("successfully unloaded 'good' version 1")
 
 
-def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
+def test_a_model_may_have_any_name_of_a_folder(tmp_path: Path) -> None:
     """Both protocols find such a model.
 
     Metrics, the process table and the log contain its name unchanged.
@@ -163,22 +166,22 @@ def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
             path = f"/v2/models/{quote(name, safe='')}"
             assert http.get(path).ok().json()["name"] == name
             assert client.get_model_metadata(name).name == name
-            one = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
-            reply = http.post(f"{path}/infer", {"inputs": [one]}).ok().json()
+            input_tensor = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
+            reply = http.post(f"{path}/infer", {"inputs": [input_tensor]}).ok().json()
             assert (reply["model_name"], reply["outputs"][0]["data"]) == (name, [1])
             server.wait_log(f"successfully loaded '{name}'")
-        listed = server.metrics()
-        assert all(f'model="{name}"' in listed for name in names)
+        metrics_text = server.metrics()
+        assert all(f'model="{name}"' in metrics_text for name in names)
         client.close()
 
 
 def test_names_that_no_model_can_have(tmp_path: Path) -> None:
     """The errors are Triton's, over both protocols. HTTP has no path for the empty name."""
     traversal = "model name must not contain path traversal characters"
-    empty = "Model name cannot be empty. Please enter a valid name to deploy."
+    empty_text = "Model name cannot be empty. Please enter a valid name to deploy."
     texts = {
-        "": empty,
-        "  ": empty,
+        "": empty_text,
+        "  ": empty_text,
         "..": f"invalid model name '..', {traversal}",
         " ..": f"invalid model name ' ..', {traversal}",
         "a/../b": f"invalid model name 'a/../b', {traversal}",
@@ -196,10 +199,10 @@ def test_names_that_no_model_can_have(tmp_path: Path) -> None:
                     call(name)  # the same status as for an unknown model
                     http.post(path).ok()
                     continue
-                with pytest.raises(InferenceServerException) as caught:
+                with pytest.raises(InferenceServerException) as error_info:
                     call(name)
-                assert caught.value.message() == text
-                assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+                assert error_info.value.message() == text
+                assert error_info.value.status() == "StatusCode.INVALID_ARGUMENT"
                 reply = http.post(path)
                 expected = (400, text) if name else (404, "Not Found")
                 assert (reply.status, reply.json()["error"]) == expected
@@ -209,27 +212,30 @@ def test_names_that_no_model_can_have(tmp_path: Path) -> None:
 def test_a_named_configuration(tmp_path: Path) -> None:
     """A configuration with this name replaces config.pbtxt if the model has one."""
     repositories.add(tmp_path, "constant", "identity")
-    written = (tmp_path / "constant" / "config.pbtxt").read_text()
+    original_config = (tmp_path / "constant" / "config.pbtxt").read_text()
     (tmp_path / "constant" / "configs").mkdir()
     (tmp_path / "constant" / "configs" / "alt.pbtxt").write_text(
-        written + 'parameters { key: "which" value { string_value: "alt" } }\n'
+        original_config + 'parameters { key: "which" value { string_value: "alt" } }\n'
     )
     with running(tmp_path, "--model-config-name=alt") as server, server.http() as http:
         config = http.get("/v2/models/constant/config").ok().json()
         assert config["parameters"] == {"which": {"string_value": "alt"}}
-        other = http.get("/v2/models/identity/config").ok().json()
-        assert "which" not in other.get("parameters", {})
+        default_config = http.get("/v2/models/identity/config").ok().json()
+        assert "which" not in default_config.get("parameters", {})
         assert "no effect" not in server.log()
 
 
 def test_the_index_reports_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
+    first_repository, second_repository = tmp_path / "one", tmp_path / "two"
+    for folder in (first_repository, second_repository):
         folder.mkdir()
         repositories.add(folder, "constant")
-    with running([one, two], "--model-control-mode=explicit") as server, server.http() as http:
-        listed = http.post("/v2/repository/index").json()
-        assert listed == [
+    with (
+        running([first_repository, second_repository], "--model-control-mode=explicit") as server,
+        server.http() as http,
+    ):
+        index_entries = http.post("/v2/repository/index").json()
+        assert index_entries == [
             {
                 "name": "constant",
                 "state": "UNAVAILABLE",
@@ -241,7 +247,7 @@ def test_the_index_reports_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_a_broken_model_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
-    rewrite(repository, BROKEN)
+    rewrite(repository, BROKEN_CODE)
     server = Server([repository])
     try:
         assert server.wait_exit(30) not in (0, None)
@@ -267,7 +273,7 @@ def assert_versionless(server: Server) -> None:
 
 def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
-    rewrite(repository, BROKEN)
+    rewrite(repository, BROKEN_CODE)
     for name in ("versionless", "unreadable"):
         shutil.rmtree(repositories.add_as(repository, name, "constant") / "1")
     (repository / "unreadable" / "config.pbtxt").write_text("nonsense: 1")
@@ -293,10 +299,10 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
             state, reason = index(http)[("constant", "1")]
             assert state == "UNAVAILABLE"
             assert "broken on purpose" in reason
-            reply = http.infer("constant", ASK)
+            reply = http.infer("constant", REQUEST_BODY)
             assert reply.status == 404
             assert reply.error == "Request for unknown model: 'constant' has no available versions"
-            reply = http.infer("constant/versions/1", ASK)
+            reply = http.infer("constant/versions/1", REQUEST_BODY)
             assert reply.status == 503
             assert (
                 reply.error
@@ -313,8 +319,8 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
 
 def test_without_its_repository_a_server_is_not_live(tmp_path: Path) -> None:
     """The server exits, or reports that it is not live if --exit-on-error is disabled."""
-    missing = tmp_path / "missing"
-    server = Server([missing], ["--exit-on-error=false"])
+    missing_folder = tmp_path / "missing"
+    server = Server([missing_folder], ["--exit-on-error=false"])
     try:
         server.wait_log("the server serves requests, but is not ready")
         assert "no model is served" in server.log()
@@ -348,10 +354,10 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
         until(
             "it is unloaded", lambda: index(http)[("constant", "1")] == ("UNAVAILABLE", "unloaded")
         )
-        reply = http.infer("constant", ASK)
+        reply = http.infer("constant", REQUEST_BODY)
         assert reply.status == 404
         assert reply.error == "Request for unknown model: 'constant' has no available versions"
-        assert http.infer("constant/versions/1", ASK).status == 503
+        assert http.infer("constant/versions/1", REQUEST_BODY).status == 503
         assert http.get("/v2/models/constant/ready").status == 400
         assert http.get("/v2/health/ready").status == 200
         assert http.unload("constant").status == 200
@@ -370,22 +376,22 @@ def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> 
 def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    before = server.titles()
+    titles_before = server.titles()
     with server.http() as http:
         for _ in range(3):
             http.load("constant").ok()
             assert len(server.find("worker constant.0")) == 1
             assert len(server.find("scheduler constant")) == 1
             http.unload("constant").ok()
-            until("its processes have ended", lambda: server.titles() == before)
+            until("its processes have ended", lambda: server.titles() == titles_before)
 
 
 @pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
-def test_loading_what_is_not_there(empty_server: Explicit, name: str) -> None:
+def test_loading_a_missing_model(empty_server: Explicit, name: str) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http:
-        before = index(http)
+        index_before = index(http)
         reply = http.load(name)
         assert reply.status in (400, 404, 500)
         if name == "nothing":
@@ -393,7 +399,7 @@ def test_loading_what_is_not_there(empty_server: Explicit, name: str) -> None:
             assert reply.error.startswith(
                 "failed to load 'nothing', failed to poll from model repository"
             )
-        assert index(http) == before
+        assert index(http) == index_before
         assert http.get("/v2/health/ready").status == 200
 
 
@@ -404,11 +410,11 @@ def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explici
     server, repository = empty_server
     repositories.add_as(repository, "wronged", "constant")
     with server.http() as http:
-        before = index(http)
+        index_before = index(http)
         code = {"file:1/model.py": base64.b64encode(source(2).encode()).decode()}
-        for sent in ({"config": "nonsense"}, code):
-            assert http.load("wronged", **sent).status == 500
-            assert index(http) == before
+        for load_parameters in ({"config": "nonsense"}, code):
+            assert http.load("wronged", **load_parameters).status == 500
+            assert index(http) == index_before
             assert http.get("/v2/models/wronged").error.endswith("is not found")
         http.load("wronged").ok()
         http.unload("wronged").ok()
@@ -424,7 +430,7 @@ def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explici
 def test_load_rules(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    rewrite(repository, BROKEN)
+    rewrite(repository, BROKEN_CODE)
     with server.http() as http:
         reply = http.load("constant")
         assert reply.status == 400
@@ -447,12 +453,12 @@ def test_load_rules(empty_server: Explicit) -> None:
             501,
             "'repository_name' specification is not supported",
         )
-        deep = b"[" * 10_000 + b"]" * 10_000
-        for body in ({"ready": "yes"}, b'{"x": {"]": [1]}, "ready": %b}' % deep):
+        deep_json = b"[" * 10_000 + b"]" * 10_000
+        for body in ({"ready": "yes"}, b'{"x": {"]": [1]}, "ready": %b}' % deep_json):
             reply = http.post("/v2/repository/index", body)
             expected = (400, "Invalid value for 'ready': expected a boolean")
             assert (reply.status, reply.error) == expected
-        http.post("/v2/repository/index", b'{"x": %b, "ready": true}' % deep).ok()
+        http.post("/v2/repository/index", b'{"x": %b, "ready": true}' % deep_json).ok()
         shutil.rmtree(repository / "constant" / "1")
         reply = http.load("constant")
         assert reply.status in (400, 500)
@@ -503,89 +509,92 @@ def test_a_model_that_is_only_in_the_request(empty_server: Explicit) -> None:
 
 
 @contextlib.contextmanager
-def under_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
+def run_under_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
     """Run clients of two models during the block; each request must succeed."""
     repositories.add(repository, "simple", "identity")
     for name in ("simple", "identity"):
         http.load(name).ok()
-    with Load(server) as asking:
-        yield asking
-    assert asking.troubles() == []
+    with Load(server) as load:
+        yield load
+    assert load.troubles() == []
 
 
 def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
     server, repository = empty_server
-    counted = [server.metric("nv_inference_request_success")]
-    with server.http() as http, under_load(server, http, repository) as asking:
+    success_counts = [server.metric("nv_inference_request_success")]
+    with server.http() as http, run_under_load(server, http, repository) as load:
         for _ in range(3):
             http.load("simple").ok()
             http.load("identity").ok()
-            counted.append(server.metric("nv_inference_request_success"))
+            success_counts.append(server.metric("nv_inference_request_success"))
     # No request is lost from the count, and the count never decreases.
-    assert counted == sorted(counted)
-    every = counted[0] + len(asking.answers)
+    assert success_counts == sorted(success_counts)
+    answered_count = success_counts[0] + len(load.answers)
     until(
-        "every request is counted", lambda: server.metric("nv_inference_request_success") == every
+        "every request is counted",
+        lambda: server.metric("nv_inference_request_success") == answered_count,
     )
 
 
-@pytest.mark.parametrize("between", [0, 2])
-def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, between: int) -> None:
+@pytest.mark.parametrize("request_count", [0, 2])
+def test_requests_of_an_old_generation_are_counted(
+    empty_server: Explicit, request_count: int
+) -> None:
     """Holds for any number of generations that ended in between without completing requests."""
     server, repository = empty_server
     repositories.add(repository, "gated")
 
-    def counted() -> float:
+    def success_count() -> float:
         return server.metric("nv_inference_request_success", model="gated")
 
-    def others_have_ended() -> bool:
+    def old_schedulers_ended() -> bool:
         return len(server.find("scheduler gated")) == 2
 
     with server.http() as http, request_pool(server) as pool:
         http.load("gated").ok()
-        before = counted()
-        old = pool.number("gated", 1)
+        counts_before = success_count()
+        old_request = pool.number("gated", 1)
         visit = server.gate.next()
         http.load("gated").ok()
-        for _ in range(between):
-            later = pool.number("gated", 2)
+        for _ in range(request_count):
+            later_request = pool.number("gated", 2)
             server.gate.next().release()
-            later.result().ok()
+            later_request.result().ok()
             http.load("gated").ok()
-            until("one and the first are left", others_have_ended)
+            until("one and the first are left", old_schedulers_ended)
         visit.release()
-        old.result().ok()
-        until("all are counted", lambda: counted() == before + 1 + between)
+        old_request.result().ok()
+        until("all are counted", lambda: success_count() == counts_before + 1 + request_count)
 
 
-def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
+def test_a_failed_reload_keeps_the_old_version(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    with server.http() as http, under_load(server, http, repository):
+    with server.http() as http, run_under_load(server, http, repository):
         http.load("constant").ok()
-        rewrite(repository, BROKEN)
+        rewrite(repository, BROKEN_CODE)
         reply = http.load("constant")
         assert reply.status == 400
         assert answer(http) == 1
         assert http.get("/v2/health/ready").status == 200
         assert http.get("/v2/models/constant/ready").status == 200
         config = repository / "constant" / "config.pbtxt"
-        good = config.read_text()
-        config.write_text(good + "\nnonsense: 7\n")
+        good_config = config.read_text()
+        config.write_text(good_config + "\nnonsense: 7\n")
         assert http.load("constant").status in (400, 500)
         assert answer(http) == 1
-        config.write_text(good)
+        config.write_text(good_config)
         rewrite(repository, source(2))
         http.load("constant").ok()
         assert answer(http) == 2
 
 
-def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
+def test_a_failed_version_is_removed_with_its_folder(
     empty_server: Explicit,
 ) -> None:
     server, repository = empty_server
     repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
-    rewrite(repository, BROKEN, 2, "versions")
+    rewrite(repository, BROKEN_CODE, 2, "versions")
     with server.http() as http:
         assert http.load("versions").status == 400
         assert http.get("/v2/health/ready").status == 400
@@ -634,18 +643,18 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(empty_server: Ex
     repositories.add(repository, "gated")
     with request_pool(server) as pool, server.http() as http:
         http.load("gated").ok()
-        old = pool.number("gated", 1)
+        old_request = pool.number("gated", 1)
         visit = server.gate.next()
         http.load("gated").ok()
-        new = pool.number("gated", 2)
-        other = server.gate.next()
-        assert other.pid != visit.pid
-        other.release()
-        assert new.result().status == 200
-        assert not old.done()
+        new_request = pool.number("gated", 2)
+        other_visit = server.gate.next()
+        assert other_visit.pid != visit.pid
+        other_visit.release()
+        assert new_request.result().status == 200
+        assert not old_request.done()
         http.unload("gated").ok()
         visit.release()
-        assert old.result().status == 200
+        assert old_request.result().status == 200
 
 
 def test_unload_waits_for_running_requests(empty_server: Explicit) -> None:
@@ -653,18 +662,18 @@ def test_unload_waits_for_running_requests(empty_server: Explicit) -> None:
     repositories.add(repository, "gated")
     with request_pool(server) as pool, server.http() as http:
         http.load("gated").ok()
-        running = pool.number("gated", 1)
+        running_request = pool.number("gated", 1)
         visit = server.gate.next()
         http.unload("gated").ok()
-        assert http.infer("gated", ASK).status in (404, 503)
+        assert http.infer("gated", REQUEST_BODY).status in (404, 503)
         visit.release()
-        assert running.result().status == 200
+        assert running_request.result().status == 200
         until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
 
 
 def test_unload_while_a_worker_starts_again(empty_server: Explicit) -> None:
     server, repository = empty_server
-    before = len(server.log())
+    log_length = len(server.log())
     repositories.add(repository, "constant")
     waiting = (
         "import os, socket\ngate = socket.socket(socket.AF_UNIX)\n"
@@ -684,18 +693,18 @@ def test_unload_while_a_worker_starts_again(empty_server: Explicit) -> None:
         rewrite(repository, source(3))
         http.load("constant").ok()
         assert answer(http) == 3
-    assert "Traceback" not in server.log()[before:]
+    assert "Traceback" not in server.log()[log_length:]
 
 
 def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    fails = """\
+    failing_code = """\
     def initialize(self, args):
         raise ValueError('no weights')
 
     def execute("""
-    repositories.insert(repository / "constant", fails)
+    repositories.insert(repository / "constant", failing_code)
     with server.http() as http:
         assert http.load("constant").error == (
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
@@ -712,10 +721,13 @@ def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explici
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
     """Yield the server of the fixture `empty_polling`."""
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    first_repository, second_repository = (
+        tmp_path_factory.mktemp("one"),
+        tmp_path_factory.mktemp("two"),
+    )
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
-    with running([one, two], *flags) as started:
-        yield started, one, two
+    with running([first_repository, second_repository], *flags) as started:
+        yield started, first_repository, second_repository
 
 
 @pytest.fixture
@@ -739,22 +751,26 @@ def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> 
     with server.http() as http:
         ready = {(name, "1") for name in ("constant", "simple", "identity")}
         until("they are loaded", lambda: set(index(http, ready=True)) == ready)
-        with Load(server) as asking:
+        with Load(server) as load:
             assert answer(http) == 1
             rewrite(repository, source(2))
             until("the new code answers", lambda: answer(http) == 2)
-            rewrite(repository, BROKEN)
+            rewrite(repository, BROKEN_CODE)
             server.wait_log("broken on purpose")
             assert answer(http) == 2
             rewrite(repository, source(3), version=2)
             until("the new version answers", lambda: answer(http) == 3)
             repositories.add_as(tmp_path, "added", "constant").rename(repository / "added")
-            until("the new model is served", lambda: http.infer("added", ASK).status == 200)
+            until(
+                "the new model is served", lambda: http.infer("added", REQUEST_BODY).status == 200
+            )
             (repository / "added").rename(tmp_path / "removed")
-            until("the removed model is not", lambda: http.infer("added", ASK).status != 200)
+            until(
+                "the removed model is not", lambda: http.infer("added", REQUEST_BODY).status != 200
+            )
             until("nor is it known", lambda: ("added", "1") not in index(http))
             assert http.get("/v2/health/ready").status == 200
-        assert asking.troubles() == []
+        assert load.troubles() == []
         assert http.load("constant").status == 503
 
 
@@ -765,7 +781,7 @@ def test_poll_mode_waits_for_no_model(
     server, repository, _ = empty_polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")
     with server.http() as http:
-        until("it is served", lambda: http.infer("constant", ASK).status == 200)
+        until("it is served", lambda: http.infer("constant", REQUEST_BODY).status == 200)
         repositories.add_slow(tmp_path, "a").rename(repository / "a")
         loading = server.gate.next()
         rewrite(repository, source(2))
@@ -781,23 +797,25 @@ def test_a_model_that_appears_in_two_repositories(
     """Polling unloads the ambiguous model without making the server unready, and loads it when
     one copy is removed.
     """
-    server, one, two = empty_polling
-    repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
+    server, first_repository, second_repository = empty_polling
+    repositories.add_as(tmp_path, "twice", "constant").rename(first_repository / "twice")
     with server.http() as http:
-        until("it is served", lambda: http.infer("twice", ASK).status == 200)
+        until("it is served", lambda: http.infer("twice", REQUEST_BODY).status == 200)
         assert answer(http, "twice") == 1
-        another = "version_policy: { all {} }\n"
-        repositories.add_as(tmp_path, "twice", "constant", another).rename(two / "twice")
-        rewrite(two, source(2), 2, "twice")
+        policy = "version_policy: { all {} }\n"
+        repositories.add_as(tmp_path, "twice", "constant", policy).rename(
+            second_repository / "twice"
+        )
+        rewrite(second_repository, source(2), 2, "twice")
         severally = ("UNAVAILABLE", "model appears in two or more repositories")
-        until("it is not served", lambda: http.infer("twice", ASK).status == 404)
+        until("it is not served", lambda: http.infer("twice", REQUEST_BODY).status == 404)
         server.wait_log("model 'twice': not unique across all model repositories")
         models = index(http)
         assert models[("twice", "")] == severally and ("twice", "1") not in models
         until("all have ended", lambda: not server.find("scheduler twice"))
         assert http.get("/v2/health/ready").status == 200
-        (one / "twice").rename(tmp_path / "twice")
-        until("it is served again", lambda: http.infer("twice", ASK).status == 200)
+        (first_repository / "twice").rename(tmp_path / "twice")
+        until("it is served again", lambda: http.infer("twice", REQUEST_BODY).status == 200)
         models = index(http)
         assert models[("twice", "1")] == models[("twice", "2")] == ("READY", "")
         assert ("twice", "") not in models
@@ -810,17 +828,19 @@ def test_removing_a_broken_model_leaves_the_server_ready(
     server, repository, _ = empty_polling
     for name in ("broken", "unread"):
         repositories.add_as(tmp_path, name, "constant")
-    rewrite(tmp_path, BROKEN, name="broken")
+    rewrite(tmp_path, BROKEN_CODE, name="broken")
     (tmp_path / "unread" / "config.pbtxt").write_text("nonsense: 7")
     for name in ("broken", "unread"):
         (tmp_path / name).rename(repository / name)
 
-    def failed(found: dict[tuple[str, str], tuple[str, str]]) -> bool:
-        states = [found.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))]
+    def have_failed(states_by_version: dict[tuple[str, str], tuple[str, str]]) -> bool:
+        states = [
+            states_by_version.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))
+        ]
         return states == ["UNAVAILABLE", "UNAVAILABLE"]
 
     with server.http() as http:
-        until("both have failed", lambda: failed(index(http)))
+        until("both have failed", lambda: have_failed(index(http)))
     assert not server.answers("/v2/health/ready")
     shutil.rmtree(repository / "broken")
     shutil.rmtree(repository / "unread")

@@ -11,7 +11,7 @@ import pytest
 from tests.support import repositories
 from tests.support.gates import Visit
 from tests.support.request_pool import RequestPool, request_pool
-from tests.support.sequence_models import CONTROLS, IDLE, instances
+from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Reply, json_input
 
@@ -26,7 +26,9 @@ def server(models: Path, start: Start) -> Server:
         ("single", 1, "direct { }"),
         ("oldest", 1, "oldest { max_candidate_sequences: 4 }"),
     ):
-        config = f"{instances(count)} sequence_batching {{ {strategy} {IDLE} {CONTROLS} }}"
+        config = (
+            f"{instances(count)} sequence_batching {{ {strategy} {IDLE_TIME} {CONTROL_INPUTS} }}"
+        )
         repositories.add_as(models, name, "sequencer", config)
     return start(models, "--exit-timeout-secs=2")
 
@@ -60,22 +62,22 @@ def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
     }
 
 
-def sums(*replies: Future[Reply]) -> list[int]:
+def sums_of_replies(*replies: Future[Reply]) -> list[int]:
     return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
 
 
 def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) -> None:
     """The ids of sequences 0 to 5 are 1 to 6."""
     send_step, gate = step_sender(pool, "pair"), server.gate
-    begun = [send_step(1, start=True)]
-    first = gate.next()
-    begun.append(send_step(2, start=True))
-    second = gate.next()
-    assert first.pid != second.pid
+    first_replies = [send_step(1, start=True)]
+    first_visit = gate.next()
+    first_replies.append(send_step(2, start=True))
+    second_visit = gate.next()
+    assert first_visit.pid != second_visit.pid
     for sequence, waiting in ((3, 1), (4, 2), (5, 3), (6, 4)):
-        begun.append(send_step(sequence, start=True))
+        first_replies.append(send_step(sequence, start=True))
         server.wait_pending("pair", waiting)
-    for visit, sequence in ((first, 1), (second, 2)):
+    for visit, sequence in ((first_visit, 1), (second_visit, 2)):
         assert by_slot(visit) == {
             "START": [1, 0],
             "END": [0, 0],
@@ -83,12 +85,12 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
             "CORRID": [sequence, 0],
         }
     # Sequences 3 and 4 have the other two slots. Sequences 5 and 6 wait in the backlog.
-    first.release()
+    first_visit.release()
     third = gate.next()
-    second.release()
+    second_visit.release()
     fourth = gate.next()
-    for visit, before, sequence in ((third, first, 3), (fourth, second, 4)):
-        assert visit.pid == before.pid
+    for visit, earlier_visit, sequence in ((third, first_visit, 3), (fourth, second_visit, 4)):
+        assert visit.pid == earlier_visit.pid
         assert by_slot(visit) == {
             "START": [0, 1],
             "END": [0, 0],
@@ -96,14 +98,14 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
             "CORRID": [0, sequence],
         }
     # Sequence 4 ends, and 5 takes its slot.
-    ended = send_step(4, end=True)
+    end_reply = send_step(4, end=True)
     server.wait_pending("pair", 3)
     fourth.release()
     end = gate.next()
     assert by_slot(end)["END"] == [0, 1] and by_slot(end)["CORRID"] == [0, 4]
     end.release()
     fifth = gate.next()
-    assert fifth.pid == second.pid
+    assert fifth.pid == second_visit.pid
     assert by_slot(fifth)["START"] == [0, 1] and by_slot(fifth)["CORRID"] == [0, 5]
     # Sequence 2 ends, and 6 takes its slot.
     ended_too = send_step(2, end=True)
@@ -113,12 +115,12 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
     assert by_slot(end)["END"] == [1, 0] and by_slot(end)["CORRID"] == [2, 0]
     end.release()
     sixth = gate.next()
-    assert sixth.pid == second.pid
+    assert sixth.pid == second_visit.pid
     assert by_slot(sixth)["START"] == [1, 0] and by_slot(sixth)["CORRID"] == [6, 0]
     sixth.release()
     third.release()
-    assert sums(*begun) == [1] * 6
-    assert sums(ended, ended_too) == [2, 2]
+    assert sums_of_replies(*first_replies) == [1] * 6
+    assert sums_of_replies(end_reply, ended_too) == [2, 2]
     assert gate.is_idle()
 
 
@@ -129,27 +131,27 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     batch.
     """
     send_step, gate = step_sender(pool, "single"), server.gate
-    lone = send_step(1, start=True)
+    waiting_reply = send_step(1, start=True)
     visit = gate.next()
     assert by_slot(visit) == {"START": [1, 0], "END": [0, 0], "READY": [1, 0], "CORRID": [1, 0]}
     assert (visit.message["START"], visit.message["READY"]) == ([1], [1])
     visit.release()
-    assert sums(lone) == [1]
+    assert sums_of_replies(waiting_reply) == [1]
     assert gate.is_idle()
     # Both requests wait together while the instance is busy.
     busy = send_step(1)
     visit = gate.next()
-    both = [send_step(1)]
+    replies = [send_step(1)]
     server.wait_pending("single", 1)
-    both.append(send_step(2, start=True))
+    replies.append(send_step(2, start=True))
     server.wait_pending("single", 2)
     visit.release()
-    assert sums(busy) == [2]
+    assert sums_of_replies(busy) == [2]
     visit = gate.next()
     assert by_slot(visit) == {"START": [0, 1], "END": [0, 0], "READY": [1, 1], "CORRID": [1, 2]}
     assert visit.message["shape"] == [[1, 1], [1, 1]]
     visit.release()
-    assert sums(*both) == [3, 1]
+    assert sums_of_replies(*replies) == [3, 1]
 
 
 def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: RequestPool) -> None:
@@ -192,17 +194,17 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: Request
     for waiting, (sequence, flags) in enumerate(steps, 1):
         replies.append(send_step(sequence, **flags))
         server.wait_pending("oldest", waiting)
-    seen = [visit.message["CORRID"]]
+    batches = [visit.message["CORRID"]]
     ends = []
     for _ in range(5):
         visit.release()
         visit = gate.next()
-        seen.append(visit.message["CORRID"])
+        batches.append(visit.message["CORRID"])
         ends.append(visit.message["END"])
         assert all(visit.message["READY"])
     visit.release()
     # The oldest sequences run first, at most one request of each. An ended sequence frees its
     # slot.
-    assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]
+    assert batches == [[1], [2, 3], [4, 1], [4], [4], [5]]
     assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
-    assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]
+    assert sums_of_replies(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

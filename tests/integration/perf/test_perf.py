@@ -20,11 +20,11 @@ from tests.support import certificates, repositories
 from tests.support.servers import ROOT, Server, Start, running
 from tests.support.waiting import until
 
-SHORT = ("--window=0.2", "--windows=3", "--warm-up=0.1")
+SHORT_FLAGS = ("--window=0.2", "--windows=3", "--warm-up=0.1")
 Perf = Callable[..., dict[str, Any]]
 
 # Sends each of its COUNT numbers as a response of its own.
-COUNTER = """
+COUNTER_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -46,7 +46,7 @@ input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 """
 # Refuses negative values.
-MOODY = """
+MOODY_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -60,7 +60,7 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)])
 """
 # Accepts only sequences of three requests, the first with START and the last with END.
-STRICT = """
+STRICT_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -100,29 +100,40 @@ sequence_batching {
 @pytest.fixture(scope="module")
 def perf_server(models: Path, start: Start) -> Server:
     repositories.add(models, "simple", "identity")
-    repositories.write(models, "counter", COUNTER_CONFIG, COUNTER)
-    repositories.write(models, "strict", STRICT_CONFIG, STRICT)
+    repositories.write(models, "counter", COUNTER_CONFIG, COUNTER_MODEL)
+    repositories.write(models, "strict", STRICT_CONFIG, STRICT_MODEL)
     config = repositories.identity_config("moody", "FP32", [4])
-    repositories.write(models, "moody", config, MOODY)
+    repositories.write(models, "moody", config, MOODY_MODEL)
     return start(models, grpc=True)
 
 
 @pytest.fixture
 def perf(perf_server: Server, tmp_path: Path) -> Perf:
-    """Run it over a door, and return the last point of its report."""
+    """Run it over a protocol and return the last point of its report."""
 
-    def run(door: str, *arguments: str) -> dict[str, Any]:
+    def run(protocol: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "report.json"
-        assert main(["perf", *arguments, *at(perf_server, door), *SHORT, f"--json={path}"]) == 0
+        assert (
+            main(
+                [
+                    "perf",
+                    *arguments,
+                    *connection_flags(perf_server, protocol),
+                    *SHORT_FLAGS,
+                    f"--json={path}",
+                ]
+            )
+            == 0
+        )
         point: dict[str, Any] = json.loads(path.read_text())["points"][-1]
         return point
 
     return run
 
 
-def at(server: Server, door: str) -> Sequence[str]:
+def connection_flags(server: Server, protocol: str) -> Sequence[str]:
     urls = {"http": f"http://{server.url}", "grpc": f"grpc://{server.grpc_url}"}
-    return [f"--url={urls[door]}"] if door in urls else [f"--run-dir={server.run_dir}"]
+    return [f"--url={urls[protocol]}"] if protocol in urls else [f"--run-dir={server.run_dir}"]
 
 
 def successes(server: Server) -> float:
@@ -132,21 +143,28 @@ def successes(server: Server) -> float:
 @pytest.mark.parametrize(
     "flags", [("--warm-up=60",), ("--warm-up=0.1", "--window=0.2", "--windows=1000")]
 )
-@pytest.mark.parametrize("door", ["http", "native"])
-def test_an_interrupt_prints_what_was_measured(
-    perf_server: Server, tmp_path: Path, door: str, flags: tuple[str, ...]
+@pytest.mark.parametrize("protocol", ["http", "native"])
+def test_an_interrupt_prints_the_measured_points(
+    perf_server: Server, tmp_path: Path, protocol: str, flags: tuple[str, ...]
 ) -> None:
     path = tmp_path / "report.json"
     command = ["perf", "simple", "--concurrency=4,5", "--stability=1e-9", f"--json={path}"]
-    before = successes(perf_server)
+    successes_before = successes(perf_server)
     with subprocess.Popen(
-        [sys.executable, "-m", "shmserve", *command, *at(perf_server, door), *flags],
+        [
+            sys.executable,
+            "-m",
+            "shmserve",
+            *command,
+            *connection_flags(perf_server, protocol),
+            *flags,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
     ) as process:
-        until("the load has begun", lambda: successes(perf_server) > before + 100)
+        until("the load has begun", lambda: successes(perf_server) > successes_before + 100)
         time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
@@ -157,11 +175,11 @@ def test_an_interrupt_prints_what_was_measured(
 
 
 @pytest.mark.parametrize("memory", ["none", "system"])
-@pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_each_door_with_and_without_shared_memory(
-    perf_server: Server, perf: Perf, door: str, memory: str
+@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
+def test_each_protocol_with_and_without_shared_memory(
+    perf_server: Server, perf: Perf, protocol: str, memory: str
 ) -> None:
-    point = perf(door, "simple", "--concurrency=8", f"--shared-memory={memory}")
+    point = perf(protocol, "simple", "--concurrency=8", f"--shared-memory={memory}")
     assert point["errors"] == 0
     assert point["requests"] > 8
     assert 0 < point["latency"]["p50"] <= point["latency"]["p99"] <= point["latency"]["max"]
@@ -175,24 +193,24 @@ def test_each_door_with_and_without_shared_memory(
     assert not [region for region in regions if region["name"].startswith("perf-")]
 
 
-@pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_large_tensors_go_both_ways(perf: Perf, door: str) -> None:
-    point = perf(door, "identity", "--shape=INPUT0:2000000", "--concurrency=2")
+@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
+def test_large_tensors_go_both_ways(perf: Perf, protocol: str) -> None:
+    point = perf(protocol, "identity", "--shape=INPUT0:2000000", "--concurrency=2")
     assert point["errors"] == 0
 
 
-@pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_streams_have_a_time_to_the_first_response(perf: Perf, door: str) -> None:
-    point = perf(door, "counter", "--input=COUNT=[5]", "--concurrency=3")
+@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
+def test_streams_have_a_time_to_the_first_response(perf: Perf, protocol: str) -> None:
+    point = perf(protocol, "counter", "--input=COUNT=[5]", "--concurrency=3")
     assert point["errors"] == 0
     assert point["responses_per_second"] == pytest.approx(5 * point["per_second"])
     assert 0 < point["first"]["p50"] <= point["latency"]["max"]
     assert point["gap"]["max"] > 0
 
 
-@pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_sequences_are_begun_and_ended(perf: Perf, door: str) -> None:
-    point = perf(door, "strict", "--sequence-length=3", "--concurrency=3")
+@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
+def test_sequences_are_begun_and_ended(perf: Perf, protocol: str) -> None:
+    point = perf(protocol, "strict", "--sequence-length=3", "--concurrency=3")
     assert (point["errors"], point["error"]) == (0, "")
 
 
@@ -203,13 +221,13 @@ def test_an_open_loop_sends_at_its_rate(perf: Perf, arrivals: str) -> None:
     assert point["requests"] > 10
 
 
-@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
 def test_errors_are_counted_and_reported(
-    perf: Perf, door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    perf: Perf, protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([{"INPUT0": [number] * 4} for number in (1, 2, -1)]))
-    point = perf(door, "moody", "--concurrency=2", f"--data={path}")
+    point = perf(protocol, "moody", "--concurrency=2", f"--data={path}")
     assert point["errors"] == pytest.approx(point["requests"] / 2, rel=0.2, abs=3)
     assert "requests failed; mostly: " in capsys.readouterr().out
     assert "in no mood" in point["error"]
@@ -219,18 +237,24 @@ def test_a_report_is_written_drawn_and_compared(
     perf_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [f"--json={tmp_path}/1.json", f"--csv={tmp_path}/1.csv", f"--plot={tmp_path}/1.svg"]
-    server = [*at(perf_server, "http"), *SHORT]
+    server = [*connection_flags(perf_server, "http"), *SHORT_FLAGS]
     assert main(["perf", "simple", "--concurrency=1:2", *server, *files]) == 0
     assert (tmp_path / "1.svg").read_text().startswith("<svg")
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
     capsys.readouterr()
-    again = ["perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server]
-    assert main(again) == 0
+    compare_arguments = [
+        "perf",
+        "simple",
+        "--concurrency=2",
+        f"--compare={tmp_path}/1.json",
+        *server,
+    ]
+    assert main(compare_arguments) == 0
     assert "new / old" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("door", "arguments", "status", "expected_error"),
+    ("protocol", "arguments", "status", "expected_error"),
     [
         ("http", ["nobody"], 1, "unknown model: 'nobody'"),
         ("grpc", ["nobody"], 1, "unknown model: 'nobody'"),
@@ -255,18 +279,18 @@ def test_a_report_is_written_drawn_and_compared(
 def test_an_error_is_one_line(
     perf_server: Server,
     capsys: pytest.CaptureFixture[str],
-    door: str,
+    protocol: str,
     arguments: list[str],
     status: int,
     expected_error: str,
 ) -> None:
-    assert main(["perf", *arguments, *at(perf_server, door)]) == status
+    assert main(["perf", *arguments, *connection_flags(perf_server, protocol)]) == status
     error = capsys.readouterr().err
     assert expected_error in error
     assert error.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["perf", "simple", "--url=127.0.0.1:9"]) == 1
     assert "refused" in capsys.readouterr().err
 
@@ -279,14 +303,14 @@ def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixtu
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(repository, "--grpc-use-ssl=true", *flags, grpc=True) as server:
         where = f"--url=grpcs://localhost:{server.grpc_port}"
-        large = ("--shape=INPUT0:100000", "--concurrency=4", f"--root-cert={keys}/ca.pem")
-        assert main(["perf", "identity", where, *large, *SHORT]) == 0
-        assert main(["perf", "identity", where, *large[:-1], *SHORT]) == 1
+        large_flags = ("--shape=INPUT0:100000", "--concurrency=4", f"--root-cert={keys}/ca.pem")
+        assert main(["perf", "identity", where, *large_flags, *SHORT_FLAGS]) == 0
+        assert main(["perf", "identity", where, *large_flags[:-1], *SHORT_FLAGS]) == 1
         capsys.readouterr()
         # The server stops during the load.
         stopping = threading.Timer(1.0, server.stop)
         stopping.start()
-        command = ["perf", "identity", f"--url={server.url}", *large[:-1]]
+        command = ["perf", "identity", f"--url={server.url}", *large_flags[:-1]]
         assert main([*command, "--window=60", "--patience=5"]) == 1
         stopping.join()
         # The error depends on the moment of the stop.

@@ -18,7 +18,7 @@ from tests.support import repositories
 from tests.support.servers import ROOT, Server, running
 
 # Takes a fixed time, and a time for each row.
-SLOW = """
+SLOW_MODEL = """
 import time
 import triton_python_backend_utils as pb_utils
 
@@ -36,45 +36,45 @@ input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
 output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
 instance_group { kind: KIND_CPU count: 1 }
 """
-SHORT = ("--window=0.05", "--runs=5", "--most-instances=2")
+SHORT_FLAGS = ("--window=0.05", "--runs=5", "--most-instances=2")
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     repository = tmp_path / "models"
     repository.mkdir()
-    repositories.write(repository, "slow", CONFIG, SLOW)
+    repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
     with running(repository, "--model-control-mode=explicit", "--load-model=*") as started:
         yield started
 
 
-def in_force(server: Server) -> dict[str, Any]:
+def effective_config(server: Server) -> dict[str, Any]:
     with server.http() as http:
         config: dict[str, Any] = http.get("/v2/models/slow/config").ok().json()
         return config
 
 
-@pytest.mark.parametrize("door", ["http", "native"])
+@pytest.mark.parametrize("protocol", ["http", "native"])
 def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
-    server: Server, tmp_path: Path, door: str
+    server: Server, tmp_path: Path, protocol: str
 ) -> None:
-    before = in_force(server)
-    where = f"--url=http://{server.url}" if door == "http" else f"--run-dir={server.run_dir}"
+    config_before = effective_config(server)
+    where = f"--url=http://{server.url}" if protocol == "http" else f"--run-dir={server.run_dir}"
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
     # Every configuration meets this target. The quality of the choice is tested by the
     # simulation.
-    assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
-    assert in_force(server) == before
-    written = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
-    assert 1 <= written.max_batch_size <= 8
-    assert 1 <= written.instance_group[0].count <= 2
+    assert main(["tune", "slow", "--p99=60s", where, *SHORT_FLAGS, *files]) == 0
+    assert effective_config(server) == config_before
+    recommended = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
+    assert 1 <= recommended.max_batch_size <= 8
+    assert 1 <= recommended.instance_group[0].count <= 2
     assert ET.parse(tmp_path / "tried.svg").getroot().tag.endswith("svg")
 
 
 def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
     server: Server, tmp_path: Path
 ) -> None:
-    before = in_force(server)
+    config_before = effective_config(server)
     command = ["tune", "slow", "--p99=60s", f"--url=http://{server.url}", "--window=0.2", "--apply"]
     with subprocess.Popen(
         [sys.executable, "-m", "shmserve", *command],
@@ -90,25 +90,25 @@ def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "# interrupted after" in output and "max_batch_size: 8" in output
-    assert in_force(server) == before
+    assert effective_config(server) == config_before
 
 
 def test_tune_writes_its_recommendation_to_the_given_file(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    override = {**in_force(server), "max_batch_size": 4, "dynamic_batching": {}}
+    override = {**effective_config(server), "max_batch_size": 4, "dynamic_batching": {}}
     with server.http() as http:
         body = {"parameters": {"config": json.dumps(override)}}
         http.post("/v2/repository/models/slow/load", body).ok()
     url = f"--url=http://{server.url}"
-    assert main(["tune", "slow", "--p99=1us", url, *SHORT]) == 1
+    assert main(["tune", "slow", "--p99=1us", url, *SHORT_FLAGS]) == 1
     assert "no tested configuration has a p99 within 0.001 ms" in capsys.readouterr().err
-    assert in_force(server)["max_batch_size"] == 4  # not as its folder has it
-    assert main(["tune", "slow", "--p99=60s", url, *SHORT, "--apply"]) == 0
-    written = parse_pbtxt(capsys.readouterr().out)
-    settings = in_force(server)
-    assert settings["max_batch_size"] == written.max_batch_size
-    assert settings["instance_group"][0]["count"] == written.instance_group[0].count
+    assert effective_config(server)["max_batch_size"] == 4  # not as its folder has it
+    assert main(["tune", "slow", "--p99=60s", url, *SHORT_FLAGS, "--apply"]) == 0
+    recommended = parse_pbtxt(capsys.readouterr().out)
+    settings = effective_config(server)
+    assert settings["max_batch_size"] == recommended.max_batch_size
+    assert settings["instance_group"][0]["count"] == recommended.instance_group[0].count
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_server_that_loads_nothing_on_request_is_named(
 ) -> None:
     repository = tmp_path / "models"
     repository.mkdir()
-    repositories.write(repository, "slow", CONFIG, SLOW)
+    repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1
     assert (

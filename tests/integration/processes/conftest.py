@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rigs.service_manager import Manager, managed
+from tests.rigs.service_manager import Manager, run_manager
 from tests.rigs.systemd_rig import Systemd, Unavailable, booted
 
 
 @pytest.fixture
 def manager() -> Iterator[Manager]:
     """Yield a fake service manager."""
-    with managed() as manager:
+    with run_manager() as manager:
         yield manager
 
 

@@ -22,30 +22,30 @@ from tests.support.wire.raw_http import Http, json_input
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("flags", "flag_name"),
     [
         (("--no-such-flag=1",), "--no-such-flag"),
         (("--http-port=x",), "--http-port"),
         (("--load-model=x",), "--load-model"),
     ],
 )
-def test_bad_flags(repository: Path, flags: tuple[str, ...], named: str) -> None:
+def test_bad_flags(repository: Path, flags: tuple[str, ...], flag_name: str) -> None:
     """One flag for each kind of error; tests/unit/config/test_options.py covers all flags."""
-    refused = run_command("serve", f"--model-repository={repository}", *flags)
-    assert refused.returncode == 2
-    assert named in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
-    assert refused.stdout == ""
+    completed = run_command("serve", f"--model-repository={repository}", *flags)
+    assert completed.returncode == 2
+    assert flag_name in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
+    assert completed.stdout == ""
 
 
-def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
-    refused = run_command("serve")
-    assert refused.returncode == 2
-    assert "--model-repository" in refused.stderr
-    refused = run_command("serve", f"--model-repository={tmp_path / 'nowhere'}")
-    assert refused.returncode not in (0, None)
-    assert "nowhere" in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_a_missing_repository_is_refused(tmp_path: Path) -> None:
+    completed = run_command("serve")
+    assert completed.returncode == 2
+    assert "--model-repository" in completed.stderr
+    completed = run_command("serve", f"--model-repository={tmp_path / 'nowhere'}")
+    assert completed.returncode not in (0, None)
+    assert "nowhere" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_an_existing_triton_command_line_starts(
@@ -122,33 +122,37 @@ def test_a_link_named_tritonserver_takes_its_command_lines(
 
 
 def test_the_first_word_of_a_container_and_a_repository_in_an_object_store() -> None:
-    refused = run_command("/opt/tritonserver/bin/tritonserver", "--model-store=s3://b/models")
-    assert refused.returncode == 2
-    assert "aws s3 sync s3://b/models FOLDER" in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
+    completed = run_command("/opt/tritonserver/bin/tritonserver", "--model-store=s3://b/models")
+    assert completed.returncode == 2
+    assert "aws s3 sync s3://b/models FOLDER" in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
 
 
 def test_check(repository: Path) -> None:
     repositories.add(repository, "constant", "simple", "repeat")
-    fine = run_command("check", str(repository))
-    assert fine.returncode == 0, fine.stderr
-    assert "constant" in fine.stdout
-    assert "simple" in fine.stdout
-    assert [line for line in fine.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]]
+    completed = run_command("check", str(repository))
+    assert completed.returncode == 0, completed.stderr
+    assert "constant" in completed.stdout
+    assert "simple" in completed.stdout
+    assert [
+        line for line in completed.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]
+    ]
     config = repository / "simple" / "config.pbtxt"
     config.write_text(config.read_text() + "nonsense: 1\n")
     (repository / "constant" / "1" / "model.py").write_text(
         "raise RuntimeError('broken on purpose\\nand twice')\n"
     )
     (repository / "config.pbtxt").touch()
-    bad = run_command("check", str(repository))
-    assert bad.returncode == 2
-    assert f"'{repository}' is a model folder" in bad.stderr
-    output = bad.stdout + bad.stderr
+    completed = run_command("check", str(repository))
+    assert completed.returncode == 2
+    assert f"'{repository}' is a model folder" in completed.stderr
+    output = completed.stdout + completed.stderr
     assert "nonsense" in output
     assert "broken on purpose" in output
     assert "config.pbtxt" in output
-    assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
+    assert [
+        line for line in completed.stdout.splitlines() if line.strip() == "and twice (model.py:1)"
+    ]
 
 
 def test_check_reports_an_ensemble_without_a_version_folder(repository: Path) -> None:
@@ -180,8 +184,8 @@ def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
     )
     completed = run_command("check", str(repository))
     assert completed.returncode == 2
-    first, *other_lines = completed.stdout.splitlines()
-    assert first.split(maxsplit=1) == [
+    first_line, *other_lines = completed.stdout.splitlines()
+    assert first_line.split(maxsplit=1) == [
         "wrong",
         "FAILED  failed to load 'wrong', failed to poll from model repository: wrong/config.pbtxt:"
         '9:1: max_batch: no such field; did you mean "max_batch_size"?',
@@ -193,7 +197,7 @@ def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
     ]
 
 
-DECODER = """
+DECODER_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -227,16 +231,14 @@ model_transaction_policy { decoupled: true }
 """
 
 
-def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG")
     sample = (
         'model_warmup { name: "s" batch_size: 1 inputs { key: "IMAGE" value '
         '{ data_type: TYPE_STRING dims: 1 input_data_file: "image" } } }'
     )
-    for name, other, more in (
+    for name, replacement, settings in (
         ("empty", "", ""),
         ("given", 'IMAGE"/PICTURE"', ""),
         ("name", 'SIZE"/AREA"', sample),
@@ -244,17 +246,17 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         ("shape", "(1, 2)/(1, 3)", sample),
         ("type", "int32/float32", sample),
     ):
-        old, _, new = other.partition("/")
-        entry = "PICTURE" if new == 'PICTURE"' else "IMAGE"
+        old_text, _, new_text = replacement.partition("/")
+        entry = "PICTURE" if new_text == 'PICTURE"' else "IMAGE"
         config = (
             f'backend: "python" max_batch_size: 2 input {{ name: "{entry}" data_type: TYPE_STRING '
-            f'dims: 1 }} output {{ name: "SIZE" data_type: TYPE_INT32 dims: 2 }} {more}'
+            f'dims: 1 }} output {{ name: "SIZE" data_type: TYPE_INT32 dims: 2 }} {settings}'
         )
-        source = DECODER.replace(old, new) if old else DECODER
+        source = DECODER_MODEL.replace(old_text, new_text) if old_text else DECODER_MODEL
         folder = repositories.write(repository, name, config, source)
         (folder / "warmup").mkdir()
         (folder / "warmup" / "image").write_bytes(b"\4\0\0\0\x89PNG")
-    repositories.write(repository, "unnamed", 'backend: "python"', DECODER)
+    repositories.write(repository, "unnamed", 'backend: "python"', DECODER_MODEL)
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
     none_of_them = STREAM.replace('"SUM"', '"sum"')
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
@@ -301,8 +303,8 @@ def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> N
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])
     completed = run_command("check", str(repository))
     assert completed.returncode == 0
-    huge, simple, summary = completed.stdout.splitlines()
-    assert huge.split(maxsplit=1) == [
+    huge_line, simple, summary = completed.stdout.splitlines()
+    assert huge_line.split(maxsplit=1) == [
         "huge:1",
         "refused not tested: a batch of zeros is too large for a message",
     ]
@@ -313,7 +315,7 @@ def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> N
 @pytest.fixture(scope="module")
 def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Yield the flag for each way to connect to a server."""
-    folder = tmp_path_factory.mktemp("doors")
+    folder = tmp_path_factory.mktemp("connections")
     flags = ("--model-control-mode=explicit", "--load-model=*")
     repositories.add(folder, "completed", "text")
     repositories.add_identity(folder, "halves", "BF16", [-1])
@@ -328,17 +330,17 @@ def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
             }
 
 
-def infer(door: str, *arguments: str) -> Any:
+def infer(connection_flag: str, *arguments: str) -> Any:
     """Return the output of `shmserve client infer`."""
-    done = run_command("client", "infer", *arguments, door)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    completed = run_command("client", "infer", *arguments, connection_flag)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
-@pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
-def test_client_infer(connection_flags: dict[str, str], door: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
+def test_client_infer(connection_flags: dict[str, str], protocol: str, tmp_path: Path) -> None:
     """The response is the same over every protocol."""
-    connection = connection_flags[door]
+    connection = connection_flags[protocol]
     assert infer(connection, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",
         "model_name": "completed",
@@ -360,16 +362,16 @@ def test_client_infer(connection_flags: dict[str, str], door: str, tmp_path: Pat
     assert output == {"name": "OUTPUT0", "datatype": "BF16", "shape": [2], "data": [0.5, 3]}
 
 
-@pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
-def test_client_infer_that_is_refused(connection_flags: dict[str, str], door: str) -> None:
+@pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
+def test_client_infer_that_is_refused(connection_flags: dict[str, str], protocol: str) -> None:
     """The error text is the same over every protocol, too."""
     for arguments, expected in (
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
     ):
-        done = run_command("client", "infer", *arguments, connection_flags[door])
-        assert (done.returncode, done.stdout) == (1, "")
-        assert expected in done.stderr and done.stderr.count("\n") == 1
+        completed = run_command("client", "infer", *arguments, connection_flags[protocol])
+        assert (completed.returncode, completed.stdout) == (1, "")
+        assert expected in completed.stderr and completed.stderr.count("\n") == 1
 
 
 def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
@@ -382,7 +384,7 @@ def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
 def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     """The verbs act and print the same over every protocol, with flags before or after the
     command."""
-    printed = []
+    printed_outputs = []
     for connection in connection_flags.values():
         assert run_client(capsys, connection, "unload", "halves") == (0, [], "")
         status, _, text = run_client(capsys, "ready", "halves", connection)
@@ -393,10 +395,10 @@ def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFi
         _, output, _ = run_client(capsys, "models", connection)
         assert [row["name"] for row in output] == ["completed", "halves", "text"]
         _, (config,), _ = run_client(capsys, "config", "halves", connection)
-        _, every, _ = run_client(capsys, connection, "stats")
+        _, all_statistics, _ = run_client(capsys, connection, "stats")
         _, (stats,), _ = run_client(capsys, connection, "stats", "halves", "--model-version=1")
-        assert [row["name"] for row in every] == ["completed", "halves", "text"]
-        assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
+        assert [row["name"] for row in all_statistics] == ["completed", "halves", "text"]
+        assert stats["inference_count"] == 0 and all_statistics[1].keys() == stats.keys()
         with SharedObject(4096) as shared_object:
             url = connection_flags["http"].removeprefix("--url=http://127.0.0.1:")
             with contextlib.closing(Http(int(url))) as http:
@@ -406,9 +408,9 @@ def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFi
         (region,) = [row for row in regions if row["name"] == "r"]
         assert region.pop("key").startswith("/")
         assert region == {"name": "r", "offset": 0, "byte_size": 4096}
-        printed.append((output, config, stats))
-    for line in printed[1:]:
-        assert line == printed[0]
+        printed_outputs.append((output, config, stats))
+    for line in printed_outputs[1:]:
+        assert line == printed_outputs[0]
 
 
 def test_client_without_a_server(
@@ -422,19 +424,19 @@ def test_client_without_a_server(
             [],
             f"shmserve client {verb[0]}: no server of this user is running: there is no run "
             "directory "
-            f"{tmp_path}/shmserve; start one by `shmserve serve`, or choose another by its run "
-            "directory or URL\n",
+            f"{tmp_path}/shmserve; start one by `shmserve serve`, or choose another by "
+            "--run-dir, --url, SHMSERVE_RUN_DIR or connect(DIR)\n",
         )
 
 
 def test_client_infer_finds_this_users_server(server: Server) -> None:
     environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
     arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
-    done = run_command(*arguments, env=environment)
-    assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
-    done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
-    assert done.returncode == 1
-    assert done.stderr == (
+    completed = run_command(*arguments, env=environment)
+    assert json.loads(completed.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], completed.stderr
+    completed = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
+    assert completed.returncode == 1
+    assert completed.stderr == (
         "shmserve client infer: no server is running: there is no run directory /nowhere\n"
     )
 
@@ -454,18 +456,18 @@ def test_client_infer_that_fails(
     server: Server, arguments: tuple[str, ...], status: int, expected_error: str
 ) -> None:
     url = f"http://127.0.0.1:{server.http_port}"
-    done = run_command("client", "infer", *arguments, "--url", url)
-    assert done.returncode == status
-    assert expected_error in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    completed = run_command("client", "infer", *arguments, "--url", url)
+    assert completed.returncode == status
+    assert expected_error in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_client_infer_without_a_server(scheme: str) -> None:
-    (held,) = hold_ports(1)  # a port at which no server listens
-    with held:
-        url = f"{scheme}://127.0.0.1:{port_of(held)}"
-        done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
-    assert done.returncode == 1
-    assert f": {url}: no response: " in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    (port_socket,) = hold_ports(1)  # a port at which no server listens
+    with port_socket:
+        url = f"{scheme}://127.0.0.1:{port_of(port_socket)}"
+        completed = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
+    assert completed.returncode == 1
+    assert f": {url}: no response: " in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1

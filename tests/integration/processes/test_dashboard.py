@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from shmserve.gateway.api.figures import HISTORY_EVERY_S
-from tests.integration.generation.conftest import EMBEDDER, EMBEDDER_CONFIG
+from tests.integration.generation.conftest import EMBEDDER_CONFIG, EMBEDDER_MODEL
 from tests.rigs import watched
 from tests.rigs.chromium import CHROMIUM, Page, browser
 from tests.rigs.watched import Feed
@@ -37,9 +37,9 @@ def server(models: Path, start: Start) -> Server:
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
     """Yield a browser page, and check that it has logged no error."""
-    with browser(tmp_path) as opened:
-        opened.size(1280, 900)
-        yield opened
+    with browser(tmp_path) as opened_page:
+        opened_page.size(1280, 900)
+        yield opened_page
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,13 @@ def guarded_server(models: Path, start: Start) -> Server:
 def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as http:
         for path in ("/", "/live", "/metrics"):
-            refused = http.get(path)
-            assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
-            wrong = http.get(path, {"Authorization": f"Bearer {INFERENCE_TOKEN}"})
-            assert (wrong.status, wrong.error) == (
+            refused_reply = http.get(path)
+            assert (
+                refused_reply.status == 401
+                and refused_reply.headers["WWW-Authenticate"] == "Bearer"
+            )
+            wrong_reply = http.get(path, {"Authorization": f"Bearer {INFERENCE_TOKEN}"})
+            assert (wrong_reply.status, wrong_reply.error) == (
                 403,
                 "this token has no access to the metrics API",
             )
@@ -74,16 +77,19 @@ def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> Non
 
 
 def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
-    with watched.under_load(server), Feed(server.metrics_port) as feed:
-        first = feed.next()
-        until("all are asked", lambda: all(answered(server, name) > 8 for name in watched.FEW))
+    with watched.send_under_load(server), Feed(server.metrics_port) as feed:
+        first_message = feed.next()
+        until(
+            "all are asked",
+            lambda: all(success_count(server, name) > 8 for name in watched.FEW_MODELS),
+        )
     with Feed(server.metrics_port) as feed:
         report = feed.next()
-    assert first["models"]["broken/1"]["state"] == "UNAVAILABLE"
-    assert "there is no such weight" in first["models"]["broken/1"]["because"]
-    for name in watched.FEW:
+    assert first_message["models"]["broken/1"]["state"] == "UNAVAILABLE"
+    assert "there is no such weight" in first_message["models"]["broken/1"]["because"]
+    for name in watched.FEW_MODELS:
         row = report["models"][f"{name}/1"]
-        assert row["success"] == answered(server, name), name
+        assert row["success"] == success_count(server, name), name
         assert row["fail"] == server.metric("nv_inference_request_failure", model=name), name
         assert row["execution_count"] == server.metric("nv_inference_exec_count", model=name)
         for reason, count in row["closed"].items():
@@ -101,12 +107,12 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     assert report["server"]["pss_bytes"] == pytest.approx(used, rel=0.3)
     assert report["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
     assert server.metric("shmserve_model_failed", model="broken") == 1
-    failed = server.samples("shmserve_model_failed")
-    assert server.metric("shmserve_models", state="failed") == len(failed)
+    failed_models = server.samples("shmserve_model_failed")
+    assert server.metric("shmserve_models", state="failed") == len(failed_models)
     assert server.metric("shmserve_load_failures") >= 1
 
 
-def answered(server: Server, model: str) -> float:
+def success_count(server: Server, model: str) -> float:
     return server.metric("nv_inference_request_success", model=model)
 
 
@@ -118,8 +124,8 @@ def test_the_dashboard_reports_a_dead_worker(server: Server) -> None:
         new_events: list[dict[str, Any]] = []
         while not any(event["event"] == "ProcessEnded" for event in new_events):
             new_events += feed.next()["events"]
-    (ended,) = [event for event in new_events if event["event"] == "ProcessEnded"]
-    assert ended["pid"] == worker.pid and ended["reason"] == "signal 9"
+    (ended_event,) = [event for event in new_events if event["event"] == "ProcessEnded"]
+    assert ended_event["pid"] == worker.pid and ended_event["reason"] == "signal 9"
     until("it is back", lambda: server.find("worker half"))
 
 
@@ -133,8 +139,8 @@ def cell(page: Page, model: str, column: str) -> str:
 
 
 @needs_chromium
-def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> None:
-    with watched.under_load(server):
+def test_a_browser_shows_the_figures_of_the_metrics(server: Server, page: Page) -> None:
+    with watched.send_under_load(server):
         page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
         page.wait("it shows figures", "models.size >= 7 && models.get('simple/1').recent")
         page.wait("it is said what hurts", "models.get('crimes/1').because.includes('fail')")
@@ -143,7 +149,7 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
             "document.querySelector('#rows button').textContent === 'broken'",
         )
     page.run("show('simple/1', true)")
-    expected = int(answered(server, "simple"))
+    expected = int(success_count(server, "simple"))
     page.wait("the last ones are counted", f"models.get('simple/1').success === {expected}")
     text_on_page = page.run("document.getElementById('bars').innerText")
     assert re.search(rf"answered\s+{expected if expected < 1e5 else ''}", text_on_page)
@@ -169,12 +175,12 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
 
 
 @needs_chromium
-def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) -> None:
+def test_a_new_page_shows_the_history(server: Server, page: Page) -> None:
     """The server stores ten minutes of history, so charts include events before the page was
     opened.
     """
-    with watched.under_load(server):
-        until("all are asked", lambda: answered(server, "simple") > 8)
+    with watched.send_under_load(server):
+        until("all are asked", lambda: success_count(server, "simple") > 8)
         until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
     with Feed(server.metrics_port) as feed:
         history = feed.next()["history"]
@@ -184,9 +190,9 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     assert len(points) == len(history["at"]) and max(point[0] for point in points if point) > 0
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it shows figures", "models.size >= 7")
-    first = "past.get('simple/1').find(point => point.rate > 0).at"
-    assert page.run(f"asOf - {first}") > HISTORY_EVERY_S - 2
-    assert page.run(f"past.get('').find(point => point.rate > 0).at <= {first}")
+    oldest_time = "past.get('simple/1').find(point => point.rate > 0).at"
+    assert page.run(f"asOf - {oldest_time}") > HISTORY_EVERY_S - 2
+    assert page.run(f"past.get('').find(point => point.rate > 0).at <= {oldest_time}")
     # The time axis ends at the server's time, and has a mark every two minutes.
     axis = "document.querySelector('#charts .axis')"
     assert page.run(f"{axis}.firstChild.textContent === clock(asOf)")
@@ -226,21 +232,21 @@ def test_the_keyboard_is_enough(server: Server, page: Page) -> None:
     assert page.run("document.activeElement.textContent") == "To the models"
     page.key("Enter")
 
-    def to(text: str) -> None:
+    def press_tab_until(text: str) -> None:
         for _ in range(40):
             page.key("Tab")
             if page.run("document.activeElement.textContent") == text:
                 return
         raise AssertionError(f"Tab does not reach {text}")
 
-    to("Model")
+    press_tab_until("Model")
     page.key("Enter")
     assert page.run("document.querySelector('#rows button').textContent") == "broken"
     assert page.run("document.querySelector('th[aria-sort]').dataset.key") == "name"
-    to("pipeline")
+    press_tab_until("pipeline")
     page.key("Enter")
     assert page.run("$('detail-name').textContent") == "pipeline, version 1"
-    to("Close")
+    press_tab_until("Close")
     page.key("Enter")
     assert page.run("document.activeElement.textContent") == "pipeline"
 
@@ -254,12 +260,12 @@ def test_the_dashboard_fits_a_phone_and_is_readable_in_the_dark(server: Server, 
         page.run("show('simple/1', true)")
         assert page.run("document.documentElement.scrollWidth") <= 390
         for part in ("#status", "dt", "td", "#rows button", "figcaption b", "li time", ".bad"):
-            assert page.run(CONTRAST.replace("PART", part)) >= 4.5, (part, dark)
+            assert page.run(CONTRAST_SCRIPT.replace("PART", part)) >= 4.5, (part, dark)
     assert not page.console
 
 
 # The WCAG contrast ratio of an element's text and its background.
-CONTRAST = """(() => {
+CONTRAST_SCRIPT = """(() => {
   const lit = text => {
     const [r, g, b] = text.match(/\\d+/g).map(n => n / 255)
       .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -282,8 +288,8 @@ def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(
     page.navigate(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")
     page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
-    refused = "$('refused').textContent.includes('requires a known token')"
-    page.wait("it says what is wrong", refused)
+    refused_text = "$('refused').textContent.includes('requires a known token')"
+    page.wait("it says what is wrong", refused_text)
     page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     page.navigate(f"{url}?again#token={TOKEN}")
@@ -316,8 +322,8 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
     # The request body can be edited, and the command line contains the edited body.
     script = "(() => { const area = document.querySelector('#models textarea'); area.value = "
     page.run(script + "'{\"x\": 1}'; area.oninput(); })()")
-    edited = page.run("document.querySelector('#models pre').textContent")
-    assert edited.endswith("-d '{\"x\": 1}'")
+    edited_text = page.run("document.querySelector('#models pre').textContent")
+    assert edited_text.endswith("-d '{\"x\": 1}'")
     assert TOKEN not in guarded_server.log() and INFERENCE_TOKEN not in guarded_server.log()
 
 
@@ -330,7 +336,7 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
     repository = tmp_path / "models"
     watched.add_models(repository, generative=True)
     repositories.add(repository, "repeat", "types", "constant")
-    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
     flags = ("--model-control-mode=explicit", "--load-on-demand", "--load-model=simple")
     with running(repository, *FLAGS, *flags) as server:
         server.gate.close()  # no execution waits at the gate
@@ -362,9 +368,9 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             result = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
             assert b'"error"' not in result.stdout and name.encode() in result.stdout, result.stdout
         with server.http() as http:
-            offered = http.get("/docs/models").ok().json()
+            example_requests = http.get("/docs/models").ok().json()
         paths: dict[str, list[str]] = {name: [] for name in names}
-        for example in offered:
+        for example in example_requests:
             paths[example["model"]].append(example["path"])
         assert paths["tiny"] == ["/v1/completions", "/v1/chat/completions"]
         assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
@@ -391,27 +397,27 @@ def test_a_hidden_page_sends_no_requests(server: Server, page: Page) -> None:
 @needs_chromium
 def test_the_dashboard_reconnects_after_a_restart(tmp_path: Path, page: Page) -> None:
     repositories.add(tmp_path / "models", "identity")
-    first = Server([tmp_path / "models"]).wait_ready()
-    first.wait_named()
-    ports = first.http_port, first.metrics_port
-    page.navigate(f"http://127.0.0.1:{first.metrics_port}/")
+    first_server = Server([tmp_path / "models"]).wait_ready()
+    first_server.wait_named()
+    ports = first_server.http_port, first_server.metrics_port
+    page.navigate(f"http://127.0.0.1:{first_server.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
-    first.process.terminate()
+    first_server.process.terminate()
     page.wait("it says so", "$('status').className === 'lost'")
     page.wait("it is grey", "getComputedStyle($('all')).filter === 'grayscale(1)'")
     assert re.fullmatch(r"shmserve as of \d\d:\d\d:\d\d", page.run("document.title"))
     assert re.match(r"as of \d\d:\d\d:\d\d: the server does", page.run("$('status').textContent"))
-    assert first.wait_exit(20) == 0
-    second = Server([tmp_path / "models"], ports=ports)
+    assert first_server.wait_exit(20) == 0
+    second_server = Server([tmp_path / "models"], ports=ports)
     try:
-        second.wait_ready()
-        second.wait_named()
+        second_server.wait_ready()
+        second_server.wait_named()
         page.wait("it watches again", "$('status').className === 'live' && models.size === 1")
         assert page.run("document.title") == "shmserve"
         assert page.run("getComputedStyle($('all')).filter") == "none"
     finally:
-        first.discard()
-        second.stop()
+        first_server.discard()
+        second_server.stop()
 
 
 @needs_chromium
@@ -420,7 +426,7 @@ def test_200_models(server: Server, page: Page) -> None:
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
     page.run("abort.abort(); watch = () => {}; connect = () => new Promise(() => {})")
-    many = """(() => {
+    figures_code = """(() => {
       const row = models.get("simple/1");
       const news = {whole: true, models: {}, server: {cpu: 0}, events: []};
       for (let n = 0; n < 200; n++) news.models[`model_${n}/1`] = {...row, hurts: n};
@@ -432,7 +438,7 @@ def test_200_models(server: Server, page: Page) -> None:
       take({...news, whole: false});
       return performance.now() - began;
     })()"""
-    took_ms = page.run(many)
+    took_ms = page.run(figures_code)
     assert page.run("document.querySelectorAll('#rows tr').length") == 200
     assert took_ms < 1000, "a look takes longer than the time until the next"
     page.run("$('filter').value = 'MODEL_19'; $('filter').oninput()")

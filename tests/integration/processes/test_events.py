@@ -20,7 +20,7 @@ from shmserve.client.events import EventReader
 from shmserve.ipc.messages import publications as m
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import ROOT, Server, Start, run_command, stopped
+from tests.support.servers import ROOT, Server, Start, run_command, suspend
 from tests.support.waiting import until
 
 
@@ -39,18 +39,18 @@ def events(server: Server) -> Iterator[EventReader]:
         yield reader
 
 
-def read_until(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
-    received: list[Any] = []
+def read_until(events: EventReader, is_last: Callable[[Any], bool]) -> list[Any]:
+    received_events: list[Any] = []
     for entry in events.follow():
         assert not entry.lost
-        received.append(entry.event)
-        if last(entry.event):
-            return received
+        received_events.append(entry.event)
+        if is_last(entry.event):
+            return received_events
     raise AssertionError
 
 
 @contextlib.contextmanager
-def following(
+def follow_events(
     server: Server, *flags: str
 ) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
     """Run `shmserve events --follow`; yield the process and a function that returns its next
@@ -64,9 +64,9 @@ def following(
         output = process.stdout
 
         def line() -> str:
-            read = output.readline()
-            assert read, "it has ended"
-            return read
+            output_line = output.readline()
+            assert output_line, "it has ended"
+            return output_line
 
         try:
             yield process, line
@@ -78,15 +78,15 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
     with server.http() as http:
         http.load("identity").ok()
         http.unload("identity").ok()
-    received = read_until(
+    received_events = read_until(
         events, lambda e: e == m.ModelChanged("identity", "1", "UNAVAILABLE", "unloaded")
     )
-    states = [e.state for e in received if isinstance(e, m.ModelChanged)]
+    states = [e.state for e in received_events if isinstance(e, m.ModelChanged)]
     assert states == ["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
-    titles = {e.title for e in received if isinstance(e, m.ProcessStarted)}
+    titles = {e.title for e in received_events if isinstance(e, m.ProcessStarted)}
     assert titles == {"worker identity.0 cpu", "scheduler identity"}
-    ended = {e.title: e.reason for e in received if isinstance(e, m.ProcessEnded)}
-    assert ended == dict.fromkeys(titles, "exit status 0")
+    end_reasons = {e.title: e.reason for e in received_events if isinstance(e, m.ProcessEnded)}
+    assert end_reasons == dict.fromkeys(titles, "exit status 0")
 
 
 @pytest.mark.parametrize(("model", "reason"), [("broken", "so it is"), ("none", "no such model")])
@@ -96,25 +96,31 @@ def test_a_load_that_is_refused(
     with server.http() as http:
         assert http.load(model).status >= 400
         http.unload(model).ok()  # otherwise the failed model would keep the server unready
-    *_, refused = read_until(events, lambda event: isinstance(event, m.LoadRefused))
-    assert refused.name == model and reason in refused.reason
+    *_, refused_event = read_until(events, lambda event: isinstance(event, m.LoadRefused))
+    assert refused_event.name == model and reason in refused_event.reason
 
 
 def test_a_killed_worker(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     victim.kill()
-    received = read_until(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
-    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in received
-    assert m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in received
+    received_events = read_until(
+        events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY"
+    )
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in received_events
+    assert (
+        m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in received_events
+    )
     server.wait_ready()
 
 
-def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) -> None:
+def test_the_end_reason_of_a_hanging_worker(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
-    stopped(victim)
-    received = read_until(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    suspend(victim)
+    received_events = read_until(
+        events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY"
+    )
     reason = "signal 9: it was stopped for 0.4 s"
-    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in received
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in received_events
     server.wait_ready()
 
 
@@ -123,8 +129,10 @@ def test_regions(server: Server, events: EventReader) -> None:
         http.register("a", shared_object.key, 4096, 4096).ok()
         registered = m.RegionRegistered("a", shared_object.key, 4096, 4096, os.getuid(), -1)
         assert registered in read_until(events, lambda e: isinstance(e, m.RegionRegistered))
-        listed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
-        assert f" region a: 4096 bytes, {shared_object.key} from 4096" in listed
+        printed_text = run_command(
+            "events", f"--run-dir={server.run_dir}", "--topic=regions"
+        ).stdout
+        assert f" region a: 4096 bytes, {shared_object.key} from 4096" in printed_text
         http.unregister("a").ok()
         assert m.RegionUnregistered("a", "") in read_until(
             events, lambda e: isinstance(e, m.RegionUnregistered)
@@ -137,25 +145,29 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
     """
     name = f"shmserve.client {os.getpid()}."
     with shmserve.client.connect(server.run_dir) as program, server.http() as http:
-        kept = program.allocate({"x": ((16,), "INT32")})
+        region = program.allocate({"x": ((16,), "INT32")})
         *_, shared = read_until(events, lambda e: isinstance(e, m.RegionRegistered))
         assert shared.name.startswith(name)
-        assert kept and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
+        assert region and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
         row = {field: getattr(shared, field) for field in ("name", "key", "offset", "byte_size")}
         status = "/v2/systemsharedmemory/status"  # a gateway learns of the region a moment later
         until("it is listed", lambda: http.get(status).ok().json() == [row])
         assert server.metric("shmserve_shm_unnamed_regions") == 1
         assert server.metric("shmserve_shm_unnamed_region_bytes") == shared.byte_size
         assert server.metric("shmserve_shm_regions") == 0
-        listed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
-        assert f" region {shared.name}: {shared.byte_size} bytes, memfd from 0, of uid" in listed
+        printed_text = run_command(
+            "events", f"--run-dir={server.run_dir}", "--topic=regions"
+        ).stdout
+        assert (
+            f" region {shared.name}: {shared.byte_size} bytes, memfd from 0, of uid" in printed_text
+        )
         placed = {"shared_memory_region": shared.name, "shared_memory_byte_size": 64}
         tensor = {"datatype": "INT32", "shape": [1, 16], "parameters": placed}
-        inputs = [{"name": each, **tensor} for each in ("INPUT0", "INPUT1")]
-        refused = http.infer("simple", {"inputs": inputs})
-        assert "Unable to find shared memory region" in refused.error
-    *_, gone = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
-    assert gone == m.RegionUnregistered(shared.name, "its program has disconnected")
+        inputs = [{"name": input_name, **tensor} for input_name in ("INPUT0", "INPUT1")]
+        refused_reply = http.infer("simple", {"inputs": inputs})
+        assert "Unable to find shared memory region" in refused_reply.error
+    *_, unregistered = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
+    assert unregistered == m.RegionUnregistered(shared.name, "its program has disconnected")
     until("it is gone", lambda: server.metric("shmserve_shm_unnamed_regions") == 0)
 
 
@@ -164,37 +176,37 @@ def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> 
         http.register("b", shared_object.key, 8192).ok()
         shared_object.truncate(0)
         server.find_one("worker simple.0").send_signal(signal.SIGBUS)
-        received = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
+        received_events = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
         reason = "it was truncated while a worker used it, and the worker died"
-        assert received[-1] == m.RegionUnregistered("b", reason)
-        assert m.RegionBlamed("b", reason) in received
+        assert received_events[-1] == m.RegionUnregistered("b", reason)
+        assert m.RegionBlamed("b", reason) in received_events
     server.wait_ready()
 
 
 def test_counters_are_published_repeatedly(server: Server, events: EventReader) -> None:
     def counters() -> dict[str, int]:
-        *_, counted = read_until(events, lambda event: isinstance(event, m.ModelCounted))
-        assert (counted.name, counted.version) == ("simple", "1")
-        return counted.counters
+        *_, counters_event = read_until(events, lambda event: isinstance(event, m.ModelCounted))
+        assert (counters_event.name, counters_event.version) == ("simple", "1")
+        return counters_event.counters
 
-    before = counters()
+    counters_before = counters()
     with server.http() as http:
         tensor = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
         inputs = [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]
         assert http.infer("simple", {"inputs": inputs}).status == 200
-    while (after := counters())["success"] == before["success"]:
+    while (counters_after := counters())["success"] == counters_before["success"]:
         pass
-    assert after["success"] == before["success"] + 1
-    assert after["request_ns"] > before["request_ns"]
-    assert after["pending"] == after["executing"] == 0
+    assert counters_after["success"] == counters_before["success"] + 1
+    assert counters_after["request_ns"] > counters_before["request_ns"]
+    assert counters_after["pending"] == counters_after["executing"] == 0
 
 
 def test_states_and_events_are_printed(server: Server) -> None:
-    listed = run_command("events", f"--run-dir={server.run_dir}")
-    assert listed.returncode == 0 and not listed.stderr
+    completed = run_command("events", f"--run-dir={server.run_dir}")
+    assert completed.returncode == 0 and not completed.stderr
     for text in (" server: ready\n", " model simple version 1: READY\n", "scheduler simple: runs"):
-        assert text in listed.stdout
-    with following(server, "--json", "--topic=models") as (process, line):
+        assert text in completed.stdout
+    with follow_events(server, "--json", "--topic=models") as (process, line):
         while '"name": "simple"' not in line():
             pass
         with server.http() as http:
@@ -207,29 +219,32 @@ def test_states_and_events_are_printed(server: Server) -> None:
 
 
 def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None:
-    with following(server) as (process, line), following(server, "--topic=counters") as (_, count):
-        shown = ""
-        while "counters of simple" not in shown:  # counters are sent once per second
-            shown = count()
-        first = line()  # the process runs and has begun to print the snapshot
+    with (
+        follow_events(server) as (process, line),
+        follow_events(server, "--topic=counters") as (_, count),
+    ):
+        printed_text = ""
+        while "counters of simple" not in printed_text:  # counters are sent once per second
+            printed_text = count()
+        first_line = line()  # the process runs and has begun to print the snapshot
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
-        assert process.stdout is not None and "counters" not in first + process.stdout.read()
+        assert process.stdout is not None and "counters" not in first_line + process.stdout.read()
 
 
 def test_no_server(tmp_path: Path) -> None:
-    done = run_command("events", f"--run-dir={tmp_path}")
-    assert done.returncode == 1
-    assert done.stderr.startswith("shmserve: no server publishes events at ")
+    completed = run_command("events", f"--run-dir={tmp_path}")
+    assert completed.returncode == 1
+    assert completed.stderr.startswith("shmserve: no server publishes events at ")
 
 
 def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
     """No process that forks others has ZeroMQ's threads."""
 
-    def uses(pid: int) -> bool:
+    def has_loaded_zmq(pid: int) -> bool:
         return "libzmq" in Path(f"/proc/{pid}/maps").read_text()
 
-    assert [process.pid for process in server.tree() if uses(process.pid)] == [server.pid]
+    assert [process.pid for process in server.tree() if has_loaded_zmq(process.pid)] == [server.pid]
 
 
 def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
@@ -237,11 +252,11 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
     with (
         SharedObject(4096) as shared_object,
         server.http() as http,
-        following(server, "--topic=regions") as (process, line),
+        follow_events(server, "--topic=regions") as (process, line),
     ):
         http.register("first", shared_object.key, 4096).ok()
         assert " region first: " in line()  # printed as part of the snapshot, or as an event
-        stopped(psutil.Process(process.pid))
+        suspend(psutil.Process(process.pid))
         for _ in range(100):
             http.register("again", shared_object.key, 4096).ok()
             http.unregister("again").ok()
@@ -254,28 +269,28 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
 def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
     """If the queue overflows, the received events and the reported losses add up to all events."""
     pairs, name = 1200, "n" * 250
-    read = lost = 0
-    last = -1
+    read_count = lost_count = 0
+    last_number = -1
 
     def read_to_the_end() -> None:
-        nonlocal read, lost, last
-        while last < 0:
+        nonlocal read_count, lost_count, last_number
+        while last_number < 0:
             document = json.loads(line())
             if document["event"] == "EventsLost":
-                lost += document["count"]
+                lost_count += document["count"]
             else:
-                read += 1
+                read_count += 1
                 if document["event"] == "RegionRegistered" and document["name"].startswith("last-"):
-                    last = int(document["name"].removeprefix("last-"))
+                    last_number = int(document["name"].removeprefix("last-"))
 
     with (
         SharedObject(4096) as shared_object,
         server.http() as http,
-        following(server, "--topic=regions", "--json") as (process, line),
+        follow_events(server, "--topic=regions", "--json") as (process, line),
     ):
         http.register("first", shared_object.key, 4096).ok()
         assert json.loads(line())["name"] == "first"
-        stopped(psutil.Process(process.pid))
+        suspend(psutil.Process(process.pid))
         for _ in range(pairs):
             http.register(name, shared_object.key, 4096).ok()
             http.unregister(name).ok()
@@ -289,5 +304,5 @@ def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
             if not reading.is_alive():
                 break
         http.unregister("first").ok()
-    assert lost
-    assert read + lost == 2 * pairs + 2 * last + 1
+    assert lost_count
+    assert read_count + lost_count == 2 * pairs + 2 * last_number + 1

@@ -32,15 +32,15 @@ FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=lo
 
 
 def dashboard() -> dict[str, Any]:
-    printed = run_command("grafana")
-    assert (printed.returncode, printed.stderr) == (0, "")
-    return dict(json.loads(printed.stdout))
+    completed = run_command("grafana")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    return dict(json.loads(completed.stdout))
 
 
 def alerts() -> list[dict[str, Any]]:
-    printed = run_command("grafana", "--alerts")
-    assert (printed.returncode, printed.stderr) == (0, "")
-    (group,) = yaml.safe_load(printed.stdout)["groups"]
+    completed = run_command("grafana", "--alerts")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    (group,) = yaml.safe_load(completed.stdout)["groups"]
     return list(group["rules"])
 
 
@@ -175,7 +175,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     started = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
     try:
         until(f"it scrapes:\n{started.log.read_text()}", started.scrapes)
-        with watched.under_load(server, generative=True):
+        with watched.send_under_load(server, generative=True):
             yield started
     finally:
         started.stop()
@@ -192,7 +192,7 @@ def test_every_panel_has_data(server: Server, prometheus: Prometheus) -> None:
 
 
 @needs_prometheus
-def test_the_alert_rules_are_right_and_worth_it(server: Server, prometheus: Prometheus) -> None:
+def test_the_alert_rules_are_valid(server: Server, prometheus: Prometheus) -> None:
     (group,) = prometheus.get("rules")["groups"]
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in alerts()]
 
@@ -243,11 +243,11 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
         rule_test({**HEALTHY, **stale_series}, "6m"),
         rule_test({**HEALTHY, **stale_series}, "7m", "ShmserveGone"),
     ]
-    for name, changed, silent_at, fires_at in ALARMS:
-        assert changed.keys() <= HEALTHY.keys()
-        tests.append(rule_test({**HEALTHY, **changed}, silent_at))
+    for name, changed_series, silent_at, fires_at in ALARMS:
+        assert changed_series.keys() <= HEALTHY.keys()
+        tests.append(rule_test({**HEALTHY, **changed_series}, silent_at))
         if fires_at:
-            tests.append(rule_test({**HEALTHY, **changed}, fires_at, name))
+            tests.append(rule_test({**HEALTHY, **changed_series}, fires_at, name))
     rules = {"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": tests}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(rules))
     for verb in (["check", "rules", "alerts.yaml"], ["test", "rules", "tests.yaml"]):
@@ -259,7 +259,7 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
 def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
     """Promtool's advice against the style of Triton's names is ignored."""
     assert PROMTOOL
-    with watched.under_load(server, generative=True):
+    with watched.send_under_load(server, generative=True):
         page = server.metrics()
     result = subprocess.run(
         [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
@@ -270,11 +270,11 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
 
 def test_every_named_metric_exists(server: Server) -> None:
     """This test also runs without Prometheus."""
-    with watched.under_load(server, generative=True):
+    with watched.send_under_load(server, generative=True):
         until("text is made", lambda: server.metric("shmserve_llm_tokens_generated", model="tiny"))
         page = server.metrics()
     families = set(re.findall(r"^(\w+)[ {]", page, re.MULTILINE))
     queries = [target["expr"] for p in dashboard()["panels"] for target in p.get("targets", ())]
     for query in (*queries, *(rule["expr"] for rule in alerts())):
-        named = set(re.findall(r"\b((?:nv|shmserve)_\w+)", query))
-        assert named and named <= families, query
+        metric_names = set(re.findall(r"\b((?:nv|shmserve)_\w+)", query))
+        assert metric_names and metric_names <= families, query

@@ -14,7 +14,7 @@ from tests.support.leaks import created_since
 from tests.support.servers import ROOT, tree
 from tests.support.waiting import until
 
-_TEST = """
+_TEST_PROGRAM = """
 import sys
 from pathlib import Path
 from tests.support.leaks import created_since
@@ -25,7 +25,7 @@ server.wait_ready()
 print(server.pid, server.folder, flush=True)
 sys.stdin.read()
 """
-_BENCHMARK = """
+_BENCHMARK_PROGRAM = """
 import sys
 from pathlib import Path
 from bench.system.servers import Shmserve, running
@@ -38,14 +38,18 @@ with running(Shmserve(), [Path(sys.argv[1]) / "simple"], notes=[]) as server:
 
 @pytest.mark.parametrize(
     ("program", "number"),
-    [(_TEST, signal.SIGKILL), (_TEST, signal.SIGTERM), (_BENCHMARK, signal.SIGKILL)],
+    [
+        (_TEST_PROGRAM, signal.SIGKILL),
+        (_TEST_PROGRAM, signal.SIGTERM),
+        (_BENCHMARK_PROGRAM, signal.SIGKILL),
+    ],
     ids=["test-SIGKILL", "test-SIGTERM", "benchmark-SIGKILL"],
 )
 def test_the_server_of_a_killed_run_ends(
     tmp_path: Path, program: str, number: signal.Signals
 ) -> None:
     repositories.add(tmp_path, "simple")
-    before = set(os.listdir("/dev/shm"))
+    names_before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
         [sys.executable, "-c", program, tmp_path],
         cwd=ROOT,
@@ -62,4 +66,4 @@ def test_the_server_of_a_killed_run_ends(
     _, alive = psutil.wait_procs(members, timeout=15)
     assert not alive
     until("the folder is removed", lambda: not Path(folder).exists())
-    assert not created_since(before)
+    assert not created_since(names_before)

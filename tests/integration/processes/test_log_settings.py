@@ -19,7 +19,7 @@ from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http
 
-TALKER = """
+TALKING_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 
@@ -47,7 +47,7 @@ NO_FILE = "log file location can not be updated through network protocol"
 
 def add_talker(repository: Path, name: str = "talker") -> None:
     config = repositories.identity_config(name, "INT32", [1])
-    repositories.write(repository, name, config, TALKER)
+    repositories.write(repository, name, config, TALKING_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def settings(http: Http) -> dict[str, Any]:
     return dict(settings.json())
 
 
-def over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
+def set_over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
     """Send LogSettings: a bool, int or str sets the member of that type, None sets none."""
     request = pb.LogSettingsRequest()
     for name, value in new_settings.items():
@@ -95,7 +95,7 @@ def over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "changed"),
+    ("body", "changed_settings"),
     [
         ("{}", {}),
         *((text, {}) for text in ("null", "[]", "1", '"x"')),
@@ -108,9 +108,9 @@ def over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
         ('{"log_file": null, "log_info": null, "log_verbose_level": null, "log_format": null}', {}),
     ],
 )
-def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> None:
+def test_changes_over_http(http: Http, body: str, changed_settings: dict[str, Any]) -> None:
     answer = http.post(PATH, body).ok()
-    assert answer.json() == {**DEFAULTS, **changed} == settings(http)
+    assert answer.json() == {**DEFAULTS, **changed_settings} == settings(http)
     assert list(answer.json()) == list(DEFAULTS)
 
 
@@ -145,22 +145,22 @@ def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> No
     ],
 )
 def test_refusals_over_http(http: Http, body: str | None, status: int, text: str) -> None:
-    refused = http.post(PATH, body)
-    assert (refused.status, refused.error[: len(text)]) == (status, text)
+    refused_reply = http.post(PATH, body)
+    assert (refused_reply.status, refused_reply.error[: len(text)]) == (status, text)
     assert settings(http) == DEFAULTS
 
 
 def test_other_methods_and_paths(http: Http) -> None:
     for method in ("PUT", "DELETE", "PATCH"):
-        refused = http.call(method, PATH)
-        assert (refused.status, refused.error) == (405, "Method Not Allowed")
-    refused = http.get(PATH + "/")
-    assert (refused.status, refused.error) == (404, "Not Found")
+        refused_reply = http.call(method, PATH)
+        assert (refused_reply.status, refused_reply.error) == (405, "Method Not Allowed")
+    refused_reply = http.get(PATH + "/")
+    assert (refused_reply.status, refused_reply.error) == (404, "Not Found")
     assert http.call("GET", PATH + "?x=1", {"log_info": False}).ok().json() == DEFAULTS
 
 
 @pytest.mark.parametrize(
-    ("new_settings", "changed"),
+    ("new_settings", "changed_settings"),
     [
         ({}, {}),
         ({"unknown": 1}, {}),
@@ -173,10 +173,14 @@ def test_other_methods_and_paths(http: Http) -> None:
     ],
 )
 def test_changes_over_grpc(
-    server: Server, http: Http, new_settings: dict[str, Any], changed: dict[str, Any]
+    server: Server, http: Http, new_settings: dict[str, Any], changed_settings: dict[str, Any]
 ) -> None:
     with stub(server) as call:
-        assert over_grpc(call, **new_settings) == {**DEFAULTS, **changed} == settings(http)
+        assert (
+            set_over_grpc(call, **new_settings)
+            == {**DEFAULTS, **changed_settings}
+            == settings(http)
+        )
 
 
 INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
@@ -206,9 +210,9 @@ INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
 def test_refusals_over_grpc(
     server: Server, http: Http, new_settings: dict[str, Any], status: Any, text: str
 ) -> None:
-    with stub(server) as call, pytest.raises(grpc.RpcError) as refused:
-        over_grpc(call, **new_settings)
-    assert (refused.value.code(), refused.value.details()) == (status, text)
+    with stub(server) as call, pytest.raises(grpc.RpcError) as error_info:
+        set_over_grpc(call, **new_settings)
+    assert (error_info.value.code(), error_info.value.details()) == (status, text)
     assert settings(http) == DEFAULTS
 
 
@@ -262,30 +266,30 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
     with contextlib.ExitStack() as stack:
         listeners: dict[int, Http] = {}
 
-        def both() -> bool:
+        def has_both_listeners() -> bool:
             connection = stack.enter_context(server.http())
             listeners.setdefault(gateway_of(server, connection), connection)
             return len(listeners) == 2
 
-        until("there is a connection to each gateway", both)
+        until("there is a connection to each gateway", has_both_listeners)
         call = stack.enter_context(stub(server))
         change: list[Callable[[int], object]] = [
             *(
                 lambda level, http=listener: http.post(PATH, {"log_verbose_level": level}).ok()
                 for listener in listeners.values()
             ),
-            lambda level: over_grpc(call, log_verbose_level=level),
+            lambda level: set_over_grpc(call, log_verbose_level=level),
         ]
         for level, over_this_listener in enumerate(change, 101):
             over_this_listener(level)
             until(f"every process has heard of level {level}", level_is_logged(server, level))
             for listener in listeners.values():
                 assert settings(listener)["log_verbose_level"] == level
-            assert over_grpc(call)["log_verbose_level"] == level
+            assert set_over_grpc(call)["log_verbose_level"] == level
 
 
 @pytest.mark.parametrize(
-    ("changes", "shown"),
+    ("changes", "expected_text"),
     [
         ({}, "IWE"),
         ({"log_verbose_level": 1}, "DIWE"),
@@ -297,18 +301,18 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
     ],
 )
 def test_log_settings_reach_the_models_records(
-    server: Server, http: Http, changes: dict[str, Any], shown: str
+    server: Server, http: Http, changes: dict[str, Any], expected_text: str
 ) -> None:
     http.post(PATH, changes).ok()
     # The change and the request reach the worker from two processes, in any order.
-    until("it is heard so", lambda: spoken(server, http) == shown)
+    until("it is heard so", lambda: logged_levels(server, http) == expected_text)
 
 
-def spoken(server: Server, http: Http) -> str:
+def logged_levels(server: Server, http: Http) -> str:
     """Return the levels of the lines that the model logs about one request."""
-    before = len(lines(server, "worker talker"))
+    lines_before = len(lines(server, "worker talker"))
     http.infer("talker", ROW).ok()  # the model's log lines are written before its response is sent
-    logged = lines(server, "worker talker")[before:]
+    logged = lines(server, "worker talker")[lines_before:]
     return "".join(line[0] for line in logged if " I am " in line)
 
 
@@ -320,26 +324,28 @@ def in_iso(server: Server, pid: int) -> bool:
 @pytest.mark.parametrize(
     "title", ["worker talker.0", "scheduler talker", "gateway http 1", "gateway grpc"]
 )
-def test_a_process_that_starts_again_logs_as_the_others(
+def test_a_restarted_process_has_the_changed_settings(
     server: Server, http: Http, title: str
 ) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
-    dead = server.find_one(title)
-    dead.kill()
+    dead_process = server.find_one(title)
+    dead_process.kill()
 
     def successor() -> psutil.Process | None:
-        return next((process for process in server.find(title) if process.pid != dead.pid), None)
+        return next(
+            (process for process in server.find(title) if process.pid != dead_process.pid), None
+        )
 
     until("another takes its place", successor)
     process = successor()
     assert process is not None
     until("it logs as the others", lambda: in_iso(server, process.pid))
     server.wait_ready()
-    with server.http() as again:
-        again.infer("talker", ROW).ok()
+    with server.http() as new_client:
+        new_client.infer("talker", ROW).ok()
 
 
-def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: Http) -> None:
+def test_a_model_loaded_later_has_the_changed_settings(server: Server, http: Http) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
     http.load("late").ok()
     for title in ("worker late.0", "scheduler late"):

@@ -90,9 +90,9 @@ def test_counts(metrics_server: Server) -> None:
             (batch["batch_size"], batch["compute_infer"]["count"])
             for batch in statistics["batch_stats"]
         ] == [(1, 5), (2, 1)]
-        everything = http.get("/v2/models/stats").ok().json()["model_stats"]
+        all_statistics = http.get("/v2/models/stats").ok().json()["model_stats"]
         names = ["closing", "crimes", "simple", "untouched"]
-        assert sorted(item["name"] for item in everything) == names
+        assert sorted(item["name"] for item in all_statistics) == names
     assert metrics_server.metric("nv_inference_request_success", model="simple") == 6
     assert metrics_server.metric("nv_inference_count", model="simple") == 7
     assert metrics_server.metric("nv_inference_exec_count", model="simple") == 6
@@ -207,8 +207,8 @@ def test_latencies_appear_as_metrics_config_sets(
         name = f"nv_inference_{part}_summary_us"
         assert server.metric(f"{name}_count", model="simple") == 3
         assert server.metric(f"{name}_sum", model="simple") >= 0
-        low, high = (server.metric(name, quantile=q) for q in ("0.5", "0.99"))
-        assert 0 <= low <= high
+        low_quantile, high_quantile = (server.metric(name, quantile=q) for q in ("0.5", "0.99"))
+        assert 0 <= low_quantile <= high_quantile
     page = server.metrics()
     assert "_duration_us" not in page, "these counters are switched off"
     assert server.metric("nv_inference_request_success", model="simple") == 3

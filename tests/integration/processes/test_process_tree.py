@@ -13,13 +13,13 @@ import pytest
 from tests.support import repositories
 from tests.support.load import Load
 from tests.support.request_pool import request_pool, values
-from tests.support.servers import Server, Start, refuses, run_command, run_python
+from tests.support.servers import Server, Start, refuses_connections, run_command, run_python
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
 # The server is terminated as soon as its run directory exists, and again when all other processes
 # have exited.
-_IMPATIENT = """
+_IMPATIENT_PROGRAM = """
 import os, signal, sys
 from shmserve import cli
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -50,10 +50,10 @@ def test_workers_end_first_where_memory_is_short(server: Server) -> None:
     def score(title: str) -> int:
         return int(Path(f"/proc/{server.find_one(title).pid}/oom_score_adj").read_text())
 
-    own = score("supervisor")
+    supervisor_score = score("supervisor")
     for title in ("front zygote", "gateway http 0", "scheduler simple"):
-        assert score(title) == min(1000, own + 100)
-    assert score("worker simple.0") == min(1000, own + 500)
+        assert score(title) == min(1000, supervisor_score + 100)
+    assert score("worker simple.0") == min(1000, supervisor_score + 500)
 
 
 def test_every_process_has_a_descriptive_title(server: Server) -> None:
@@ -63,10 +63,10 @@ def test_every_process_has_a_descriptive_title(server: Server) -> None:
     # Each model costs the processes that the README states.
     of_models = [t.split()[1].partition(".")[0] for t in titles.elements() if " " in t]
     assert [of_models.count(name) for name in ("simple", "identity")] == [2, 2], titles
-    listed = subprocess.run(
+    completed = subprocess.run(
         ["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True, text=True, check=True
     )
-    assert listed.stdout.startswith("shmserve")
+    assert completed.stdout.startswith("shmserve")
     for process in server.tree():
         assert " ".join(process.cmdline()).startswith("shmserve"), process.cmdline()
         assert process.pid == server.pid or process.ppid() == server.pid
@@ -85,10 +85,10 @@ def test_two_gateways_share_the_port(server: Server) -> None:
     """
     gateways = server.find("gateway http")
     assert len(gateways) == 2
-    with contextlib.ExitStack() as more, Load(server, simple=6, memory=3) as asking:
+    with contextlib.ExitStack() as connections, Load(server, simple=6, memory=3) as load:
 
-        def both_have_some() -> bool:
-            more.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
+        def have_both_connections() -> bool:
+            connections.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
             return all(
                 any(
                     c.status == "ESTABLISHED" and c.laddr.port == server.http_port
@@ -97,8 +97,8 @@ def test_two_gateways_share_the_port(server: Server) -> None:
                 for g in gateways
             )
 
-        until("both have connections", both_have_some)
-    assert asking.troubles() == []
+        until("both have connections", have_both_connections)
+    assert load.troubles() == []
 
 
 def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
@@ -120,7 +120,7 @@ def errors(server: Server) -> list[str]:
     return [line for line in server.log().splitlines() if line.startswith("E ")]
 
 
-def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
+def test_sigterm_answers_accepted_requests(repository: Path) -> None:
     repositories.add(repository, "gated")
     server = Server([repository])
     try:
@@ -130,17 +130,17 @@ def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
             request_pool(server) as pool,
             socket.create_connection(("127.0.0.1", server.http_port)) as idle,
         ):
-            taken = [pool.number("gated", value) for value in range(3)]
+            pending_answers = [pool.number("gated", value) for value in range(3)]
             visit = server.gate.next()
             server.wait_pending("gated", 2)
             server.process.terminate()
-            until("nobody is let in", lambda: refuses(server.http_port))
+            until("nobody is let in", lambda: refuses_connections(server.http_port))
             assert idle.recv(1) == b""
             assert server.wait_exit(0.2) is None
             visit.release()
             for _ in range(2):
                 server.gate.next().release()
-            assert [values(answer.result()) for answer in taken] == [[0], [1], [2]]
+            assert [values(answer.result()) for answer in pending_answers] == [[0], [1], [2]]
         assert server.wait_exit(10) == 0
         server.assert_exited(members)
     finally:
@@ -153,10 +153,10 @@ def test_sigterm_under_load(repository: Path) -> None:
     try:
         server.wait_ready()
         members = server.tree()
-        with Load(server) as asking:
+        with Load(server) as load:
             server.process.terminate()
             assert server.wait_exit(15) == 0
-        for trouble in asking.troubles():
+        for trouble in load.troubles():
             # After the listener is closed, connections fail; every accepted request was answered.
             assert trouble.is_disconnected, trouble
         server.assert_exited(members)
@@ -164,8 +164,8 @@ def test_sigterm_under_load(repository: Path) -> None:
         server.discard()
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> None:
+@pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals) -> None:
     """A second signal that follows at once is ignored: timeout(1) signals its child, and then
     the whole group.
     """
@@ -175,45 +175,45 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
-            stuck = pool.number("gated", 1)
+            stuck_request = pool.number("gated", 1)
             server.gate.next()
             server.process.terminate()
             server.wait_log("stopping")  # two pending signals of the same number would be merged
-            os.kill(server.pid, second)
+            os.kill(server.pid, second_signal)
             assert server.wait_exit(1.1) is None
-            os.kill(server.pid, second)
+            os.kill(server.pid, second_signal)
             start_s = time.monotonic()
             assert server.wait_exit(5) is not None
             assert time.monotonic() - start_s < 2
-            assert stuck.result().status == 503
+            assert stuck_request.result().status == 503
         server.assert_exited(members)
         assert not errors(server)
     finally:
         server.discard()
 
 
-def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
+def test_the_exit_timeout_ends_a_hanging_request(repository: Path) -> None:
     repositories.add(repository, "gated")
     server = Server([repository], ["--exit-timeout-secs=2"])
     try:
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
-            stuck = pool.number("gated", 1)
+            stuck_request = pool.number("gated", 1)
             server.gate.next()
             start_s = time.monotonic()
             server.process.terminate()
             # The model never ends by itself. Without the flag, the server would wait for 30 s.
             assert server.wait_exit(15) == 0
             assert time.monotonic() - start_s > 1.8
-            assert stuck.result().status == 503
+            assert stuck_request.result().status == 503
         server.assert_exited(members)
         assert not errors(server)
     finally:
         server.discard()
 
 
-def test_sigint_ends_it_too(repository: Path) -> None:
+def test_sigint_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant")
     server = Server([repository])
     try:
@@ -247,7 +247,7 @@ def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) 
     arguments = [f"--model-repository={tmp_path}/models"]
     flags = [*arguments, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
     flags = flags if verb == "serve" else [f"{tmp_path}/models"]
-    run = run_python("-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags)
+    run = run_python("-c", _IMPATIENT_PROGRAM, verb, f"--run-dir={tmp_path}/run", *flags)
     assert run.returncode in ((0,) if verb == "serve" else (2, 143)), run.stderr
     assert os.listdir(tmp_path) == ["models"]
 

@@ -22,13 +22,13 @@ import pytest
 
 from shmserve.ray.server import NodeServer
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, hold_ports, kill_together, port_of, runs, tree
+from tests.support.servers import ROOT, Server, hold_ports, is_running, kill_together, port_of, tree
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
 FLAGS = {"allow-grpc": False, "allow-metrics": False, "model-repository": "models"}
 AT_ONCE = 64
-NAMED = """
+NAMED_MODEL = """
 import os
 import threading
 import time
@@ -84,13 +84,13 @@ def folder() -> Iterator[Path]:
     of requests executed together.
     """
     path = Path(tempfile.mkdtemp(prefix="st-"))
-    for name, model, config in (("named", NAMED, NAMED_CONFIG), ("rows", ROWS, ROWS_CONFIG)):
+    for name, model, config in (("named", NAMED_MODEL, NAMED_CONFIG), ("rows", ROWS, ROWS_CONFIG)):
         repositories.write(path / "models", name, config, model)
     yield path
     shutil.rmtree(path)
 
 
-def of(folder: Path) -> list[psutil.Process]:
+def processes_in(folder: Path) -> list[psutil.Process]:
     """Return the processes whose temporary files are in a folder; a supervisor hides its
     environment.
     """
@@ -99,12 +99,14 @@ def of(folder: Path) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.environ().get("TMPDIR") == str(folder):
                 events.append(process)
-    return list(filter(runs, events))
+    return list(filter(is_running, events))
 
 
 def until_nothing_is_left(folder: Path) -> None:
     """Wait until no processes and no files of them are left."""
-    until(f"nothing is left of {folder}", lambda: not of(folder) and not os.listdir(folder))
+    until(
+        f"nothing is left of {folder}", lambda: not processes_in(folder) and not os.listdir(folder)
+    )
 
 
 @pytest.fixture
@@ -204,7 +206,7 @@ def test_a_node_is_killed(folder: Path) -> None:
         while streams.keys() != {"first", "second"}:
             stream = Stream(cluster.port, 20)
             streams[stream.node] = stream
-        assert of(folder / "second")
+        assert processes_in(folder / "second")
         cluster.kill_second()
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             streams["second"].rest()
@@ -231,8 +233,8 @@ def _batches_are_made(port: int) -> None:
 
 def _what_only_a_node_can_answer_is_refused(port: int) -> None:
     with contextlib.closing(Http(port)) as connection:
-        refused = connection.register("region", "/region", 64)
-        assert (refused.status, refused.error) == (
+        refused_reply = connection.register("region", "/region", 64)
+        assert (refused_reply.status, refused_reply.error) == (
             501,
             "memory is shared with the server of the client's own node; send this request to the "
             "server of a node, not to Ray's proxy",
@@ -246,7 +248,7 @@ def _what_only_a_node_can_answer_is_refused(port: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def started(args: dict[str, object]) -> AsyncIterator[NodeServer]:
+async def start_server(args: dict[str, object]) -> AsyncIterator[NodeServer]:
     server = NodeServer(args)
     try:
         yield server
@@ -255,44 +257,48 @@ async def started(args: dict[str, object]) -> AsyncIterator[NodeServer]:
         await server._session.close()
 
 
-def launched_here() -> list[psutil.Process]:
+def node_server_processes() -> list[psutil.Process]:
     """Return the processes that node servers have started as children of this process."""
     children = psutil.Process().children()
     return [child for child in children if "shmserve.ray.launch" in child.cmdline()]
 
 
-async def nothing() -> bytes:
+async def no_response() -> bytes:
     return b""
 
 
 def test_a_server_is_started_and_ended(own_folder: Path) -> None:
     async def use() -> None:
-        async with started({**FLAGS, "model-repository": own_folder.parent / "models"}) as server:
+        async with start_server(
+            {**FLAGS, "model-repository": own_folder.parent / "models"}
+        ) as server:
             await server.wait_ready()
             await server.check()
             assert "shmserve" in os.listdir(
                 own_folder
             )  # the folder in which clients on the node search
-            async with await server.request("GET", "/v2/models/rows/ready", [], nothing) as answer:
+            async with await server.request(
+                "GET", "/v2/models/rows/ready", [], no_response
+            ) as answer:
                 assert answer.status == 200
 
     asyncio.run(use())
     assert not list(own_folder.iterdir())
 
 
-def test_a_server_that_is_there_is_found(
+def test_a_running_server_is_found(
     own_folder: Path, serve: Callable[..., Server], repository: Path
 ) -> None:
-    there = serve(
+    running_server = serve(
         repository, "--exit-on-error=false", f"--http-unix-socket={own_folder / 'http.sock'}"
     )
 
     async def use() -> None:
-        async with started({"server": str(own_folder / "http.sock")}) as server:
+        async with start_server({"server": str(own_folder / "http.sock")}) as server:
             await server.wait_ready()
             await server.check()
-        assert there.answers("/v2/health/ready")
-        async with started({"server": str(own_folder / "other.sock")}) as server:
+        assert running_server.answers("/v2/health/ready")
+        async with start_server({"server": str(own_folder / "other.sock")}) as server:
             with pytest.raises(RuntimeError, match=r"no server responds at .*other.sock"):
                 await server.check()
 
@@ -301,7 +307,7 @@ def test_a_server_that_is_there_is_found(
 
 def test_a_server_that_cannot_start_raises_its_error(own_folder: Path) -> None:
     async def use() -> None:
-        async with started({**FLAGS, "model-repository": "/missing"}) as server:
+        async with start_server({**FLAGS, "model-repository": "/missing"}) as server:
             with pytest.raises(RuntimeError, match=r"shmserve serve exited with status [12]; see"):
                 await server.wait_ready()
 
@@ -311,13 +317,15 @@ def test_a_server_that_cannot_start_raises_its_error(own_folder: Path) -> None:
 
 def test_a_server_that_exits_raises_an_error(own_folder: Path) -> None:
     async def use() -> None:
-        async with started({**FLAGS, "model-repository": own_folder.parent / "models"}) as server:
+        async with start_server(
+            {**FLAGS, "model-repository": own_folder.parent / "models"}
+        ) as server:
             await server.wait_ready()
-            (launched,) = launched_here()
+            (launched,) = node_server_processes()
             kill_together(tree(launched.pid)[1:])
             with pytest.raises(aiohttp.ClientConnectionError):
-                await server.request("GET", "/v2", [], nothing)
-            until("it has heard of it", lambda: not runs(launched))
+                await server.request("GET", "/v2", [], no_response)
+            until("it has heard of it", lambda: not is_running(launched))
             with pytest.raises(RuntimeError, match="exited with status 137"):
                 await server.check()
 
@@ -325,7 +333,7 @@ def test_a_server_that_exits_raises_an_error(own_folder: Path) -> None:
     assert not list(own_folder.glob("shmserve-ray-*"))
 
 
-REPLICA = """
+REPLICA_PROGRAM = """
 import asyncio, json, sys
 from shmserve.ray.server import NodeServer
 
@@ -342,7 +350,7 @@ asyncio.run(main())
 def test_nothing_outlives_a_replica(own_folder: Path, with_its_child: bool) -> None:
     """Ray kills the children of a replica, too, when it can."""
     flags = json.dumps({**FLAGS, "model-repository": str(own_folder.parent / "models")})
-    command = [sys.executable, "-c", REPLICA, flags]
+    command = [sys.executable, "-c", REPLICA_PROGRAM, flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as replica:
         assert replica.stdout
         assert replica.stdout.readline() == "ready\n"

@@ -23,7 +23,7 @@ from tests.support import repositories
 from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
 
-RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
+RESTART_COUNT = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
 CLIENTS = 8  # number of clients per protocol
 PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
@@ -46,16 +46,18 @@ class Load:
 
     def wait_answered(self) -> None:
         """Wait until the clients of each protocol have further responses."""
-        response_counts = {door: sum(counts.values()) for door, counts in self.found().items()}
+        response_counts = {
+            protocol: sum(counts.values()) for protocol, counts in self.found().items()
+        }
 
-        def answered() -> bool:
+        def has_answered() -> bool:
             now = self.found()
             return all(
-                sum(now[door].values()) - response_counts[door] > 5 * CLIENTS
-                for door in response_counts
+                sum(now[protocol].values()) - response_counts[protocol] > 5 * CLIENTS
+                for protocol in response_counts
             )
 
-        until("every door answers", answered)
+        until("every protocol answers", has_answered)
 
     def end(self) -> dict[str, dict[str, int]]:
         """Stop the program; return all results."""
@@ -67,11 +69,11 @@ class Load:
         return outcomes
 
 
-def assert_unnoticed(found: dict[str, dict[str, int]]) -> None:
+def assert_unnoticed(counts_by_protocol: dict[str, dict[str, int]]) -> None:
     """Check that every response was correct."""
-    print(found)
-    assert {door: list(counts) for door, counts in found.items()} == {
-        door: ["right"] for door in ("http", "grpc", "native")
+    print(counts_by_protocol)
+    assert {protocol: list(counts) for protocol, counts in counts_by_protocol.items()} == {
+        protocol: ["right"] for protocol in ("http", "grpc", "native")
     }
 
 
@@ -107,13 +109,13 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
 
         server = begin()
         ports = (str(sock.getsockname()[1]) for sock in (http, grpc))
-        killed = number == signal.SIGKILL
-        load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * killed])
+        is_killed = number == signal.SIGKILL
+        load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * is_killed])
         try:
             load.wait_answered()
-            for _ in range(RESTARTS):
+            for _ in range(RESTART_COUNT):
                 server.send_signal(number)
-                assert server.wait(40) == (-signal.SIGKILL if killed else 0)
+                assert server.wait(40) == (-signal.SIGKILL if is_killed else 0)
                 manager.receive_all()
                 server = begin()
                 load.wait_answered()
@@ -130,27 +132,27 @@ def test_restarts_by_takeover(folder: Path) -> None:
     """
     run_dir = folder / "run"
     server = Server([folder / "models"], run_dir=run_dir, grpc=True)
-    first, load = server, None
+    first_server, load = server, None
     try:
         server.wait_ready()
         ports = str(server.http_port), str(server.grpc_port)
         load = Load([*PROGRAM, *ports, run_dir, "registering"])
         load.wait_answered()
-        for _ in range(RESTARTS):
-            before, same = server, (first.http_port, first.metrics_port)
+        for _ in range(RESTART_COUNT):
+            predecessor, same_ports = server, (first_server.http_port, first_server.metrics_port)
             server = Server(
-                [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True
+                [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same_ports, grpc=True
             )
-            assert before.wait_exit(60) == 0, before.log() + server.log()
+            assert predecessor.wait_exit(60) == 0, predecessor.log() + server.log()
             server.wait_log("the previous server has exited")
             load.wait_answered()
-            if before is not first:
-                before.discard()
+            if predecessor is not first_server:
+                predecessor.discard()
     finally:
         if load is not None:
             outcomes = load.end()
         server.stop()
-        first.discard()
+        first_server.discard()
     assert_unnoticed(outcomes)
     assert not run_dir.exists()
 
@@ -167,8 +169,10 @@ StandardError=append:/var/lib/log
 
 
 def test_by_a_real_systemd(systemd: Systemd) -> None:
-    hidden = ("/home", "/root", "/tmp")
-    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
+    hidden_folders = ("/home", "/root", "/tmp")
+    if any(
+        Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders
+    ):
         pytest.skip("this Python is in a folder that a service does not see")
     systemd.run(sys.executable, "-m", "shmserve", "systemd", "install")
     units = systemd.path("/etc/systemd/system")
@@ -184,12 +188,12 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
     path = f"PYTHONPATH={ROOT}"
     inside = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)
     doors = ("8000", "8001", "/run/shmserve/local.sock", "registering")
-    for how in (("restart",), ("kill", "--signal=KILL", "--kill-whom=main")):
-        load = Load([*inside, *PROGRAM, *doors, *["killed"] * (how[0] == "kill")])
+    for restart_verb in (("restart",), ("kill", "--signal=KILL", "--kill-whom=main")):
+        load = Load([*inside, *PROGRAM, *doors, *["killed"] * (restart_verb[0] == "kill")])
         try:
             load.wait_answered()
-            for _ in range(RESTARTS):
-                assert "status" not in systemd.run("systemctl", *how, "shmserve.service")
+            for _ in range(RESTART_COUNT):
+                assert "status" not in systemd.run("systemctl", *restart_verb, "shmserve.service")
                 load.wait_answered()
         finally:
             outcomes = load.end()

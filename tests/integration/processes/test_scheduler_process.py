@@ -41,13 +41,13 @@ from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, 
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from tests.rigs.arrivals import arrived, framed, send_raw
-from tests.support.texts import EXPIRED
+from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
+from tests.support.texts import EXPIRED_TEXT
 from tests.support.waiting import until
 
 PATIENCE_MS = 10_000
-NUMBER = 3
-BOOT = (
+HOST_NUMBER = 3
+BOOT_MESSAGES = (
     "import ast, sys; from shmserve.scheduler.hosting.host import run; "
     "run(ast.literal_eval(sys.argv[1]))"
 )
@@ -60,9 +60,9 @@ MODEL = {
 }
 
 WORK = pack_inference(Inference(()))
-DONE = pack_inferred(Inferred(()))
+NO_OUTPUTS = pack_inferred(Inferred(()))
 
-FLOOD = """
+FLOOD_PROGRAM = """
 import os, sys
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.dealer import Dealer
@@ -87,7 +87,7 @@ class Stage:
         endpoints.local_client_folder(run_dir).mkdir()
         start = SchedulerStart(
             kind="scheduler",
-            number=NUMBER,
+            number=HOST_NUMBER,
             version="1",
             config=ModelSpec.of(MODEL),
             run_dir=run_dir,
@@ -97,7 +97,7 @@ class Stage:
         # Otherwise numpy's threads would spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         host = repr(encode_start(HostStart("scheduler m", run_dir)))
-        self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
+        self.process = subprocess.Popen([sys.executable, "-c", BOOT_MESSAGES, host], env=env)
         self.numbers = itertools.count(1)
         self.host, ready = self.next(self.control)
         assert ready == Started()
@@ -105,8 +105,8 @@ class Stage:
         self.control.flush()
         self.address, ready = self.next(self.control)
         assert ready == SchedulerReady(self.process.pid)
-        self.client = self.join(endpoints.scheduler(run_dir, NUMBER), f"{os.getpid()}.ab")
-        self.worker = self.join(endpoints.instances(run_dir, NUMBER), f"0.{os.getpid()}")
+        self.client = self.join(endpoints.scheduler(run_dir, HOST_NUMBER), f"{os.getpid()}.ab")
+        self.worker = self.join(endpoints.instances(run_dir, HOST_NUMBER), f"0.{os.getpid()}")
         self.send_message(InstanceExpected(0, os.getpid()))
         self.worker.send(m.InstanceReady(0, os.getpid()))
 
@@ -121,7 +121,7 @@ class Stage:
 
     def all(self, link: Dealer | Router) -> list[Any]:
         """Wait for messages to a peer; return all of them."""
-        messages = arrived(link, PATIENCE_MS / 1000)
+        messages = receive_arrived(link, PATIENCE_MS / 1000)
         assert messages, "the scheduler says nothing"
         return messages
 
@@ -133,7 +133,9 @@ class Stage:
     def end(self) -> int:
         """Stop the scheduler and then its process; return the exit status."""
         self.send_message(Stop())
-        while SchedulerClosed(NUMBER, "") not in [message for _, message in self.all(self.control)]:
+        while SchedulerClosed(HOST_NUMBER, "") not in [
+            message for _, message in self.all(self.control)
+        ]:
             pass
         self.control.post(self.host, Stop())
         self.control.flush()
@@ -144,8 +146,8 @@ class Stage:
         records: list[Any] = []
         while Drained() not in records:
             records += [message for _, message in self.all(self.control)]
-        before = [type(message) for message in records[:-1]]
-        assert before == [InstanceServed] + [StatisticsSnapshot] * 2
+        earlier_types = [type(message) for message in records[:-1]]
+        assert earlier_types == [InstanceServed] + [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
         """Submit a request; return its number."""
@@ -158,7 +160,7 @@ class Stage:
         """Send the worker's results of a batch."""
         now = time.monotonic_ns()
         replies = [
-            m.Reply(key, "", "", *DONE) for key in (request.key for request in batch.requests)
+            m.Reply(key, "", "", *NO_OUTPUTS) for key in (request.key for request in batch.requests)
         ]
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
 
@@ -197,7 +199,7 @@ def test_a_request_is_executed_and_counted_when_it_is_answered(stage: Stage) -> 
     batch = stage.next(stage.worker)
     assert [(request.schema, request.data) for request in batch.requests] == [WORK]
     stage.finish(batch)
-    assert stage.next(stage.client) == m.Finished(number, *DONE)
+    assert stage.next(stage.client) == m.Finished(number, *NO_OUTPUTS)
     report = stage.statistics()
     assert report["inference_stats"]["success"]["count"] == 1
     assert abs(report["last_inference"] / 1000 - time.time()) < 60
@@ -215,7 +217,7 @@ def test_a_scheduler_has_a_title_and_ends_only_on_request(stage: Stage) -> None:
     assert stage.end() == 0
 
 
-def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
+def test_a_drain_accepts_earlier_requests(stage: Stage) -> None:
     """A gateway acknowledges the successor after its last request.
 
     A busy scheduler may not have read this request yet when the drain begins.
@@ -223,16 +225,19 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
     stage.submit()
     stage.next(stage.worker)
     stage.process.send_signal(signal.SIGSTOP)
-    late = [stage.submit() for _ in range(3)]
+    late_requests = [stage.submit() for _ in range(3)]
     stage.send_message(Drain())
     stage.process.send_signal(signal.SIGCONT)
-    until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late))
+    until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late_requests))
     stage.submit()
-    refused = stage.next(stage.client)
-    assert (refused.code, "Server is stopping" in refused.message) == ("UNAVAILABLE", True)
+    refused_message = stage.next(stage.client)
+    assert (refused_message.code, "Server is stopping" in refused_message.message) == (
+        "UNAVAILABLE",
+        True,
+    )
 
 
-def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
+def test_a_stop_fails_the_remaining_requests(stage: Stage) -> None:
     executing, queued = stage.submit(), stage.submit()
     stage.next(stage.worker)
     stage.statistics()  # the reply shows that both requests were received
@@ -247,9 +252,9 @@ def test_a_deadline_holds_while_the_worker_is_silent(stage: Stage) -> None:
     number = stage.submit(timeout_ns=1_000_000_000)  # long enough for the request to be dispatched
     batch = stage.next(stage.worker)
     answer = stage.next(stage.client)
-    took = time.monotonic() - start_s
-    assert answer == m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True)
-    assert 1 <= took < 3
+    duration_s = time.monotonic() - start_s
+    assert answer == m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True)
+    assert 1 <= duration_s < 3
     assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0].key)
     stage.finish(batch)
     assert stage.next(stage.client) == m.Settled(number)
@@ -264,13 +269,15 @@ def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
         batch = stage.next(stage.worker)
         # An impossible start time is replaced by the time of dispatch. The counted queue time is
         # then that of the scheduler alone.
-        replies = [m.Reply(batch.requests[0].key, "", "", *DONE)]
+        replies = [m.Reply(batch.requests[0].key, "", "", *NO_OUTPUTS)]
         stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
         stage.next(stage.client)
     histogram = stage.statistics()["shmserve"]["queue_seconds"]
-    upto = dict(zip(histogram["buckets"], itertools.accumulate(histogram["counts"]), strict=False))
-    assert upto[0.0001] <= 3, "batches left before their delay was over"
-    assert upto[0.001] >= 1, f"a delay of 100 us takes milliseconds: {upto}"
+    counts_up_to = dict(
+        zip(histogram["buckets"], itertools.accumulate(histogram["counts"]), strict=False)
+    )
+    assert counts_up_to[0.0001] <= 3, "batches left before their delay was over"
+    assert counts_up_to[0.001] >= 1, f"a delay of 100 us takes milliseconds: {counts_up_to}"
 
 
 def test_an_idle_scheduler_uses_no_processor(stage: Stage) -> None:
@@ -278,11 +285,11 @@ def test_an_idle_scheduler_uses_no_processor(stage: Stage) -> None:
     stage.finish(stage.next(stage.worker))
     stage.next(stage.client)
     process = psutil.Process(stage.process.pid)
-    before = process.cpu_times()
+    times_before = process.cpu_times()
     switches = process.num_ctx_switches().voluntary
     time.sleep(1.0)
-    after = process.cpu_times()
-    assert after.user + after.system - before.user - before.system <= 0.01
+    times_after = process.cpu_times()
+    assert times_after.user + times_after.system - times_before.user - times_before.system <= 0.01
     assert process.num_ctx_switches().voluntary - switches <= 2
 
 
@@ -291,14 +298,14 @@ def _frames_of(tag: str, *values: Any) -> list[bytes]:
 
 
 def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
-    strangers = [
-        stage.join(endpoints.scheduler(stage.run_dir, NUMBER), f"{os.getpid()}.x"),
-        stage.join(endpoints.instances(stage.run_dir, NUMBER), f"1.{os.getpid()}"),
+    stranger_sockets = [
+        stage.join(endpoints.scheduler(stage.run_dir, HOST_NUMBER), f"{os.getpid()}.x"),
+        stage.join(endpoints.instances(stage.run_dir, HOST_NUMBER), f"1.{os.getpid()}"),
     ]
     garbage = [
         b"",
         os.urandom(100),
-        frames.pack([m.Finished(1, *DONE)]),
+        frames.pack([m.Finished(1, *NO_OUTPUTS)]),
         frames.pack([HealthChanged(True, True, True)]),
         *_frames_of("BatchFinished", 1, 0, 0, 0, 0, [[], [1], ["a", 2]], 0, 0, True),
         frames.pack([m.Execute(1, [])]),
@@ -307,13 +314,13 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         b"\xdd\xff\xff\xff\xff",
     ]
     for frame in garbage:
-        send_raw(stage.control, stage.address, framed(frame))
-        for stranger in strangers:
-            send_raw(stranger, b"", framed(frame))
-            send_raw(stranger, b"", b"\1\4some\0\4more")
+        send_raw(stage.control, stage.address, encode_zmtp(frame))
+        for stranger_socket in stranger_sockets:
+            send_raw(stranger_socket, b"", encode_zmtp(frame))
+            send_raw(stranger_socket, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))
-    assert stage.next(stage.client) == m.Finished(number, *DONE)
+    assert stage.next(stage.client) == m.Finished(number, *NO_OUTPUTS)
     assert stage.statistics()["shmserve"]["malformed"] > len(garbage)
     assert stage.process.poll() is None
 
@@ -323,12 +330,14 @@ def test_a_deadline_may_be_any_number(stage: Stage) -> None:
         stage.client.send(m.Submit(7, *WORK, 0, deadline, 0, 0))
         batch = stage.next(stage.worker)
         stage.finish(batch)
-        assert stage.next(stage.client) == m.Finished(7, *DONE)
+        assert stage.next(stage.client) == m.Finished(7, *NO_OUTPUTS)
 
 
-def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None:
-    endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
-    with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
+def test_a_flood_on_one_socket_does_not_block_other_sockets(stage: Stage) -> None:
+    endpoint = endpoints.scheduler(stage.run_dir, HOST_NUMBER)
+    with subprocess.Popen(
+        [sys.executable, "-c", FLOOD_PROGRAM, endpoint], stdin=subprocess.PIPE
+    ) as flood:
         batch = stage.next(stage.worker)
         stage.send_message(ProcessExited(flood.pid, ""))
         assert 1 <= len(batch.requests) <= 8

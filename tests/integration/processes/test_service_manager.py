@@ -88,9 +88,11 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             server.wait_log(log_text)
 
         def status(token: str) -> int:
-            return old.get("/v2/models/simple", {"Authorization": f"Bearer {token}"}).status
+            return keep_alive_client.get(
+                "/v2/models/simple", {"Authorization": f"Bearer {token}"}
+            ).status
 
-        with server.http() as old:  # a keep-alive connection
+        with server.http() as keep_alive_client:  # a keep-alive connection
             assert status("another-of-tokens") == 401
             # The result for a repeated request head is cached, but no longer than its token is
             # valid.
@@ -106,12 +108,12 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             assert server.find("worker later.0")
             with grpc_channel(server.grpc_url) as channel:
                 infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
-                good = (("authorization", "Bearer another-of-tokens"),)
-                assert is_right(infer(simple_request(), timeout=20, metadata=good))
+                new_metadata = (("authorization", "Bearer another-of-tokens"),)
+                assert is_right(infer(simple_request(), timeout=20, metadata=new_metadata))
             # A replacement gateway has the new tokens, too.
             server.find_one("gateway http 0").kill()
             until("a gateway", lambda: server.answers("/v2/health/ready"))
-        with server.http() as old:
+        with server.http() as keep_alive_client:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
             file.write_text(f"auth-token-file: {tokens}\ngateways: x\nlog-verbos: 0\n")
             reload(f"nothing is reloaded: --config: '{file}' line 3: log-verbos: there is no such")
@@ -126,7 +128,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
 
 
-def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Path) -> None:
+def test_a_server_on_inherited_sockets(repository: Path, short_folder: Path) -> None:
     """The sockets are open before the start and after the exit, so clients wait meanwhile."""
     with (
         socket.create_server(("127.0.0.1", 0)) as http,
@@ -137,11 +139,13 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
         unix.listen()
         descriptors = [http.fileno(), grpc.fileno(), unix.fileno()]
         port = http.getsockname()[1]
-        early = Http(port)
+        early_client = Http(port)
         for _ in range(2):
             server = start(descriptors, "http:grpc:http", repository, short_folder)
             try:
-                early.get("/v2/health/live").ok()  # the client connected before the server started
+                early_client.get(
+                    "/v2/health/live"
+                ).ok()  # the client connected before the server started
                 until("it is ready", lambda: ready(port))
                 with contextlib.closing(UnixHttp(short_folder / "http")) as local:
                     local.get("/v2/health/ready").ok()
@@ -152,7 +156,7 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
             finally:
                 server.send_signal(signal.SIGTERM)
                 assert server.wait(30) == 0
-            early.close()
+            early_client.close()
         assert (short_folder / "http").is_socket()
         socket.create_connection(("127.0.0.1", port)).close()
     (short_folder / "http").unlink()
@@ -169,11 +173,13 @@ def test_a_client_that_connects_during_a_load_is_answered_after_it(
         server = start([http.fileno()], "http", repository, short_folder, GATE=str(gate.path))
         try:
             visit = gate.next()
-            with raw_connection(http.getsockname()[1]) as early:
-                early.sendall(b"GET /v2/models/slow/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with raw_connection(http.getsockname()[1]) as early_connection:
+                early_connection.sendall(
+                    b"GET /v2/models/slow/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                )
                 visit.release()
                 gate.close()
-                read_reply(early).ok()
+                read_reply(early_connection).ok()
         finally:
             server.send_signal(signal.SIGTERM)
             assert server.wait(30) == 0
@@ -189,9 +195,9 @@ def test_registrations_outlive_the_server(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for _ in range(3):
-            kept = [(name, fd) for name, fds in manager.kept.items() for fd in fds]
-            names = ":".join(["http", *(name for name, _ in kept)])
-            descriptors = [listener.fileno(), *(fd for _, fd in kept)]
+            kept_fds = [(name, fd) for name, fds in manager.kept.items() for fd in fds]
+            names = ":".join(["http", *(name for name, _ in kept_fds)])
+            descriptors = [listener.fileno(), *(fd for _, fd in kept_fds)]
             server = start(
                 descriptors, names, repository, short_folder, NOTIFY_SOCKET=manager.address
             )

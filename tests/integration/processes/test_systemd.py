@@ -16,7 +16,7 @@ from tests.support.servers import ROOT, title_of
 from tests.support.waiting import until
 
 COMMAND = (sys.executable, "-m", "shmserve", "systemd")
-CLIENT = 4242  # a uid that belongs to no user
+CLIENT_UID = 4242  # a uid that belongs to no user
 TOKEN = "0123456789abcdef"
 # The checkout is not installed at the service's path.
 DROP_IN = f"""
@@ -31,7 +31,7 @@ ExecStart=/lib/systemd/systemd-journald
 StandardOutput=null
 """
 SERVICE = "shmserve.service"
-HOME, RUNTIME = "/tmp/home", f"/run/user/{CLIENT}"
+HOME, RUNTIME = "/tmp/home", f"/run/user/{CLIENT_UID}"
 USERS_MANAGER = f"""
 [Service]
 User=somebody
@@ -42,7 +42,7 @@ Environment=SYSTEMD_UNIT_PATH={HOME}/.config/systemd/user:/usr/lib/systemd/user
 ExecStart=/lib/systemd/systemd --user --unit=basic.target
 """
 _PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
-ASK = """
+ASKING_PROGRAM = """
 import numpy, shmserve.client
 ones = numpy.ones((1, 16), "int32")
 with shmserve.client.connect("/run/shmserve/server") as server:
@@ -57,8 +57,10 @@ with shmserve.client.connect("/run/shmserve/server") as server:
 @pytest.fixture
 def installed_systemd(systemd: Systemd) -> Systemd:
     """Install the units, a journal, and a model in the default repository."""
-    hidden = ("/home", "/root", "/tmp")
-    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
+    hidden_folders = ("/home", "/root", "/tmp")
+    if any(
+        Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders
+    ):
         pytest.skip("this Python is in a folder that a service does not see")
     output = systemd.run(*COMMAND, "install")
     assert "run        systemctl daemon-reload" in output and "status" not in output
@@ -77,8 +79,8 @@ def run_beside(systemd: Systemd, unit: str, text: str) -> None:
     assert "status" not in started, started
 
 
-def log(systemd: Systemd, *which: str) -> str:
-    return systemd.run("journalctl", "--no-pager", "--output=cat", "-tshmserve", *which)
+def log(systemd: Systemd, *options: str) -> str:
+    return systemd.run("journalctl", "--no-pager", "--output=cat", "-tshmserve", *options)
 
 
 def start(systemd: Systemd, *units: str) -> None:
@@ -94,7 +96,7 @@ def processes(systemd: Systemd) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def hung(pid: int) -> Iterator[None]:
+def suspend_under_debugger(pid: int) -> Iterator[None]:
     """Suspend a process with a debugger, which no other process can detect, until it is killed."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
@@ -115,13 +117,13 @@ def wait_restarts(systemd: Systemd, count: int) -> None:
     until("a server", lambda: systemd.show(SERVICE, "SubState") == "running")
 
 
-def status_of(systemd: Systemd, *more: str, groups: str) -> str:
+def status_of(systemd: Systemd, *curl_options: str, groups: str) -> str:
     """Return the HTTP status for a client with these groups at the Unix socket, or 000 if it
     cannot connect.
     """
-    curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *more)
+    curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *curl_options)
     where = ("--unix-socket", "/run/shmserve/http.sock", "http://host/v2/models/simple/config")
-    return systemd.run(*curl, *where, user=CLIENT, groups=groups).split("\n")[0]
+    return systemd.run(*curl, *where, user=CLIENT_UID, groups=groups).split("\n")[0]
 
 
 def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -> None:
@@ -134,23 +136,26 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
     # In containers that do not permit -200, the scores are relative to 0.
     files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in processes_by_title}
     score = {title: int(file.read_text()) for title, file in files.items()}
-    own = score["supervisor"]
-    assert own in (-200, 0)
-    assert (score["gateway http 0"], score["scheduler simple"]) == (own + 100, own + 100)
-    assert score["worker simple.0 cpu"] == own + 500
+    supervisor_score = score["supervisor"]
+    assert supervisor_score in (-200, 0)
+    assert (score["gateway http 0"], score["scheduler simple"]) == (
+        supervisor_score + 100,
+        supervisor_score + 100,
+    )
+    assert score["worker simple.0 cpu"] == supervisor_score + 500
 
     # Members of the group are served and have their own shared memory. Other users cannot connect.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
-    client_command = (sys.executable, "-c", ASK)
-    assert systemd.run(*client_command, user=CLIENT, groups=group) == "32\n64"
-    assert "may not connect" in systemd.run(*client_command, user=CLIENT)
+    client_command = (sys.executable, "-c", ASKING_PROGRAM)
+    assert systemd.run(*client_command, user=CLIENT_UID, groups=group) == "32\n64"
+    assert "may not connect" in systemd.run(*client_command, user=CLIENT_UID)
     assert status_of(systemd, groups=group) == "200"
     assert status_of(systemd, groups="") == "000"
 
     # The service restarts on request, and after a failure.
     systemd.run("kill", "-9", systemd.show(SERVICE, "MainPID"))
     wait_restarts(systemd, 1)
-    assert systemd.run(*client_command, user=CLIENT, groups=group) == "32\n64"
+    assert systemd.run(*client_command, user=CLIENT_UID, groups=group) == "32\n64"
 
     token = systemd.path("/etc/shmserve/token")
     token.write_text(f"{TOKEN}\n")
@@ -170,7 +175,7 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
     assert not any(systemd.path("/dev/shm").iterdir())
 
 
-def test_a_reload_and_what_hangs(installed_systemd: Systemd) -> None:
+def test_a_reload_and_a_hanging_process(installed_systemd: Systemd) -> None:
     systemd = installed_systemd
     start(systemd, SERVICE)
     file = systemd.path("/etc/shmserve/shmserve.yaml")
@@ -184,7 +189,7 @@ def test_a_reload_and_what_hangs(installed_systemd: Systemd) -> None:
     # The extended timeout of the reload ends with the next watchdog message.
     sign = systemd.show(SERVICE, "WatchdogTimestampMonotonic")
     until("a sign", lambda: systemd.show(SERVICE, "WatchdogTimestampMonotonic") != sign)
-    with hung(processes(systemd)["gateway http 0"]):
+    with suspend_under_debugger(processes(systemd)["gateway http 0"]):
         until("a log", lambda: "do not respond: gateway 0 (pid " in log(systemd))
     wait_restarts(systemd, 1)
     systemd.run("kill", "-STOP", systemd.show(SERVICE, "MainPID"))
@@ -212,16 +217,16 @@ def test_further_servers(installed_systemd: Systemd) -> None:
     assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")
 
 
-def test_a_user_has_one(systemd: Systemd) -> None:
-    for file, line in (("passwd", f"{CLIENT}::{HOME}:/bin/sh"), ("group", f"{CLIENT}:")):
+def test_a_server_of_a_user(systemd: Systemd) -> None:
+    for file, line in (("passwd", f"{CLIENT_UID}::{HOME}:/bin/sh"), ("group", f"{CLIENT_UID}:")):
         with systemd.path(f"/etc/{file}").open("a") as stream:
-            stream.write(f"somebody:x:{CLIENT}:{line}\n")
+            stream.write(f"somebody:x:{CLIENT_UID}:{line}\n")
     systemd.run("mkdir", "--parents", HOME, RUNTIME)
     systemd.run("chown", "somebody", HOME, RUNTIME)
 
     def run(*words: str) -> str:
         environment = ("env", f"HOME={HOME}", f"XDG_RUNTIME_DIR={RUNTIME}")
-        return systemd.run(*environment, *words, user=CLIENT)
+        return systemd.run(*environment, *words, user=CLIENT_UID)
 
     run("mkdir", "--parents", f"{HOME}/.config/systemd/user/{SERVICE}.d")
     drop_in = f"{HOME}/.config/systemd/user/{SERVICE}.d/90-test.conf"
@@ -238,5 +243,5 @@ def test_a_user_has_one(systemd: Systemd) -> None:
     assert run("curl", "-si", "--unix-socket", path, "http://host/v2/health/ready")[9:12] == "200"
     assert "status" not in run(*COMMAND, "remove", "--user")
     systemd.path(drop_in).unlink()
-    left = run("find", f"{HOME}/.config", RUNTIME, "-name", "*shmserve*")
-    assert left.split("\n")[0] == f"{HOME}/.config/systemd/user/{SERVICE}.d"
+    leftover_paths = run("find", f"{HOME}/.config", RUNTIME, "-name", "*shmserve*")
+    assert leftover_paths.split("\n")[0] == f"{HOME}/.config/systemd/user/{SERVICE}.d"

@@ -18,7 +18,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.publications import ProcessStarted
 from shmserve.supervisor.checks.access import server_pid
 from shmserve.supervisor.host.handover_link import Offer
-from tests.rigs.service_manager import managed
+from tests.rigs.service_manager import run_manager
 from tests.support import repositories
 from tests.support.load import InferInMemory
 from tests.support.servers import Server
@@ -60,7 +60,7 @@ def first(repository: Path, run_dir: Path, *flags: str, **environment: str) -> I
         server.discard()
 
 
-def next_to(server: Server, repository: Path, *flags: str) -> Server:
+def start_successor(server: Server, repository: Path, *flags: str) -> Server:
     ports = server.http_port, server.metrics_port
     return Server([repository], [TAKE_OVER, *flags], run_dir=server.run_dir, ports=ports)
 
@@ -83,9 +83,9 @@ def assert_untouched(server: Server) -> None:
     assert not list(server.run_dir.glob("g[0-9]*"))
 
 
-def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> None:
-    nobody = "no server runs in 'RUN_DIR': start this one without --take-over"
-    assert nobody in refusal(run_dir, repository)
+def test_no_predecessor_can_be_taken_over(repository: Path, run_dir: Path) -> None:
+    expected_text = "no server runs in 'RUN_DIR': start this one without --take-over"
+    assert expected_text in refusal(run_dir, repository)
     assert not run_dir.exists()
     with first(repository, run_dir) as server:
         (run_dir / "handover").rename(run_dir / "hidden")
@@ -96,7 +96,10 @@ def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> Non
 
 
 def test_a_service_managers(repository: Path, run_dir: Path) -> None:
-    with managed() as manager, first(repository, run_dir, NOTIFY_SOCKET=manager.address) as server:
+    with (
+        run_manager() as manager,
+        first(repository, run_dir, NOTIFY_SOCKET=manager.address) as server,
+    ):
         text = refusal(run_dir, repository)
         assert (
             "cannot be taken over: a service manager started the server and must restart it" in text
@@ -123,7 +126,7 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
         assert_untouched(server)
 
 
-def test_the_next_one_fails_before_it_is_ready(
+def test_a_successor_that_fails_before_it_is_ready(
     repository: Path, slow_models: Path, run_dir: Path
 ) -> None:
     """The successor is killed, terminated, or has no model.
@@ -133,7 +136,7 @@ def test_the_next_one_fails_before_it_is_ready(
     with first(repository, run_dir) as server, server.http() as http:
         infer_in_memory = InferInMemory(http)
         for number in (signal.SIGKILL, signal.SIGTERM):
-            failing = next_to(server, slow_models)
+            failing = start_successor(server, slow_models)
             failing.gate.next()
             assert "another successor is taking over" in refusal(run_dir, repository)
             failing.process.send_signal(number)
@@ -143,7 +146,7 @@ def test_the_next_one_fails_before_it_is_ready(
             server.wait_log("this server continues")
             assert_untouched(server)
         (slow_models / "slow" / "1" / "model.py").write_text("raise ValueError('not today')")
-        failing = next_to(server, slow_models)
+        failing = start_successor(server, slow_models)
         assert failing.wait_exit(60) == 1
         failing.discard()
         assert infer_in_memory(http, 1) == ""
@@ -153,7 +156,7 @@ def test_the_next_one_fails_before_it_is_ready(
 
 def test_the_first_one_ends_meanwhile(repository: Path, slow_models: Path, run_dir: Path) -> None:
     with first(repository, run_dir) as server:
-        following = next_to(server, slow_models)
+        following = start_successor(server, slow_models)
         visit = following.gate.next()
         server.process.terminate()
         assert server.wait_exit(30) == 0
@@ -175,7 +178,7 @@ def test_a_successor_takes_over_sockets_and_regions(repository: Path, run_dir: P
             infer_in_memory = InferInMemory(http)
         addresses = (run_dir / "guests" / "addresses").read_text()
         for _ in range(2):
-            following = next_to(server, repository, *flags)
+            following = start_successor(server, repository, *flags)
             servers.append(following)
             assert servers[-2].wait_exit(60) == 0, following.log()
             following.wait_log("the previous server has exited")
@@ -200,5 +203,5 @@ def test_a_successor_takes_over_sockets_and_regions(repository: Path, run_dir: P
         assert not run_dir.exists()
         assert not path.exists()
     finally:
-        for each in servers:
-            each.discard()
+        for started_server in servers:
+            started_server.discard()

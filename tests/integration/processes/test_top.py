@@ -33,19 +33,19 @@ class Terminal:
     """A program in its own terminal, and the contents of its screen."""
 
     def __init__(self, *arguments: str) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._ours, child_terminal = pty.openpty()
+        fcntl.ioctl(child_terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shmserve", "top", *arguments],
             cwd=ROOT,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=child_terminal,
+            stdout=child_terminal,
+            stderr=child_terminal,
             start_new_session=True,
         )
-        self._modes = termios.tcgetattr(theirs)
-        self._theirs = theirs
+        self._modes = termios.tcgetattr(child_terminal)
+        self._theirs = child_terminal
         self._written = ""
 
     def screen(self) -> list[str]:
@@ -77,63 +77,67 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(*arguments: str) -> Iterator[Terminal]:
-    opened = Terminal(*arguments)
+    opened_terminal = Terminal(*arguments)
     try:
-        yield opened
+        yield opened_terminal
     finally:
-        opened.close()
+        opened_terminal.close()
 
 
 def test_top_is_controlled_by_keys(server: Server) -> None:
     url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}/metrics"
-    with watched.under_load(server), terminal(url) as opened:
-        screen = opened.wait(r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken/1: .*no such weight")
+    with watched.send_under_load(server), terminal(url) as opened_terminal:
+        screen = opened_terminal.wait(
+            r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken/1: .*no such weight"
+        )
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         assert re.search(r"\d of 7 ready", screen[0])
         assert re.search(
             r"\d+ processes \S+ GiB PSS +\d died +0 regions .*arena \S+ +\d sequences", screen[1]
         )
-        opened.wait(r"(?m)^\d\d:\d\d:\d\d  ModelChanged \w+ READY +$")
-        opened.press("n")
-        opened.wait(r"MODEL\*")
-        opened.press("\x1b[B" * 2)
-        opened.wait(r"(?m)^cached")
-        opened.press("r")
-        opened.wait(r"REQ/S\*")
-        opened.press("\r")
-        screen = opened.wait(r"(?s)closed by +\w+ \d+.*instances")
+        opened_terminal.wait(r"(?m)^\d\d:\d\d:\d\d  ModelChanged \w+ READY +$")
+        opened_terminal.press("n")
+        opened_terminal.wait(r"MODEL\*")
+        opened_terminal.press("\x1b[B" * 2)
+        opened_terminal.wait(r"(?m)^cached")
+        opened_terminal.press("r")
+        opened_terminal.wait(r"REQ/S\*")
+        opened_terminal.press("\r")
+        screen = opened_terminal.wait(r"(?s)closed by +\w+ \d+.*instances")
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
-        opened.press("\x1bn" + "k" * 9 + "jjjj\r")
-        opened.wait("(?ms)^pipeline/1 +$.*^steps +half  half")
-        opened.press("q")
-        assert opened.process.wait(10) == 0
-        assert termios.tcgetattr(opened._theirs) == opened._modes, "the terminal is as it was"
+        opened_terminal.press("\x1bn" + "k" * 9 + "jjjj\r")
+        opened_terminal.wait("(?ms)^pipeline/1 +$.*^steps +half  half")
+        opened_terminal.press("q")
+        assert opened_terminal.process.wait(10) == 0
+        assert termios.tcgetattr(opened_terminal._theirs) == opened_terminal._modes, (
+            "the terminal is as it was"
+        )
 
 
 def test_top_continues_after_a_restart(tmp_path: Path) -> None:
     repositories.add(tmp_path / "models", "identity")
-    first = Server([tmp_path / "models"]).wait_ready()
-    first.wait_named()
-    ports = first.http_port, first.metrics_port
-    with terminal(f"--metrics-url=http://127.0.0.1:{first.metrics_port}") as opened:
-        opened.wait("1 of 1 ready")
-        first.process.terminate()
-        assert first.wait_exit(20) == 0
-        opened.wait("the server has exited|refused")
-        second = Server([tmp_path / "models"], ports=ports)
+    first_server = Server([tmp_path / "models"]).wait_ready()
+    first_server.wait_named()
+    ports = first_server.http_port, first_server.metrics_port
+    with terminal(f"--metrics-url=http://127.0.0.1:{first_server.metrics_port}") as opened_terminal:
+        opened_terminal.wait("1 of 1 ready")
+        first_server.process.terminate()
+        assert first_server.wait_exit(20) == 0
+        opened_terminal.wait("the server has exited|refused")
+        second_server = Server([tmp_path / "models"], ports=ports)
         try:
-            second.wait_ready()
-            second.wait_named()
-            opened.wait("1 of 1 ready")
+            second_server.wait_ready()
+            second_server.wait_named()
+            opened_terminal.wait("1 of 1 ready")
         finally:
-            first.discard()
-            second.stop()
+            first_server.discard()
+            second_server.stop()
 
 
-def test_without_a_terminal_it_prints_once(server: Server) -> None:
-    printed = run_command("top", f"--metrics-url=http://127.0.0.1:{server.metrics_port}")
-    assert (printed.returncode, printed.stderr) == (0, "")
-    assert re.search(r"(?m)^simple +", printed.stdout) and "UNAVAILA" in printed.stdout
+def test_top_without_a_terminal_prints_once(server: Server) -> None:
+    completed = run_command("top", f"--metrics-url=http://127.0.0.1:{server.metrics_port}")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert re.search(r"(?m)^simple +", completed.stdout) and "UNAVAILA" in completed.stdout
 
 
 def test_a_missing_server_and_a_missing_token_are_reported(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_a_missing_server_and_a_missing_token_are_reported(tmp_path: Path) -> No
     tokens.chmod(0o600)
     with running(tmp_path / "models", f"--auth-token-file={tokens}") as server:
         url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}"
-        refused = run_command("top", url).stderr
-        assert "requires a known token" in refused and "--token-file" in refused
+        error_text = run_command("top", url).stderr
+        assert "requires a known token" in error_text and "--token-file" in error_text
         completed = run_command("top", url, f"--token-file={tokens}")
         assert completed.returncode == 0 and "identity" in completed.stdout

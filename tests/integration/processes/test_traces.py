@@ -18,25 +18,25 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy
+from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy_step
 from tests.support.otlp import Collector, attributes, collector
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http, json_input
 
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 ROW = np.ones((1, 1), np.float32)
 X = {"inputs": [json_input("X", ROW[0])]}
-CALL = """
+CALLING_METHOD = """
     call = pb_utils.InferenceRequest(
         model_name="one", requested_output_names=["Y"],
         inputs=[pb_utils.Tensor("X", self.input(request, "X").reshape(1, 1))])
     return self.response(Y=pb_utils.get_output_tensor_by_name(call.exec(), "Y").as_numpy()[0])
 """
-TELL = "return self.response(Y=np.array([str(request.trace().get_context())], object))"
-MANY = """
+TELL_TRACE = "return self.response(Y=np.array([str(request.trace().get_context())], object))"
+MANY_RESPONSES = """
     sender = request.get_response_sender()
     for _ in range(2):
         time.sleep(0.005)
@@ -52,16 +52,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     model_code = 'return self.response(Y=self.input(request, "X") + 1)'
     for name in ("one", "two"):
-        add_model(folder, name, model_code, max_batch_size=4, more="dynamic_batching { }")
+        add_model(folder, name, model_code, max_batch_size=4, settings="dynamic_batching { }")
     add_model(folder, "slow", f"time.sleep(0.005)\n{model_code}")
     add_model(folder, "boom", 'time.sleep(0.005)\nraise ValueError("boom")')
-    add_model(folder, "calls", CALL)
-    add_model(folder, "many", MANY, more="model_transaction_policy { decoupled: true }")
+    add_model(folder, "calls", CALLING_METHOD)
+    add_model(
+        folder, "many", MANY_RESPONSES, settings="model_transaction_policy { decoupled: true }"
+    )
     add_model(folder, "late", f"time.sleep(0.5)\n{model_code}")
-    add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
-    steps = [xy("one", "IN", "A"), xy("two", "A", "OUT")]
+    add_model(folder, "tell", TELL_TRACE, outputs=[tensor("Y", "BYTES")])
+    steps = [xy_step("one", "IN", "A"), xy_step("two", "A", "OUT")]
     add_ensemble(folder, "both", steps, max_batch_size=4)
-    add_ensemble(folder, "fails", [xy("calls", "IN", "A"), xy("boom", "A", "OUT")])
+    add_ensemble(folder, "fails", [xy_step("calls", "IN", "A"), xy_step("boom", "A", "OUT")])
     return folder
 
 
@@ -120,7 +122,7 @@ def test_no_explanation_without_the_parameter(http: Http) -> None:
     assert "parameters" not in http.infer("one", request).ok().json()
 
 
-def explained(server: Server, model: str, input_value: str = "X") -> Any:
+def infer_explained(server: Server, model: str, input_value: str = "X") -> Any:
     batched = ROW if model == "both" else ROW[0]
     request = {"inputs": [json_input(input_value, batched)], "parameters": {"explain": True}}
     with server.http() as http:
@@ -134,7 +136,7 @@ def explained(server: Server, model: str, input_value: str = "X") -> Any:
 def test_the_time_of_inner_models_is_explained(
     server: Server, model: str, input_value: str, key: str, inner: list[str]
 ) -> None:
-    explanation = explained(server, model, input_value)
+    explanation = infer_explained(server, model, input_value)
     assert [trace["model"] for trace in explanation[key]] == inner
     for trace in explanation[key]:
         assert sum(trace[phase] for phase in PHASES) <= trace["total_us"] <= explanation["total_us"]
@@ -145,7 +147,7 @@ def slow_lines(server: Server, model: str) -> list[Any]:
     lines = re.findall(
         rf"inference of model '{model}' was slow: (\{{.*?\}})(?: |$)(.*)", server.log()
     )
-    return [(json.loads(trace_text), more) for trace_text, more in lines]
+    return [(json.loads(trace_text), details) for trace_text, details in lines]
 
 
 def test_slow_requests_are_logged(server: Server) -> None:
@@ -153,10 +155,10 @@ def test_slow_requests_are_logged(server: Server) -> None:
         http.infer("slow", {**X, "id": "me"}).ok()
         assert http.infer("boom", X).status == 500
     server.wait_log("inference of model 'boom' was slow")
-    ((trace_text, more),) = slow_lines(server, "slow")
+    ((trace_text, details),) = slow_lines(server, "slow")
     assert trace_text["compute_infer_us"] >= 5000
     assert trace_text["encode_us"] >= 0
-    assert more.startswith("request=me trace=")
+    assert details.startswith("request=me trace=")
     ((trace_text, _),) = slow_lines(server, "boom")
     assert "boom" in trace_text["error"]
     assert trace_text["total_us"] >= 5000
@@ -165,7 +167,9 @@ def test_slow_requests_are_logged(server: Server) -> None:
 def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     def lines(model: str) -> list[Any]:
         return [
-            (trace_text, more) for trace_text, more in slow_lines(server, model) if "native" in more
+            (trace_text, details)
+            for trace_text, details in slow_lines(server, model)
+            if "native" in details
         ]
 
     with shmserve.client.connect(server.run_dir) as client:
@@ -177,9 +181,9 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
             client.infer("late", X=ROW[0], request_id="native", timeout=0.1)
     for model in ("slow", "many", "boom", "late"):
         until(f"'{model}' is logged", partial(lines, model))
-    ((trace_text, more),) = lines("slow")
+    ((trace_text, details),) = lines("slow")
     assert trace_text["compute_infer_us"] >= 5000
-    assert re.fullmatch("request=native trace=[0-9a-f]{32}", more)
+    assert re.fullmatch("request=native trace=[0-9a-f]{32}", details)
     ((trace_text, _),) = lines("boom")
     assert "boom" in trace_text["error"]
 
@@ -208,16 +212,16 @@ def test_a_trace_is_taken_and_passed_on(
     server: Server, send_request: Callable[[Server], Any]
 ) -> None:
     context = json.loads(send_request(server))["traceparent"]
-    assert re.fullmatch(rf"00-{TRACE}-[0-9a-f]{{16}}-01", context)
+    assert re.fullmatch(rf"00-{TRACE_ID}-[0-9a-f]{{16}}-01", context)
     assert context != TRACEPARENT
 
 
 def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
     with server.http() as http:
         assert http.infer("boom", X, {"traceparent": TRACEPARENT}).status == 500
-    server.wait_log(f"trace={TRACE}")
-    assert re.search(rf"E .*inference of model 'boom' failed: .* trace={TRACE}", server.log())
-    assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE}", server.log())
+    server.wait_log(f"trace={TRACE_ID}")
+    assert re.search(rf"E .*inference of model 'boom' failed: .* trace={TRACE_ID}", server.log())
+    assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE_ID}", server.log())
 
 
 def test_errors_name_the_trace(server: Server) -> None:
@@ -225,9 +229,9 @@ def test_errors_name_the_trace(server: Server) -> None:
     wrong_body = {"inputs": [json_input("NOPE", ROW)]}
     with server.http() as http:
         for model, body in (("boom", X), ("one", wrong_body), ("nope", X)):
-            refused = http.infer(model, body, headers)
-            assert refused.status >= 400
-            assert refused.headers["traceparent"].startswith(f"00-{TRACE}-")
+            refused_reply = http.infer(model, body, headers)
+            assert refused_reply.status >= 400
+            assert refused_reply.headers["traceparent"].startswith(f"00-{TRACE_ID}-")
             assert "traceparent" not in http.infer(model, wrong_body, {"traceparent": "x"}).headers
         untraced = http.infer("boom", X)  # all requests are timed for the log of slow requests
         trace_id = untraced.headers["traceparent"].split("-")[1]
@@ -238,17 +242,17 @@ def test_errors_name_the_trace(server: Server) -> None:
                 model_name=model, raw_input_contents=[ROW.tobytes()]
             )
             model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
-            with pytest.raises(grpc.RpcError) as failed:
+            with pytest.raises(grpc.RpcError) as error_info:
                 call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
-            metadata = dict(failed.value.trailing_metadata())
-            assert metadata["traceparent"].startswith(f"00-{TRACE}-")
+            metadata = dict(error_info.value.trailing_metadata())
+            assert metadata["traceparent"].startswith(f"00-{TRACE_ID}-")
     with shmserve.client.connect(server.run_dir) as native:
-        with pytest.raises(shmserve.client.ShmserveError) as died:
+        with pytest.raises(shmserve.client.ShmserveError) as error_info:
             native.infer("boom", X=ROW[0], traceparent=TRACEPARENT)
-        assert died.value.traceparent.startswith(f"00-{TRACE}-")
-        with pytest.raises(shmserve.client.ShmserveError) as died:
+        assert error_info.value.traceparent.startswith(f"00-{TRACE_ID}-")
+        with pytest.raises(shmserve.client.ShmserveError) as error_info:
             native.infer("boom", X=ROW[0])
-        assert died.value.traceparent == ""
+        assert error_info.value.traceparent == ""
 
 
 def stream_by_http(server: Server) -> Any:
@@ -257,9 +261,11 @@ def stream_by_http(server: Server) -> Any:
     with server.http() as http:
         reply = http.infer("many", body, accept).ok()
     assert re.fullmatch("00-.*", reply.headers["traceparent"])
-    *some, last = [json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line]
-    assert len(some) == 2 and "parameters" not in some[-1]
-    return last["parameters"]["explanation"]
+    *earlier_events, final_event = [
+        json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line
+    ]
+    assert len(earlier_events) == 2 and "parameters" not in earlier_events[-1]
+    return final_event["parameters"]["explanation"]
 
 
 def stream_by_grpc(server: Server) -> Any:
@@ -269,17 +275,22 @@ def stream_by_grpc(server: Server) -> Any:
         infer_input.set_data_from_numpy(ROW[0])
         client.start_stream(lambda result, error: queue.put(error or result))
         client.async_stream_infer("many", [infer_input], parameters={"explain": True})
-        first, second, last = (queue.get(timeout=20) for _ in range(3))
+        first_response, second_response, final_response = (queue.get(timeout=20) for _ in range(3))
         client.stop_stream()
-    assert first.as_numpy("Y").item() == second.as_numpy("Y").item() == 1
-    return json.loads(last.get_response().parameters["explanation"].string_param)
+    assert first_response.as_numpy("Y").item() == second_response.as_numpy("Y").item() == 1
+    return json.loads(final_response.get_response().parameters["explanation"].string_param)
 
 
 def stream_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
-        *some, last = client.stream("many", X=ROW[0], parameters={"explain": True})
-    assert [response["Y"].item() for response in some] == [1, 1] and not some[-1].parameters
-    return last.parameters["explanation"]
+        *earlier_responses, final_response = client.stream(
+            "many", X=ROW[0], parameters={"explain": True}
+        )
+    assert [response["Y"].item() for response in earlier_responses] == [
+        1,
+        1,
+    ] and not earlier_responses[-1].parameters
+    return final_response.parameters["explanation"]
 
 
 @pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
@@ -293,10 +304,10 @@ def test_a_stream_is_explained_at_its_end(
     assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
 
 
-@pytest.mark.parametrize("door", ["http", "stream", "grpc"])
-def test_a_request_of_a_disconnected_client_is_traced(server: Server, door: str) -> None:
-    before = server.log().count("the client has disconnected")
-    if door == "grpc":
+@pytest.mark.parametrize("protocol", ["http", "stream", "grpc"])
+def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: str) -> None:
+    count_before = server.log().count("the client has disconnected")
+    if protocol == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             infer_input = grpcclient.InferInput("X", [1], "FP32")
             infer_input.set_data_from_numpy(ROW[0])
@@ -304,11 +315,15 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, door: str)
             time.sleep(0.1)
             call.cancel()
     else:
-        accept = {"Accept": "text/event-stream"} if door == "stream" else {}
+        accept = {"Accept": "text/event-stream"} if protocol == "stream" else {}
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
-    until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
-    failures = [more for more, _ in slow_lines(server, "late") if more.get("error")]
+    until(
+        "it is told", lambda: server.log().count("the client has disconnected") == count_before + 1
+    )
+    failures = [
+        trace_text for trace_text, _ in slow_lines(server, "late") if trace_text.get("error")
+    ]
     assert failures[-1]["total_us"] >= 50_000
 
 
@@ -320,7 +335,7 @@ def test_a_malformed_traceparent_is_refused(server: Server) -> None:
         client.infer("one", X=ROW, traceparent="nonsense")
 
 
-OFF = {
+DISABLED_SETTINGS = {
     "trace_level": ["OFF"],
     "trace_rate": "1",
     "trace_count": "-1",
@@ -333,20 +348,26 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """Return the requests of a trace file: their fields, and their timestamps."""
     entries = json.loads(path.read_text())
     stamps = {entry["id"]: entry["timestamps"] for entry in entries if "timestamps" in entry}
-    about = [entry for entry in entries if "model_name" in entry]
-    return [(entry, {one["name"]: one["ns"] for one in stamps[entry["id"]]}) for entry in about]
+    request_entries = [entry for entry in entries if "model_name" in entry]
+    return [
+        (entry, {stamp["name"]: stamp["ns"] for stamp in stamps[entry["id"]]})
+        for entry in request_entries
+    ]
 
 
 def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
-    off = {**OFF, "trace_file": str(tmp_path / "traces")}
+    disabled_settings = {**DISABLED_SETTINGS, "trace_file": str(tmp_path / "traces")}
     with httpclient.InferenceServerClient(tracing_server.url) as client:
-        assert client.get_trace_settings() == off
+        assert client.get_trace_settings() == disabled_settings
         changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "log_frequency": "3"}
-        assert client.update_trace_settings("one", changes) == {**off, **changes}
+        assert client.update_trace_settings("one", changes) == {**disabled_settings, **changes}
         assert client.update_trace_settings(None, {"trace_count": 7})["trace_count"] == "7"
-        assert client.get_trace_settings("two") == {**off, "trace_count": "7"}
+        assert client.get_trace_settings("two") == {**disabled_settings, "trace_count": "7"}
         defaults = {"trace_level": None, "trace_rate": None, "log_frequency": None}
-        assert client.update_trace_settings("one", defaults) == {**off, "trace_count": "7"}
+        assert client.update_trace_settings("one", defaults) == {
+            **disabled_settings,
+            "trace_count": "7",
+        }
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
         settings = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)[
             "settings"
@@ -375,14 +396,14 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
 
         def traced(model: str) -> list[tuple[str, ...]]:
             """Return the traced tensors of a request."""
-            before = len(entries_in(path)) if path.exists() else 0
+            count_before = len(entries_in(path)) if path.exists() else 0
             row = ROW if model in ("one", "both") else ROW[0]
             name = "IN" if model == "both" else "X"
             accept = {"Accept": "application/x-ndjson"}
             body = {"inputs": [json_input(name if model != "fails" else "IN", row)]}
             http.post(f"/v2/models/{model}/infer", body, accept if model == "many" else {})
-            until("it is written", lambda: path.exists() and len(entries_in(path)) > before)
-            entries = entries_in(path)[before:]
+            until("it is written", lambda: path.exists() and len(entries_in(path)) > count_before)
+            entries = entries_in(path)[count_before:]
             assert any("timestamps" in entry for entry in entries) == (len(level) == 2)
             tensors = [
                 (entry["activity"], entry["tensor"]) for entry in entries if "tensor" in entry
@@ -421,32 +442,34 @@ def is_longer(path: Path, entries: int) -> bool:
 def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     """The text of a tensor is several megabytes; no trace may be cut, also not of an ensemble."""
     models, path = tmp_path / "models", tmp_path / "traces.json"
-    same = 'return self.response(Y=self.input(request, "X"))'
-    add_model(models, "numbers", same)
-    add_model(models, "words", same, [tensor("X", "BYTES")], [tensor("Y", "BYTES")])
-    add_ensemble(models, "twice", [xy("numbers", "IN", "A"), xy("numbers", "A", "OUT")])
+    identity_body = 'return self.response(Y=self.input(request, "X"))'
+    add_model(models, "numbers", identity_body)
+    add_model(models, "words", identity_body, [tensor("X", "BYTES")], [tensor("Y", "BYTES")])
+    add_ensemble(models, "twice", [xy_step("numbers", "IN", "A"), xy_step("numbers", "A", "OUT")])
     numbers = np.random.default_rng(1).random(400_000, np.float32)
     text = 'A "word", \\ and ü.' * 200_000
-    sent = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}
+    sent_tensors = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}
     flags = ["level=TIMESTAMPS", "level=TENSORS", "rate=1", f"triton,file={path}"]
     with running(models, *(f"--trace-config={flag}" for flag in flags)) as server:
-        for model, values in sent.items():
-            before = len(entries_in(path)) if path.exists() else 0
+        for model, values in sent_tensors.items():
+            count_before = len(entries_in(path)) if path.exists() else 0
             name = "IN" if model == "twice" else "X"
             with httpclient.InferenceServerClient(server.url) as client:
                 datatype = "BYTES" if model == "words" else "FP32"
                 infer_input = httpclient.InferInput(name, list(values.shape), datatype)
                 client.infer(model, [infer_input.set_data_from_numpy(values)])
-            until("it is written", partial(is_longer, path, before))
-            tensors = [flag["tensor"] for flag in entries_in(path)[before:] if "tensor" in flag]
+            until("it is written", partial(is_longer, path, count_before))
+            tensors = [
+                flag["tensor"] for flag in entries_in(path)[count_before:] if "tensor" in flag
+            ]
             assert len(tensors) == (6 if model == "twice" else 2)
             for flag in tensors:
                 assert flag["shape"] == str(len(values))
                 if model == "words":
                     assert flag["data"] == f'"{text}"'
                 else:
-                    found = np.array(flag["data"].split(","), np.float32)
-                    np.testing.assert_allclose(found, numbers, rtol=1e-5)  # six digits
+                    traced_numbers = np.array(flag["data"].split(","), np.float32)
+                    np.testing.assert_allclose(traced_numbers, numbers, rtol=1e-5)  # six digits
 
 
 @pytest.mark.parametrize(
@@ -501,22 +524,22 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     root, at = traces["both", False]
     assert root["request_id"] == "me"
     assert root["model_version"] == 1
-    first, second = traces["one", True], traces["two", True]
+    first_step, second_step = traces["one", True], traces["two", True]
     # Either of the two calls of "one" may have been read last.
-    assert second[0]["parent_id"] == root["id"]
+    assert second_step[0]["parent_id"] == root["id"]
     assert list(at.values()) == sorted(at.values())
     assert list(at) == [
         *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START"),
         *("INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"),
     ]
-    assert list(first[1]) == [
+    assert list(first_step[1]) == [
         *("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END"),
         *("COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END"),
     ]
-    assert at["QUEUE_START"] <= second[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
+    assert at["QUEUE_START"] <= second_step[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
     assert "GRPC_SEND_END" in traces["one", False][1]
-    about, at = traces["two", False]
-    assert about["request_id"] == "native"
+    request_entry, at = traces["two", False]
+    assert request_entry["request_id"] == "native"
     assert list(at)[:2] == ["REQUEST_START", "QUEUE_START"] and list(at)[-1] == "REQUEST_END"
     assert list(at.values()) == sorted(at.values())
     assert "COMPUTE_START" in traces["boom", False][1]
@@ -565,15 +588,15 @@ def spans_of(trace_collector: Collector, count: int) -> dict[str, Any]:
 PARTS = ("queue", "compute_input", "compute", "compute_output")
 
 
-@pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
-    server_and_collector: tuple[Server, Collector], door: str
+@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
+def test_spans_are_exported_of_a_request_and_its_steps(
+    server_and_collector: tuple[Server, Collector], protocol: str
 ) -> None:
     server, collected_spans = server_and_collector
-    if door == "http":
+    if protocol == "http":
         with server.http() as http:
             http.infer("both", {"inputs": [json_input("IN", ROW)]}, {"traceparent": TRACEPARENT})
-    elif door == "native":
+    elif protocol == "native":
         with shmserve.client.connect(server.run_dir) as native:
             assert native.infer("both", IN=ROW, traceparent=TRACEPARENT)["OUT"].item() == 3
             unsampled = TRACEPARENT[:-1] + "0"
@@ -583,23 +606,29 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
             infer_input = grpcclient.InferInput("IN", [1, 1], "FP32")
             infer_input.set_data_from_numpy(ROW)
             client.infer("both", [infer_input], headers={"traceparent": TRACEPARENT})
-    spans = spans_of(collected_spans, 12 if door == "native" else 14)
-    if door != "native":
+    spans = spans_of(collected_spans, 12 if protocol == "native" else 14)
+    if protocol != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
-        assert {each.parent_span_id for each in order} == {spans["InferRequest"].span_id}
-        ends = [(each.start_time_unix_nano, each.end_time_unix_nano) for each in order]
+        assert {entry.parent_span_id for entry in order} == {spans["InferRequest"].span_id}
+        ends = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
         assert ends[0][1] == ends[1][0] <= ends[1][1] <= ends[2][0] <= ends[2][1]
-    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
-    root, both, one, two = (spans[name] for name in ("InferRequest", "both", "one", "two"))
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
+    root, ensemble_span, first_span, second_span = (
+        spans[name] for name in ("InferRequest", "both", "one", "two")
+    )
     assert root.parent_span_id.hex() == "00f067aa0ba902b7"
-    assert both.parent_span_id == root.span_id
-    assert one.parent_span_id == two.parent_span_id == both.span_id
-    assert attributes(one)["shmserve.batch_closed"] == "idle"
+    assert ensemble_span.parent_span_id == root.span_id
+    assert first_span.parent_span_id == second_span.parent_span_id == ensemble_span.span_id
+    assert attributes(first_span)["shmserve.batch_closed"] == "idle"
     assert attributes(root)["triton.model_name"] == "both"
-    for outer, inner in ((root, both), (both, one), (both, two)):
+    for outer, inner in (
+        (root, ensemble_span),
+        (ensemble_span, first_span),
+        (ensemble_span, second_span),
+    ):
         begin, end = inner.start_time_unix_nano, inner.end_time_unix_nano
         assert outer.start_time_unix_nano <= begin <= end <= outer.end_time_unix_nano
-    assert {spans[part].parent_span_id for part in PARTS} == {one.span_id}
+    assert {spans[part].parent_span_id for part in PARTS} == {first_span.span_id}
     assert abs(root.start_time_unix_nano / 1e9 - time.time()) < 60
     assert collected_spans.resources[0]["service.name"] == "shmserve"
     assert collected_spans.resources[0]["deployment"] == "test"
@@ -613,13 +642,15 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
         assert spans["one"].parent_span_id == spans["calls"].span_id
         assert not spans["InferRequest"].parent_span_id
         assert http.infer("boom", X).status == 500
-        failed = spans_of(collected_spans, 8)["InferRequest"]
-        assert failed.status.code == 2
-        assert "boom" in failed.status.message
+        failed_span = spans_of(collected_spans, 8)["InferRequest"]
+        assert failed_span.status.code == 2
+        assert "boom" in failed_span.status.message
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-        assert TRACE not in {span.trace_id.hex() for span in spans_of(collected_spans, 8).values()}
+        assert TRACE_ID not in {
+            span.trace_id.hex() for span in spans_of(collected_spans, 8).values()
+        }
 
 
 def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:

@@ -33,7 +33,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inference
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.models.instances import Instance, find_model_frame, stacks_of
 from shmserve.supervisor.processes.children import Child
-from tests.rigs.arrivals import arrived, framed, send_raw
+from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor
 from tests.support.messages import inferred_of
@@ -107,7 +107,7 @@ class Worker:
     def expect(self, kind: type[T], router: Router | None = None) -> T:
         """Return the next message, which must be of this type."""
         router = router or self.control
-        messages = arrived(router, _PATIENCE_MS / 1000)
+        messages = receive_arrived(router, _PATIENCE_MS / 1000)
         assert messages, f"no {kind.__name__}: {self.log.read_text()}"
         ((self.peer, message),) = messages
         assert isinstance(message, kind), message
@@ -157,9 +157,9 @@ class Worker:
 
     def finished(self, name: str = "w1") -> list[Reply]:
         """Return the replies to the last batch, in order of their keys."""
-        done = self.expect(BatchFinished, self.schedulers[name])
-        assert done.batch == self.batches
-        return sorted(done.replies, key=lambda reply: reply.key)
+        batch_finished = self.expect(BatchFinished, self.schedulers[name])
+        assert batch_finished.batch == self.batches
+        return sorted(batch_finished.replies, key=lambda reply: reply.key)
 
     def answer(self, reply: Reply) -> Inferred:
         assert reply.code == "", reply.message
@@ -219,12 +219,12 @@ def test_from_start_to_stop(worker: Worker) -> None:
 def test_a_failing_request_does_not_affect_its_batch_or_worker(worker: Worker) -> None:
     worker.start()
     worker.load()
-    for bad, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
-        worker.execute(bad, 2)
-        first, second = worker.finished()
+    for bad_value, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
+        worker.execute(bad_value, 2)
+        first_reply, second_reply = worker.finished()
         prefix = "Failed to process the request(s) for model 'm_0_0', message: "
-        assert (first.code, first.message) == ("INTERNAL", prefix + text)
-        assert value(worker.answer(second)) == 4
+        assert (first_reply.code, first_reply.message) == ("INTERNAL", prefix + text)
+        assert value(worker.answer(second_reply)) == 4
 
 
 def test_malformed_work_and_messages(worker: Worker) -> None:
@@ -232,7 +232,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     worker.load()
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
-    send_raw(router, peer, framed(b"garbage") + b"\1\4more\0\6frames")
+    send_raw(router, peer, encode_zmtp(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, ProcessExited(1, ""))
     router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()
@@ -275,30 +275,30 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
     region = Region(1 << 20)
     memory_range = region.write(4096, np.full((1, 1), 3, "f4"))
 
-    def mapped() -> int:
+    def count_mappings() -> int:
         maps = Path(f"/proc/{worker.pid}/maps").read_text()
         return maps.count("memfd:test-region")
 
     for _ in range(3):
         worker.execute(0, memory_range=memory_range)
         assert value(worker.answer(worker.finished()[0])) == 6
-        assert mapped() == 1
+        assert count_mappings() == 1
     worker.send(MemoryDropped(region.memory.id))
-    until("the region is unmapped", lambda: mapped() == 0)
+    until("the region is unmapped", lambda: count_mappings() == 0)
     region.close()
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_successor_scheduler_takes_over(worker: Worker, late: bool) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_successor_scheduler_takes_over(worker: Worker, is_late: bool) -> None:
     """The successor assigns keys anew, so a key cancelled by its predecessor is another request."""
     worker.start()
     worker.load()
     worker.execute(1)
-    if late:
+    if is_late:
         worker.finished()
     worker.schedulers["w1"].post(b"0.%d" % worker.pid, CancelExecution(1))
     worker.schedulers["w1"].flush()
-    if not late:
+    if not is_late:
         worker.finished()
     worker.schedulers["w1"].close()
     worker.send(m.Attach(worker.scheduler("w2")))
@@ -338,7 +338,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "shown"),
+    ("bad_code", "code", "expected_text"),
     [
         ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone' (model.py:1)"),
         ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4 (model.py:1)"),
@@ -350,16 +350,22 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
         ("Model = 1", "INVALID_ARG", "'model.py' does not define a class 'Model'"),
     ],
 )
-def test_a_model_that_does_not_load(worker: Worker, spoil: str, code: str, shown: str) -> None:
-    (worker.version_dir / "model.py").write_text(spoil)
+def test_a_model_that_does_not_load(
+    worker: Worker, bad_code: str, code: str, expected_text: str
+) -> None:
+    (worker.version_dir / "model.py").write_text(bad_code)
     worker.start()
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    failed = worker.expect(m.LoadFailed)
-    assert (failed.code, failed.message) == (code, shown)
+    load_failed = worker.expect(m.LoadFailed)
+    assert (load_failed.code, load_failed.message) == (code, expected_text)
     assert worker.wait() == 0
-    assert (spoil in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
-    assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
-    assert "importlib" not in failed.frames and worker.log.read_text() == ""
+    assert (bad_code in load_failed.frames) == (code == "INTERNAL"), (
+        "the supervisor logs the frames"
+    )
+    assert (
+        f'File "{worker.version_dir}/model.py", line 1' in load_failed.frames or code != "INTERNAL"
+    )
+    assert "importlib" not in load_failed.frames and worker.log.read_text() == ""
 
 
 def test_a_model_that_fails_in_load(worker: Worker) -> None:
@@ -372,18 +378,18 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     config = worker.expect(m.ConfigCompleted).config
     worker.send(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
     text = "RuntimeError: boom (model.py:11)"
-    failed = worker.expect(m.LoadFailed)
-    assert (failed.code, failed.message) == ("INTERNAL", text)
-    assert failed.frames.splitlines()[1].endswith('/model.py", line 11, in load')
+    load_failed = worker.expect(m.LoadFailed)
+    assert (load_failed.code, load_failed.message) == ("INTERNAL", text)
+    assert load_failed.frames.splitlines()[1].endswith('/model.py", line 11, in load')
     assert worker.wait() == 0
 
 
-def test_a_device_that_is_not_there(worker: Worker) -> None:
+def test_a_missing_device(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    failed = worker.expect(m.LoadFailed)
-    assert failed.code == "UNAVAILABLE"
-    assert "torch_npu" in failed.message
+    load_failed = worker.expect(m.LoadFailed)
+    assert load_failed.code == "UNAVAILABLE"
+    assert "torch_npu" in load_failed.message
 
 
 def test_stop_before_anything_is_loaded(worker: Worker) -> None:
@@ -405,9 +411,9 @@ def test_an_idle_worker_does_nothing(worker: Worker) -> None:
         if "ctxt_switches" in line
     )
     until("it has settled", lambda: process.status() == psutil.STATUS_SLEEPING)
-    before = switches()
+    switches_before = switches()
     time.sleep(0.5)
-    assert switches() - before < 5
+    assert switches() - switches_before < 5
 
 
 def test_a_hanging_worker_logs_its_stack(worker: Worker) -> None:
@@ -416,12 +422,12 @@ def test_a_hanging_worker_logs_its_stack(worker: Worker) -> None:
     worker.execute(-4)
     until("it hangs", lambda: psutil.Process(worker.pid).status() == psutil.STATUS_SLEEPING)
 
-    async def twice() -> list[str]:
+    async def dump_stacks_twice() -> list[str]:
         child = Child(worker.pid, "it", asyncio.get_running_loop().create_future())
         instance = Instance(0, "m_0", "cpu", "CPU", 0, child=child, stacks_fd=worker.stacks_fd)
         return [await stacks_of(instance), await stacks_of(instance)]
 
     hangs = 1 + next(n for n, line in enumerate(MODEL.splitlines()) if "sleep(60)" in line)
-    for stacks in asyncio.run(twice()):
+    for stacks in asyncio.run(dump_stacks_twice()):
         assert stacks.count("in predict") == 1
         assert find_model_frame(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"

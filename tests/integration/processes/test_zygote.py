@@ -20,7 +20,7 @@ from shmserve.supervisor.processes.children import Zygote
 from tests.support.servers import ROOT, run_python
 
 # Runs in its own process, because a process table adopts orphans and kills unknown processes.
-_CROWD = """
+_CROWD_PROGRAM = """
 import asyncio, logging, os, signal, sys
 from pathlib import Path
 from shmserve.supervisor.processes.children import ProcessTable
@@ -82,7 +82,7 @@ asyncio.run(main())
 """
 
 # The kernel assigns pids in increasing order and may reuse them: here it reuses the next ones.
-_RECYCLED = """
+_RECYCLED_PROGRAM = """
 import asyncio, os, sys
 from pathlib import Path
 from shmserve.ipc import processes
@@ -113,7 +113,7 @@ asyncio.run(main())
 
 # The active zygote is killed repeatedly, then the spare, then both. The last line of output is the
 # number of imports of the preloaded module.
-_KILLED = """
+_KILLED_PROGRAM = """
 import asyncio, os, sys
 from pathlib import Path
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -160,7 +160,7 @@ async def main():
 asyncio.run(main())
 """
 # Recursion deeper than one zygote's stack, but not as deep as those of many nested zygotes.
-_PRELOADED = """
+_PRELOADED_PROGRAM = """
 import sys
 from pathlib import Path
 with Path(__file__).with_name("imported").open("a") as file:
@@ -187,7 +187,7 @@ sys.exit(zygote.main(sys.argv[1:]))
 
 # The supervisor kills the process in between as soon as it has received the pid of the new one,
 # since the zygote has died.
-_ORPHANED = """
+_ORPHANED_PROGRAM = """
 import os, signal, socket, sys
 import msgpack
 from shmserve.ipc import processes
@@ -217,17 +217,17 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def stay(start: bytes) -> None:
+def wait_for_signal(start: bytes) -> None:
     """Wait until the process is killed by a signal."""
     signal.pause()
 
 
-def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
+def test_more_requests_than_a_zygotes_socket_buffers(tmp_path: object) -> None:
     """A server with hundreds of instances starts them all at once.
 
     If the load of one fails, processes that are no longer needed are ended.
     """
-    assert output(_CROWD, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
+    assert output(_CROWD_PROGRAM, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
 
 
 def test_a_process_that_ends_at_once() -> None:
@@ -235,39 +235,39 @@ def test_a_process_that_ends_at_once() -> None:
     assert output(_SHORT_LIVED) == "True exit status 0\n"
 
 
-def test_a_pid_that_others_remember_is_not_used_again(tmp_path: Path) -> None:
+def test_a_recently_used_pid_is_not_reused(tmp_path: Path) -> None:
     """A process with a recently used pid is ended at once, and the next process has another pid."""
-    assert output(_RECYCLED, f"{tmp_path}/run") == "True True\nTrue False\n"
+    assert output(_RECYCLED_PROGRAM, f"{tmp_path}/run") == "True True\nTrue False\n"
 
 
 def test_a_spare_zygote_takes_over(tmp_path: Path) -> None:
     """Works for each death of a zygote, and the spare has the imports of the first one."""
-    (tmp_path / "preloaded.py").write_text(_PRELOADED)
-    pids = output(_KILLED, f"{tmp_path}/run", str(tmp_path))
+    (tmp_path / "preloaded.py").write_text(_PRELOADED_PROGRAM)
+    pids = output(_KILLED_PROGRAM, f"{tmp_path}/run", str(tmp_path))
     assert pids == "x\nxx\n['exit status 0', 'exit status 0']\n"
     assert not (tmp_path / "run").exists()
 
 
 def test_a_process_whose_zygote_dies_runs_once_its_pid_is_sent() -> None:
     """The supervisor has adopted the process, and would treat its exit as a failed start."""
-    assert output(_ORPHANED) == "0\n"
+    assert output(_ORPHANED_PROGRAM) == "0\n"
 
 
 def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:
     """Under `nohup` the server survives, and its run directory remains."""
     folder = RunDirectory(tmp_path / "run")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(10)
-    fds = (theirs.fileno(), folder.lock_fd)
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end.settimeout(10)
+    fds = (child_end.fileno(), folder.lock_fd)
     command = [sys.executable, "-c", _HUNG_UP, *map(str, (*fds, os.getpid(), folder.path)), "it"]
     with subprocess.Popen(command, cwd=ROOT, pass_fds=fds) as process:
-        theirs.close()
-        with ours:
-            assert msgpack.unpackb(ours.recv(64)) == [0, process.pid]
+        child_end.close()
+        with own_end:
+            assert msgpack.unpackb(own_end.recv(64)) == [0, process.pid]
             request = zygote.encode_request(1, "builtins:len", b"")
-            socket.send_fds(ours, [b"fork"], [request])
+            socket.send_fds(own_end, [b"fork"], [request])
             os.close(request)
-            assert msgpack.unpackb(ours.recv(64))[0] == 1
+            assert msgpack.unpackb(own_end.recv(64))[0] == 1
             assert (folder.path / "lock").exists()
         assert process.wait(10) == 0
     assert not folder.path.exists()
@@ -276,8 +276,8 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
 
 def output(script: str, *arguments: str) -> str:
     run = run_python("-c", script, *arguments)
-    ended = re.compile(r"(spare )?zygote ended \(signal 9\)\n")
-    assert ended.sub("", run.stderr) == ""
+    ended_pattern = re.compile(r"(spare )?zygote ended \(signal 9\)\n")
+    assert ended_pattern.sub("", run.stderr) == ""
     return run.stdout
 
 
@@ -295,10 +295,10 @@ def test_a_process_limit_that_allows_no_further_worker(
         return kernels()
 
     monkeypatch.setattr(os, "fork", fork)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        zygote._fork(theirs, os.getpid(), [zygote.encode_request(7, "builtins:len", b"")])
-        assert msgpack.unpackb(ours.recv(64)) == [7, -errno.EAGAIN]
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own_end, child_end:
+        zygote._fork(child_end, os.getpid(), [zygote.encode_request(7, "builtins:len", b"")])
+        assert msgpack.unpackb(own_end.recv(64)) == [7, -errno.EAGAIN]
 
 
 def test_a_process_limit_that_allows_no_zygote(
@@ -306,14 +306,14 @@ def test_a_process_limit_that_allows_no_zygote(
 ) -> None:
     """If the process limit is too low, the server reports it and does not start."""
 
-    def refused(*_: object, **__: object) -> int:
+    def refuse_fork(*_: object, **__: object) -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     async def start() -> None:
         Zygote(None, folder, "zygote", (), {}).start()  # type: ignore[arg-type]
 
     folder = RunDirectory(tmp_path / "run")
-    monkeypatch.setattr(os, "posix_spawn", refused)
+    monkeypatch.setattr(os, "posix_spawn", refuse_fork)
     with pytest.raises(Unavailable, match="no process can be started: Resource temporarily"):
         asyncio.run(start())
     os.close(folder.lock_fd)

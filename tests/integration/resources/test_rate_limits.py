@@ -15,9 +15,9 @@ from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
 
-def limited(count: int, name: str = "R", more: str = "") -> str:
+def limited(count: int, name: str = "R", extra_fields: str = "") -> str:
     """Return an instance group that needs this amount of the resource."""
-    resource = f'{{ name: "{name}" count: {count} {more} }}'
+    resource = f'{{ name: "{name}" count: {count} {extra_fields} }}'
     return (
         "instance_group [ { kind: KIND_CPU count: 2 "
         f"rate_limiter {{ resources [ {resource} ] priority: 1 }} }} ]"
@@ -85,19 +85,19 @@ def test_models_that_need_the_same_take_turns(
     for number in range(4):
         model = ("one", "two")[number % 2]
         waiting.append(pool.submit(send_request, server, model, number))
-    first = gate.next()
-    free = pool.submit(send_request, server, "small", 9)
-    second = gate.next()
-    assert second.batch == [9]
-    second.release()
-    assert free.result() == 200
-    first_batch = first.batch
+    first_visit = gate.next()
+    unlimited_request = pool.submit(send_request, server, "small", 9)
+    second_visit = gate.next()
+    assert second_visit.batch == [9]
+    second_visit.release()
+    assert unlimited_request.result() == 200
+    first_batch = first_visit.batch
     for _ in range(3):
         assert server.metric("shmserve_executing_requests") == 1
-        first.release()
-        first = gate.next()
-        first_batch += first.batch
-    first.release()
+        first_visit.release()
+        first_visit = gate.next()
+        first_batch += first_visit.batch
+    first_visit.release()
     assert sorted(first_batch) == [0, 1, 2, 3]
     assert [future.result() for future in waiting] == [200] * 4
 
@@ -119,7 +119,7 @@ def test_models_that_could_never_run_do_not_load(empty_server: tuple[Server, Pat
     server, repository = empty_server
     add(repository, "greedy", limited(4))
     add(repository, "fine", limited(3))
-    add(repository, "world", limited(1, more="global: true"))
+    add(repository, "world", limited(1, extra_fields="global: true"))
     with server.http() as http:
         error = http.load("greedy").error
         assert (
@@ -148,8 +148,8 @@ def test_other_instances_in_place(empty_server: tuple[Server, Path]) -> None:
     with server.http() as http:
         scheduler = server.find_one("scheduler simple").pid
         with Load(server, simple=4, memory=0) as stream:
-            more = limited(1, "Q").replace("count: 2", "count: 3", 1)
-            for group, count in ((more, 3), (limited(2, "Q"), 2)):
+            more_resources = limited(1, "Q").replace("count: 2", "count: 3", 1)
+            for group, count in ((more_resources, 3), (limited(2, "Q"), 2)):
                 config.write_text("\n".join([*kept_lines, group]))
                 http.load("simple").ok()
                 wait_workers(server, count)

@@ -8,16 +8,16 @@ import pytest
 import tritonclient.http as triton
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, step, xy
+from tests.rigs.pipelines import add_ensemble, add_model, step, xy_step
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start, running
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 SIZE = 4 << 20
-LARGE = 100_000  # elements: 400 KB
+LARGE_COUNT = 100_000  # elements: 400 KB
 CACHED = "response_cache { enable: true }"
 # Adds the number of its executions, so that no two executions give the same output.
-COUNTING = """
+COUNTING_METHOD = """
 self.count = getattr(self, "count", 0) + 1
 return self.response(Y=self.input(request, "X") + np.float32(self.count))
 """
@@ -26,11 +26,11 @@ return self.response(Y=self.input(request, "X") + np.float32(self.count))
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
     for name in ("counting", "batched", "native", "regions", "other"):
-        more = CACHED + (" dynamic_batching {}" if name == "batched" else "")
-        add_model(models, name, COUNTING, more=more)
-    add_model(models, "plain", COUNTING)
-    steps = [xy("plain", "IN", "mid"), xy("plain", "mid", "OUT")]
-    add_ensemble(models, "pipeline", steps, more=CACHED)
+        settings = CACHED + (" dynamic_batching {}" if name == "batched" else "")
+        add_model(models, name, COUNTING_METHOD, settings=settings)
+    add_model(models, "plain", COUNTING_METHOD)
+    steps = [xy_step("plain", "IN", "mid"), xy_step("plain", "mid", "OUT")]
+    add_ensemble(models, "pipeline", steps, settings=CACHED)
     flags = [f"--cache-config=local,size={SIZE}", "--metrics-config=summary_latencies=true"]
     return start(models, *flags)
 
@@ -51,51 +51,56 @@ def stats(http: Http, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
-@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.parametrize("size", [3, LARGE_COUNT])
 def test_a_repeated_request_is_answered_from_the_cache(
     server: Server, http: Http, model: str, size: int
 ) -> None:
     """Section 3.8: the response is the same, its id the new request's."""
     array = np.arange(size, dtype=np.float32)
-    before = stats(http, model)
-    first = infer(server, model, array, request_id="one")
+    statistics_before = stats(http, model)
+    first_result = infer(server, model, array, request_id="one")
     for _ in range(3):
         second_result = infer(server, model, array, request_id="two")
-        assert (second_result.as_numpy("Y") == first.as_numpy("Y")).all()
+        assert (second_result.as_numpy("Y") == first_result.as_numpy("Y")).all()
         assert second_result.get_response()["id"] == "two"
-    after = stats(http, model)
-    for part, more in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
-        counts = [statistics["inference_stats"][part]["count"] for statistics in (before, after)]
-        assert counts[1] - counts[0] == more, part
-    assert after["execution_count"] - before["execution_count"] == 1
-    assert after["inference_count"] - before["inference_count"] == 1
+    statistics_after = stats(http, model)
+    for part, expected_count in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
+        counts = [
+            statistics["inference_stats"][part]["count"]
+            for statistics in (statistics_before, statistics_after)
+        ]
+        assert counts[1] - counts[0] == expected_count, part
+    assert statistics_after["execution_count"] - statistics_before["execution_count"] == 1
+    assert statistics_after["inference_count"] - statistics_before["inference_count"] == 1
 
 
 def test_other_parameters_are_another_request(server: Server) -> None:
     array = np.full(3, 7, np.float32)
     output = infer(server, "counting", array, parameters={"p": 1}).as_numpy("Y")
-    two = infer(server, "counting", array, parameters={"p": 2}).as_numpy("Y")
-    assert (output != two).all()
+    second_output = infer(server, "counting", array, parameters={"p": 2}).as_numpy("Y")
+    assert (output != second_output).all()
 
 
 def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     """Section 3.8."""
-    for size in (3, LARGE):
+    for size in (3, LARGE_COUNT):
         array = np.ones(size, np.float32)
-        first = infer(server, "pipeline", array).as_numpy("OUT")
+        first_output = infer(server, "pipeline", array).as_numpy("OUT")
         execution_count = stats(http, "plain")["execution_count"]
         for _ in range(3):
-            assert (infer(server, "pipeline", array).as_numpy("OUT") == first).all()
+            assert (infer(server, "pipeline", array).as_numpy("OUT") == first_output).all()
         assert stats(http, "plain")["execution_count"] == execution_count
     assert stats(http, "pipeline")["inference_stats"]["cache_hit"]["count"] == 6
 
 
-def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path: Path) -> None:
+def test_a_reloaded_step_invalidates_cached_responses_of_its_ensemble(tmp_path: Path) -> None:
     """The step may itself be a step of an inner ensemble."""
     times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
     add_model(tmp_path, "plain", times.format(2))
-    add_ensemble(tmp_path, "inner", [xy("plain", "IN", "OUT")])
-    add_ensemble(tmp_path, "pipeline", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})], more=CACHED)
+    add_ensemble(tmp_path, "inner", [xy_step("plain", "IN", "OUT")])
+    add_ensemble(
+        tmp_path, "pipeline", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})], settings=CACHED
+    )
     flags = [f"--cache-config=local,size={SIZE}", "--model-control-mode=explicit"]
     with running(tmp_path, *flags, "--load-model=pipeline") as server:
         array = np.ones(3, np.float32)
@@ -107,7 +112,7 @@ def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path
         assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [1000] * 3
 
 
-def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -> None:
+def test_a_model_without_the_setting_is_not_cached(server: Server, http: Http) -> None:
     array = np.full(3, 9, np.float32)
     assert (
         infer(server, "plain", array).as_numpy("Y") != infer(server, "plain", array).as_numpy("Y")
@@ -115,7 +120,7 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
     assert stats(http, "plain")["inference_stats"]["cache_miss"]["count"] == 0
 
 
-def test_a_region_passes_the_cache_by(http: Http) -> None:
+def test_requests_with_regions_bypass_the_cache(http: Http) -> None:
     """A client may write to its region at any time, so the hashed bytes may differ from the
     executed ones.
     """
@@ -126,12 +131,12 @@ def test_a_region_passes_the_cache_by(http: Http) -> None:
         placed = {"inputs": [shm_input("X", "FP32", [4], "cached", 16)]}
         results = [http.infer("regions", placed).ok().tensors()["Y"] for _ in range(2)]
         assert (results[0] != results[1]).all()
-        into = {
+        region_request = {
             "inputs": [json_input("X", array)],
             "outputs": [{"name": "Y", "parameters": in_region("cached", 16, 32)}],
         }
         for _ in range(2):
-            http.infer("regions", into).ok()
+            http.infer("regions", region_request).ok()
         http.unregister("cached").ok()
     statistics = stats(http, "regions")
     assert statistics["execution_count"] == 4
@@ -143,12 +148,14 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
     cached.
     """
     with shmserve.client.connect(server.run_dir) as client:
-        small = np.full(4, 5, np.float32)
-        one, two = (client.infer("native", X=small)["Y"] for _ in range(2))
-        assert (np.asarray(one) == np.asarray(two)).all()
-        large = np.full(LARGE, 5, np.float32)
-        one, two = (np.asarray(client.infer("native", X=large)["Y"]).copy() for _ in range(2))
-        assert (one != two).all()
+        small_array = np.full(4, 5, np.float32)
+        first_output, second_output = (client.infer("native", X=small_array)["Y"] for _ in range(2))
+        assert (np.asarray(first_output) == np.asarray(second_output)).all()
+        large_array = np.full(LARGE_COUNT, 5, np.float32)
+        first_output, second_output = (
+            np.asarray(client.infer("native", X=large_array)["Y"]).copy() for _ in range(2)
+        )
+        assert (first_output != second_output).all()
     assert stats(http, "native")["inference_stats"]["cache_hit"]["count"] == 1
 
 
@@ -186,29 +193,29 @@ def test_the_bound_is_the_servers(server: Server) -> None:
 def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:
     """Rule 3.8.1: the texts of a load."""
     server, repository = empty_server
-    add_model(repository, "sequence", COUNTING, more=CACHED + " sequence_batching {}")
+    add_model(repository, "sequence", COUNTING_METHOD, settings=CACHED + " sequence_batching {}")
     decoupled = CACHED + " model_transaction_policy { decoupled: true }"
-    add_model(repository, "decoupled", COUNTING, more=decoupled)
+    add_model(repository, "decoupled", COUNTING_METHOD, settings=decoupled)
     with server.http() as http:
-        for name, what in (
+        for name, property_name in (
             ("sequence", "sequence batching scheduler"),
             ("decoupled", "'decoupled' transaction policy"),
         ):
             error = http.load(name).error
             assert (
-                f"Response Cache does not currently support model {name} with {what}. "
+                f"Response Cache does not currently support model {name} with {property_name}. "
                 "Please disable the response cache."
             ) in error
 
 
-def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
+def test_a_cached_model_on_a_server_without_a_cache_serves(
     empty_server: tuple[Server, Path],
 ) -> None:
     server, repository = empty_server
-    add_model(repository, "alone", COUNTING, more=CACHED)
+    add_model(repository, "alone", COUNTING_METHOD, settings=CACHED)
     server.load("alone")
     array = np.ones(2, np.float32)
-    one, two = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))
-    assert (one != two).all()
+    first_output, second_output = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))
+    assert (first_output != second_output).all()
     server.wait_log("has a response_cache")
     assert not server.samples("nv_cache_num_hits_per_model")

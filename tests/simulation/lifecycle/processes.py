@@ -215,7 +215,7 @@ class SimulatedProcesses:
                 if self.world.chance(0.2):  # a delay longer than the start of a scheduler
                     late = self.world.between(300 * MS, 2 * SECOND)
                 if child.fate in ("loads", "dies"):
-                    self.world.after(late, self._deliver, child.pid, m.InstanceLoaded(0.0))
+                    self.world.after(late, self._deliver, child.pid, m.InstanceLoaded())
                 else:
                     self._fail(child)
                 if child.fate == "dies":

@@ -8,7 +8,7 @@ from shmserve.supervisor.models.instances import Instance
 from tests.simulation.lifecycle.executor import SimulatedExecutor
 from tests.simulation.lifecycle.loop import SimulatedLoop
 from tests.simulation.lifecycle.repository import ENSEMBLES, MAX_INSTANCES
-from tests.simulation.world import MS, SECOND, TRACED, World
+from tests.simulation.world import MS, SECOND, TRACED_EVENTS, World
 
 _DRAWN_NS = 6 * SECOND
 _LATE_NS = 38 * SECOND, 100 * SECOND
@@ -18,7 +18,7 @@ _QUIET_NS = 300 * SECOND
 class LifecycleRun:
     """A run of one seed with this number of requested orders."""
 
-    def __init__(self, seed: int, orders: int = 40, traced: int = TRACED) -> None:
+    def __init__(self, seed: int, orders: int = 40, traced: int = TRACED_EVENTS) -> None:
         self.seed = seed
         self.world = World(seed, traced)
         self.executor: SimulatedExecutor

@@ -24,11 +24,11 @@ _GO = {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOFLAGS": ""}
 _TIMEOUT_S = 120.0
 
 
-def build_go(to: Path) -> Path:
+def build_go(destination: Path) -> Path:
     if shutil.which("go") is None:
         pytest.skip("there is no Go here (Debian: golang-go, golang-google-grpc-dev)")
-    run(["go", "build", "-o", str(to), str(HERE / "client.go")], _GO)
-    return to
+    run(["go", "build", "-o", str(destination), str(HERE / "client.go")], _GO)
+    return destination
 
 
 def find_node() -> list[str]:

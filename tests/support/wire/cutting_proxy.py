@@ -69,7 +69,7 @@ class CuttingProxy:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
 
-        def go_on() -> None:
+        def forward_bytes() -> None:
             with contextlib.suppress(OSError):
                 while data := source.recv(65536):
                     if outwards:
@@ -82,7 +82,7 @@ class CuttingProxy:
                         data = data[size:]
                 sink.shutdown(socket.SHUT_WR)
 
-        self._start(go_on)
+        self._start(forward_bytes)
 
 
 def connect_unix(path: Path) -> socket.socket:

@@ -15,7 +15,7 @@ DATA, HEADERS, PRIORITY, RESET, SETTINGS = range(5)
 PING, GO_AWAY, WINDOW, CONTINUATION = range(6, 10)
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
-_AHEAD = 65536
+_MAX_AHEAD = 65536
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -23,9 +23,9 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return head + payload
 
 
-def window(stream: int, more: int) -> bytes:
+def window(stream: int, increment: int) -> bytes:
     """Return a WINDOW_UPDATE frame of `more` bytes."""
-    return frame(WINDOW, 0, stream, struct.pack(">I", more))
+    return frame(WINDOW, 0, stream, struct.pack(">I", increment))
 
 
 def block(*headers: tuple[bytes, bytes]) -> bytes:
@@ -35,7 +35,7 @@ def block(*headers: tuple[bytes, bytes]) -> bytes:
     )
 
 
-def post(path: str, *more: tuple[bytes, bytes]) -> bytes:
+def post(path: str, *headers: tuple[bytes, bytes]) -> bytes:
     return block(
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -43,7 +43,7 @@ def post(path: str, *more: tuple[bytes, bytes]) -> bytes:
         (b":authority", b"localhost"),
         (b"te", b"trailers"),
         (b"content-type", b"application/grpc"),
-        *more,
+        *headers,
     )
 
 
@@ -52,7 +52,7 @@ def message(data: bytes) -> bytes:
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
-OPENED = PREFACE + frame(SETTINGS, 0, 0)
+CLIENT_OPENING = PREFACE + frame(SETTINGS, 0, 0)
 
 
 @contextlib.contextmanager
@@ -62,30 +62,32 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
     Received SETTINGS and PINGs are acknowledged, as by a correct client. If the server closes the
     connection, the next one is opened.
     """
-    finished = threading.Event()
+    has_finished = threading.Event()
 
-    def go_on() -> None:
-        while not finished.is_set():
+    def flood_until_finished() -> None:
+        while not has_finished.is_set():
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection(("127.0.0.1", port)) as connection,
             ):
                 connection.setblocking(False)
-                _flood(connection, make, finished)
+                _flood(connection, make, has_finished)
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=flood_until_finished)
     thread.start()
     try:
         yield
     finally:
-        finished.set()
+        has_finished.set()
         thread.join()
 
 
-def _flood(sock: socket.socket, make: Callable[[int], bytes], finished: threading.Event) -> None:
-    ahead, behind, stream = bytearray(OPENED), b"", 1
-    while not finished.is_set():
-        while len(ahead) < _AHEAD:
+def _flood(
+    sock: socket.socket, make: Callable[[int], bytes], has_finished: threading.Event
+) -> None:
+    ahead, behind, stream = bytearray(CLIENT_OPENING), b"", 1
+    while not has_finished.is_set():
+        while len(ahead) < _MAX_AHEAD:
             ahead += make(stream)
             stream += 2
         readable, writable, _ = select.select([sock], [sock], [], 0.1)
@@ -98,7 +100,7 @@ def _flood(sock: socket.socket, make: Callable[[int], bytes], finished: threadin
             del ahead[: sock.send(ahead)]
 
 
-def _acknowledge(data: bytes, to: bytearray) -> bytes:
+def _acknowledge(data: bytes, replies: bytearray) -> bytes:
     """Acknowledge the frames in `data` that require it; return the incomplete frame at its end."""
     at = 0
     while len(data) >= at + 9:
@@ -107,6 +109,6 @@ def _acknowledge(data: bytes, to: bytearray) -> bytes:
             break
         kind, flags = data[at + 3], data[at + 4]
         if kind in (SETTINGS, PING) and not flags & ACK:
-            to += frame(kind, ACK, 0, data[at + 9 : end] if kind == PING else b"")
+            replies += frame(kind, ACK, 0, data[at + 9 : end] if kind == PING else b"")
         at = end
     return data[at:]

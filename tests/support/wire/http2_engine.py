@@ -21,20 +21,20 @@ from shmserve.gateway.http2.incoming import (
 from shmserve.gateway.http2.outgoing import Stream
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     PING,
     RESET,
     frame,
     post,
 )
 
-_LATER = 1001  # the number of a stream that no test case uses
-_SIGN = b"stillon?"
+_PROBE_STREAM = 1001  # the number of a stream that no test case uses
+_SIGN_BYTES = b"stillon?"
 
 
 class Frame(NamedTuple):
@@ -120,9 +120,9 @@ class Engine:
     def flush(self) -> list[Frame]:
         """Write and return the pending frames."""
         ready, self.http2.sending.ready = self.http2.sending.ready, []
-        fresh = frames_of(b"".join(ready))
-        self.sent += fresh
-        return fresh
+        new_frames = frames_of(b"".join(ready))
+        self.sent += new_frames
+        return new_frames
 
     def stream(self, number: int) -> Stream:
         return self.requests[number].stream
@@ -132,28 +132,28 @@ class Engine:
         """Return the error code of a closed connection, or None if it is open."""
         if not self.http2.closing:
             return None
-        last = self.sent[-1]
-        assert last.kind == GO_AWAY
-        return FaultCode(int.from_bytes(last.payload[4:8], "big"))
+        last_frame = self.sent[-1]
+        assert last_frame.kind == GO_AWAY
+        return FaultCode(int.from_bytes(last_frame.payload[4:8], "big"))
 
     @property
     def resets(self) -> dict[int, FaultCode]:
         return {
-            sent.stream: FaultCode(int.from_bytes(sent.payload, "big"))
-            for sent in self.sent
-            if sent.kind == RESET
+            frame.stream: FaultCode(int.from_bytes(frame.payload, "big"))
+            for frame in self.sent
+            if frame.kind == RESET
         }
 
     def check_goes_on(self) -> None:
         """Check that the connection still works: it answers a ping and serves a request."""
-        request = frame(HEADERS, END_HEADERS, _LATER, post("/later"))
-        data = frame(DATA, END_STREAM, _LATER, b"later")
-        self.take(frame(PING, 0, 0, _SIGN) + request + data)
+        request = frame(HEADERS, END_HEADERS, _PROBE_STREAM, post("/later"))
+        data = frame(DATA, END_STREAM, _PROBE_STREAM, b"later")
+        self.take(frame(PING, 0, 0, _SIGN_BYTES) + request + data)
         assert self.gone is None
-        assert Frame(PING, ACK, 0, _SIGN) in self.sent
-        assert self.requests[_LATER].data == b"later"
-        assert self.requests[_LATER].ended
-        assert dict(self.requests[_LATER].fields)[b":path"] == b"/later"
+        assert Frame(PING, ACK, 0, _SIGN_BYTES) in self.sent
+        assert self.requests[_PROBE_STREAM].data == b"later"
+        assert self.requests[_PROBE_STREAM].ended
+        assert dict(self.requests[_PROBE_STREAM].fields)[b":path"] == b"/later"
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,18 @@ class Case:
     ends: tuple[FaultCode, ...] = ()
     resets: tuple[tuple[int, FaultCode], ...] = ()
     served: tuple[tuple[int, bytes], ...] = ()
-    before: bytes = OPENED
+    before: bytes = CLIENT_OPENING
 
     def __str__(self) -> str:
         return f"{self.section} {self.title}"
 
     def check(self, limits: Limits | None = None) -> None:
         """Let the engine process the bytes, at once and byte by byte."""
-        uncut, cut = Engine(limits), Engine(limits)
+        uncut, cut_engine = Engine(limits), Engine(limits)
         uncut.take(self.before + self.sent)
         for byte in self.before + self.sent:
-            cut.take(bytes((byte,)))
-        for engine in (uncut, cut):
+            cut_engine.take(bytes((byte,)))
+        for engine in (uncut, cut_engine):
             self._check(engine)
 
     def _check(self, engine: Engine) -> None:

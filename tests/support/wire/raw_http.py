@@ -28,7 +28,7 @@ _NUMPY = {
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
 }
-_OURS = re.compile(
+_INTERNALS = re.compile(
     # A client that loads a model may see the name of the model's own file.
     rb"Traceback|memfd|/dev/shm|/proc/|/run/|/tmp/|ipc://|site-packages|(?<!\bmodel)\.py\b"
     rb"| object at 0x|\bpid "
@@ -46,7 +46,7 @@ class Reply:
 
     def __post_init__(self) -> None:
         if self.status != 200:
-            assert _OURS.search(self.body) is None, self.body
+            assert _INTERNALS.search(self.body) is None, self.body
 
     def json(self) -> Any:
         """Return the body, which must be JSON."""
@@ -70,22 +70,22 @@ class Reply:
         """
         assert self.status == 200, (self.status, self.body)
         size = self.headers.get("Inference-Header-Content-Length")
-        cut = len(self.body) if size is None else int(size)
-        rest = self.body[cut:]
+        json_size = len(self.body) if size is None else int(size)
+        binary_rows = self.body[json_size:]
         arrays = {}
-        for output in json.loads(self.body[:cut])["outputs"]:
+        for output in json.loads(self.body[:json_size])["outputs"]:
             parameters = output.get("parameters", {})
             if "binary_data_size" in parameters:
-                raw, rest = (
-                    rest[: parameters["binary_data_size"]],
-                    rest[parameters["binary_data_size"] :],
+                raw, binary_rows = (
+                    binary_rows[: parameters["binary_data_size"]],
+                    binary_rows[parameters["binary_data_size"] :],
                 )
                 arrays[output["name"]] = _from_binary(output, raw)
             elif "data" in output:
                 arrays[output["name"]] = _from_json(output)
             else:
                 arrays[output["name"]] = None
-        assert not rest
+        assert not binary_rows
         return arrays
 
 
@@ -156,7 +156,7 @@ def binary_request(
 
     `members` are further members of the JSON object.
     """
-    described = [
+    tensor_members = [
         {
             "name": name,
             "datatype": datatype,
@@ -165,7 +165,7 @@ def binary_request(
         }
         for name, datatype, shape, data in inputs
     ]
-    header = json.dumps({"inputs": described, **members}).encode()
+    header = json.dumps({"inputs": tensor_members, **members}).encode()
     body = header + b"".join(data for _, _, _, data in inputs)
     return body, {"Inference-Header-Content-Length": str(len(header))}
 

@@ -46,7 +46,7 @@ def send_repeat(
     client.async_stream_infer(model, inputs, enable_empty_final_response=True)
 
 
-def ended(results: StreamResults) -> int:
+def count_responses(results: StreamResults) -> int:
     """Return the number of responses until the final one, which has no outputs."""
     for count in range(10_000):
         if results.get(timeout=30).parameters["triton_final_response"].bool_param:
@@ -54,7 +54,7 @@ def ended(results: StreamResults) -> int:
     raise AssertionError("there is no end")
 
 
-def failed(results: StreamResults) -> str:
+def final_error(results: StreamResults) -> str:
     """Return the error that ends the responses."""
     while not isinstance(result := results.get(timeout=30), triton.InferenceServerException):
         pass

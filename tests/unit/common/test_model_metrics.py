@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.common.model_metrics import Families, ModelMetrics, added, exposition, parse, plain
+from shmserve.common.model_metrics import (
+    Families,
+    ModelMetrics,
+    exposition,
+    parse,
+    sum_families,
+    to_lists,
+)
 
 LABELS = [["a", "1"]]
 
@@ -42,17 +49,17 @@ def test_counters_are_summed_and_outlive_their_instance() -> None:
 def test_a_successor_continues_the_counts() -> None:
     metrics = ModelMetrics()
     for pid in (1, 2, 3):
-        metrics.report(pid, added((counter(pid), gauge(pid, pid, 0))))
+        metrics.report(pid, sum_families((counter(pid), gauge(pid, pid, 0))))
     metrics.exited(1)
     successor = ModelMetrics()
     successor.restore(metrics.snapshot(), alive=[2, 9])
-    assert plain(successor.total())[0] == plain(metrics.total())[0]
+    assert to_lists(successor.total())[0] == to_lists(metrics.total())[0]
     assert successor.total()["g"] == gauge(2, 2, 0)["g"]
     successor.report(2, counter(5))
     assert exposed_value(successor.total()) == "9"
 
 
-def test_a_gauge_is_what_was_set_last_and_all_increments() -> None:
+def test_a_gauge_is_its_last_value_plus_increments() -> None:
     metrics = ModelMetrics()
     metrics.report(1, gauge(10, 50, 1))
     metrics.report(2, gauge(20, 40, 0.5))
@@ -68,21 +75,21 @@ def test_histograms_are_summed_if_they_have_the_same_buckets() -> None:
         histogram([3, 1, 0, 2], [1, 2]),
         histogram([4, 1, 1, 1], [1, 2]),
     )
-    assert added((first_histogram, second_histogram)) == histogram([7, 2, 1, 3], [1, 2])
-    assert added((first_histogram, histogram([1, 1, 0], [5]))) == first_histogram
+    assert sum_families((first_histogram, second_histogram)) == histogram([7, 2, 1, 3], [1, 2])
+    assert sum_families((first_histogram, histogram([1, 1, 0], [5]))) == first_histogram
 
 
-def test_families_of_several_models_are_one() -> None:
-    total = added((counter(1), counter(2, "d"), counter(3)))
+def test_families_of_several_models_are_merged() -> None:
+    total = sum_families((counter(1), counter(2, "d"), counter(3)))
     assert list(total) == ["c", "d"]
     assert exposed_value({"c": total["c"]}) == "4"
-    clash = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
-    assert added((counter(1), clash)) == counter(1)
+    gauge_family = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
+    assert sum_families((counter(1), gauge_family)) == counter(1)
 
 
 def test_the_plain_form_is_parsed_to_the_same_families() -> None:
-    families = added((counter(1), gauge(1, 2, 3), histogram([1, 0, 1], [5])))
-    assert parse(plain(families)) == families
+    families = sum_families((counter(1), gauge(1, 2, 3), histogram([1, 0, 1], [5])))
+    assert parse(to_lists(families)) == families
 
 
 @pytest.mark.parametrize(
@@ -105,7 +112,7 @@ def test_malformed_reports_are_refused(raw: list[Any]) -> None:
         parse(raw)
 
 
-def test_the_text_is_tritons() -> None:
+def test_the_exposition_equals_tritons() -> None:
     labels = [["by", 'a "b"\\\n'], ["unit", "é"]]
     families = parse(
         [

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,7 +22,7 @@ from shmserve.errors import (
     Unknown,
     Unsupported,
 )
-from shmserve.gateway.http.json.large_bodies import parse_large
+from shmserve.gateway.http.json.large_bodies import Packed, parse_large
 from shmserve.gateway.http.messages import WholeBody
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -104,9 +105,9 @@ def test_chunks_count_the_tokens_of_their_sample(choices_format: Any) -> None:
 
 def test_zero_logprobs_are_requested() -> None:
     """Completions have the number of alternatives, which may be 0; chats have true."""
-    requested: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
+    request_bodies: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
     not_requested: list[dict[str, Any]] = [{}, {"logprobs": None}, {"logprobs": False}]
-    assert all(map(bodies.wants_logprobs, requested))
+    assert all(map(bodies.wants_logprobs, request_bodies))
     assert not any(map(bodies.wants_logprobs, not_requested))
 
 
@@ -204,10 +205,10 @@ def text_gateway() -> Any:
     return SimpleNamespace(models=models, settings=settings, body_budget=budget)
 
 
-def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
+def read_body(raw: bytes, prompts: Sequence[str] = (), **headers: str) -> dict[str, Any]:
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     request: Any = SimpleNamespace(content=WholeBody(raw), headers=CIMultiDict(headers))
-    return asyncio.run(bodies.read_body(text_gateway(), request))
+    return asyncio.run(bodies.read_body(text_gateway(), request, prompts))
 
 
 @pytest.mark.parametrize(
@@ -227,9 +228,11 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     limits_given: dict[str, Any], max_tokens: int
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **limits_given}
-    parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
+    parsed_request = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
-    assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
+    assert [
+        parsed_request.parameters[name] for name in limits if name in parsed_request.parameters
+    ] == [max_tokens]
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])
@@ -242,6 +245,27 @@ def test_a_body_may_be_compressed(encoding: str, pack: Any) -> None:
 def test_a_body_is_a_json_object(raw: bytes) -> None:
     with pytest.raises(InvalidArgument, match="JSON"):
         read_body(raw, Content_Length=str(len(raw)))
+
+
+@pytest.mark.parametrize(("count", "is_packed"), [(4095, False), (4096, True)])
+def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) -> None:
+    message = {"role": "user", "content": '{"a": "{}"}' if not is_packed else ""}
+    raw = json.dumps({"messages": [message] * count}).encode()
+    messages = read_body(raw, ["messages"], Content_Length=str(len(raw)))["messages"]
+    assert (type(messages) is Packed) == is_packed
+    assert (messages.value() if is_packed else messages) == [message] * count
+
+
+def test_each_token_has_a_chunk() -> None:
+    for choice_format, member in ((CHAT_FORMAT, "delta"), (COMPLETION_FORMAT, "text")):
+        choices = Choices(choice_format, "m", 1)
+        deltas = [Delta(0, ""), Delta(0, ""), Delta(0, "é"), Delta(0, "", "stop")]
+        chunks = [choices.add(0, delta)[member] for delta in deltas]
+        first = {"role": "assistant", "content": ""}
+        if member == "text":
+            assert chunks == ["", "", "é", ""]
+        else:
+            assert chunks == [first, {"content": ""}, {"content": "é"}, {}]
 
 
 def test_a_chat_with_reasoning_and_calls() -> None:

@@ -15,7 +15,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import Arena, FreeList
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.frames import MalformedMessage
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
@@ -101,7 +101,7 @@ def test_a_memory_range_outside_its_memory_is_refused() -> None:
     arena.close()
 
 
-def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_over_the_size_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -f` applies to memory, too. The error says so, and no descriptor remains open."""
 
     def raise_too_large(*_: int) -> None:

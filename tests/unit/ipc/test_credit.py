@@ -21,17 +21,17 @@ def test_unread_responses_are_bounded_and_never_stuck(
     has_place: bool, steps: list[tuple[int, int]]
 ) -> None:
     sender, reader = SendWindow(has_place), ReadWindow(has_place)
-    on_the_way: list[int] = []
-    for size, reads in steps:
+    unread_sizes: list[int] = []
+    for size, read_count in steps:
         if sender.is_open:
-            sender.sent(size)
-            on_the_way.append(size)
+            sender.record_sent(size)
+            unread_sizes.append(size)
         assert sender.unread <= (1 if has_place else FIRST_CREDIT)
-        for _ in range(min(reads, len(on_the_way))):
-            credit = reader.read(on_the_way.pop(0))
-            assert sender.read(credit) == credit
-    while on_the_way:
-        sender.read(reader.read(on_the_way.pop(0)))
+        for _ in range(min(read_count, len(unread_sizes))):
+            credit = reader.record_read(unread_sizes.pop(0))
+            assert sender.record_credit(credit) == credit
+    while unread_sizes:
+        sender.record_credit(reader.record_read(unread_sizes.pop(0)))
     assert sender.is_open, "who has read all gets the next"
 
 
@@ -43,10 +43,10 @@ def test_a_window_closes(has_place: bool, size: int, message_count: int) -> None
     window = SendWindow(has_place)
     for _ in range(message_count):
         assert window.is_open
-        window.sent(size)
+        window.record_sent(size)
     assert not window.is_open
-    assert (window.read(message_count + 7), window.unread) == (message_count, 0)
-    assert window.is_open and window.read(1) == 0
+    assert (window.record_credit(message_count + 7), window.unread) == (message_count, 0)
+    assert window.is_open and window.record_credit(1) == 0
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_small_responses_are_credited_together(
     has_place: bool, size: int, credit_batch: int
 ) -> None:
     window = ReadWindow(has_place)
-    credited = [window.read(size) for _ in range(2 * credit_batch)]
-    assert credited == [*[0] * (credit_batch - 1), credit_batch] * 2
+    credit_counts = [window.record_read(size) for _ in range(2 * credit_batch)]
+    assert credit_counts == [*[0] * (credit_batch - 1), credit_batch] * 2

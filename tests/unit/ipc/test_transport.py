@@ -15,7 +15,7 @@ from shmserve.ipc.messages.supervision import ConfigCompleted, Drain
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from tests.rigs.arrivals import arrived, framed, send_raw
+from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Pat
     first_router.close()
     dealer = Dealer(endpoint, "me")
     dealer.send(m.Cancel(7))
-    assert arrived(second_router) == [(b"me", m.Cancel(7))]
+    assert receive_arrived(second_router) == [(b"me", m.Cancel(7))]
     dealer.close()
     second_router.close()
     assert not list(tmp_path.iterdir())
@@ -50,10 +50,10 @@ def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Pat
 def test_a_frame_of_another_version_is_dropped_and_both_versions_are_logged(
     router: Router, dealer: Dealer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    older = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
-    send_raw(dealer, b"", framed(older))
+    older_message = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
+    send_raw(dealer, b"", encode_zmtp(older_message))
     dealer.send(m.Cancel(2))
-    assert arrived(router) == [(b"me", m.Cancel(2))] and router.malformed == 1
+    assert receive_arrived(router) == [(b"me", m.Cancel(2))] and router.malformed == 1
     assert "the peer has protocol version 2, this process has version 3" in caplog.text
 
 
@@ -64,27 +64,27 @@ def test_messages_arrive_in_order_in_both_directions(router: Router, dealer: Dea
     dealer.send(m.Cancel(5))
     received: list[Any] = []
     while len(received) < 6:
-        received += arrived(router)
+        received += receive_arrived(router)
     assert received == [(b"me", m.Cancel(number)) for number in range(6)]
     router.post(b"me", m.Settled(1))
     router.post(b"me", m.Settled(2))
     router.post(b"nobody", m.Settled(3))
     router.flush()
-    assert arrived(dealer) == [m.Settled(1), m.Settled(2)]
+    assert receive_arrived(dealer) == [m.Settled(1), m.Settled(2)]
 
 
 def test_a_message_that_cannot_be_packed_is_not_sent(router: Router, dealer: Dealer) -> None:
     with pytest.raises(TypeError):
         dealer.send(ConfigCompleted({"max_batch_size": object()}))
     dealer.send(m.Cancel(7))
-    assert arrived(router) == [(b"me", m.Cancel(7))]
+    assert receive_arrived(router) == [(b"me", m.Cancel(7))]
 
 
 def test_an_unencodable_message_does_not_block_other_peers(router: Router, dealer: Dealer) -> None:
     other_dealer = Dealer(router.endpoint, "other")
     for link in (dealer, other_dealer):
         link.send(m.Cancel(1))
-        assert arrived(router)
+        assert receive_arrived(router)
     router.post(b"other", m.Settled(1))
     router.post(b"me", Answered(2, {"found": object()}))
     router.post(b"me", m.Settled(3))
@@ -93,25 +93,25 @@ def test_an_unencodable_message_does_not_block_other_peers(router: Router, deale
     router.post(b"me", m.Settled(4))
     router.post(b"other", m.Settled(5))
     router.flush()
-    assert arrived(dealer) == [m.Settled(4)]
+    assert receive_arrived(dealer) == [m.Settled(4)]
     received: list[Any] = []
     while len(received) < 2:
-        received += arrived(other_dealer)
+        received += receive_arrived(other_dealer)
     assert received == [m.Settled(1), m.Settled(5)] and not other_dealer.wait(0)
     other_dealer.close()
 
 
-def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None:
+def test_the_last_messages_arrive_after_the_close(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(7))
     dealer.close()
-    assert arrived(router) == [(b"me", m.Cancel(7))]
-    assert arrived(router, 0.2) == [] and not router.wait(0)
+    assert receive_arrived(router) == [(b"me", m.Cancel(7))]
+    assert receive_arrived(router, 0.2) == [] and not router.wait(0)
 
 
 def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer) -> None:
     """Both sides send more than the socket buffers hold, and nothing is lost."""
     dealer.send(m.Cancel(1))
-    assert arrived(router)
+    assert receive_arrived(router)
     large_message = m.Finished(2, bytes(3 << 20), [])
     dealer.send(large_message)
     router.post(b"me", large_message)
@@ -126,50 +126,48 @@ def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer)
 
 def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
-    assert arrived(router)
-    thief = Dealer(router.endpoint, "me")
-    thief.send(m.Cancel(2))
-    assert arrived(router, 0.5) == []
-    assert arrived(thief, 0.5) == [] and not thief.connected
+    assert receive_arrived(router)
+    second_dealer = Dealer(router.endpoint, "me")
+    second_dealer.send(m.Cancel(2))
+    assert receive_arrived(router, 0.5) == []
+    assert receive_arrived(second_dealer, 0.5) == [] and not second_dealer.connected
     router.post(b"me", m.Settled(1))
     router.flush()
-    assert arrived(dealer) == [m.Settled(1)]
-    thief.close()
+    assert receive_arrived(dealer) == [m.Settled(1)]
+    second_dealer.close()
 
 
-def test_a_dealer_without_a_listener(tmp_path: Path) -> None:
+def test_a_dealer_without_a_listener_is_disconnected(tmp_path: Path) -> None:
     dealer = Dealer(f"ipc://{tmp_path}/none", "me")
     dealer.send(m.Cancel(1))
     assert dealer.receive() == [] and not dealer.connected and not dealer.wait(0)
     dealer.close()
 
 
-def test_the_peer_disconnects(router: Router, dealer: Dealer) -> None:
+def test_a_peer_disconnect_is_reported(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
-    assert arrived(router)
+    assert receive_arrived(router)
     router.post(b"me", m.Settled(1))
     router.flush()
     router.close()
-    assert arrived(dealer) == [m.Settled(1)]
+    assert receive_arrived(dealer) == [m.Settled(1)]
     dealer.send(m.Cancel(2))
-    assert arrived(dealer, 0.5) == [] and not dealer.connected
+    assert receive_arrived(dealer, 0.5) == [] and not dealer.connected
     dealer.send(m.Cancel(3))
 
 
-def test_an_only_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
+def test_a_single_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
-    assert arrived(router) == [(b"me", m.Cancel(1))]
-    polled = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
+    assert receive_arrived(router) == [(b"me", m.Cancel(1))]
+    counting_poll = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
     dealer.send(m.Cancel(2))
-    assert (router.receive(), polled.polls) == ([(b"me", m.Cancel(2))], 0)
-    assert (router.receive(), polled.polls) == ([], 1)
+    assert (router.receive(), counting_poll.polls) == ([(b"me", m.Cancel(2))], 0)
+    assert (router.receive(), counting_poll.polls) == ([], 1)
 
 
-def test_a_peer_that_connects_is_accepted_while_an_only_peer_floods(
-    router: Router, dealer: Dealer
-) -> None:
+def test_a_connecting_peer_is_accepted_while_another_floods(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(0))
-    assert arrived(router) == [(b"me", m.Cancel(0))]
+    assert receive_arrived(router) == [(b"me", m.Cancel(0))]
     other_dealer = Dealer(router.endpoint, "other")
     other_dealer.send(m.Cancel(1))
     received: list[tuple[bytes, Any]] = []
@@ -187,30 +185,34 @@ class _CountingPoll:
     """A poll that counts its calls."""
 
     def __init__(self, poll: Any) -> None:
-        self._real = poll
+        self._wrapped = poll
         self.polls = 0
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         self.polls += 1
-        events: list[tuple[int, int]] = self._real.poll(timeout_s)
+        events: list[tuple[int, int]] = self._wrapped.poll(timeout_s)
         return events
 
     def close(self) -> None:
-        self._real.close()
+        self._wrapped.close()
 
 
-def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
-    send_raw(dealer, b"", framed(b"garbage") + b"\1\1a\0\1b" + framed(frames.pack([Drain()])))
-    assert arrived(router) == [(b"me", Drain())] and router.malformed == 2
+def test_malformed_messages_are_counted_and_other_protocols_disconnected(
+    router: Router, dealer: Dealer
+) -> None:
+    send_raw(
+        dealer, b"", encode_zmtp(b"garbage") + b"\1\1a\0\1b" + encode_zmtp(frames.pack([Drain()]))
+    )
+    assert receive_arrived(router) == [(b"me", Drain())] and router.malformed == 2
     with socket.socket(socket.AF_UNIX) as plain_socket:
         plain_socket.connect(router.endpoint.removeprefix("ipc://"))
         plain_socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert arrived(router, 0.5) == []
+        assert receive_arrived(router, 0.5) == []
         plain_socket.settimeout(5)
         assert plain_socket.recv(1000).startswith(zmtp.GREETING)
 
 
-def test_libzmq_at_the_other_end(router: Router) -> None:
+def test_libzmq_peers_are_compatible(router: Router) -> None:
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as zmq_dealer:
@@ -218,7 +220,7 @@ def test_libzmq_at_the_other_end(router: Router) -> None:
             zmq_dealer.connect(router.endpoint)
             for size in (1, 300, 100_000):
                 zmq_dealer.send(frames.pack([m.Finished(size, bytes(size), [])]))
-                assert arrived(router) == [(b"theirs", m.Finished(size, bytes(size), []))]
+                assert receive_arrived(router) == [(b"theirs", m.Finished(size, bytes(size), []))]
                 router.post(b"theirs", m.Finished(size, bytes(size), []))
                 router.flush()
                 while not zmq_dealer.poll(10):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.transport import zmtp
-from tests.rigs.arrivals import framed
+from tests.rigs.arrivals import encode_zmtp
 
 HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"me")
 
@@ -23,19 +23,21 @@ def feed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
     return decoder, messages
 
 
-BODIES = st.lists(st.one_of(st.binary(max_size=300), st.integers(0, 5000).map(bytes)), max_size=8)
-CUTS = st.lists(st.integers(0, 100_000), max_size=12)
+BODY_LISTS = st.lists(
+    st.one_of(st.binary(max_size=300), st.integers(0, 5000).map(bytes)), max_size=8
+)
+CUT_POINTS = st.lists(st.integers(0, 100_000), max_size=12)
 
 
-@given(BODIES, CUTS)
+@given(BODY_LISTS, CUT_POINTS)
 def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]) -> None:
-    data = HANDSHAKE + b"".join(map(framed, bodies))
+    data = HANDSHAKE + b"".join(map(encode_zmtp, bodies))
     decoder, messages = feed(data, cuts)
     assert not decoder.violation and messages == bodies
     assert decoder.properties == {"socket-type": b"DEALER", "identity": b"me"}
 
 
-@given(st.binary(max_size=400), CUTS)
+@given(st.binary(max_size=400), CUT_POINTS)
 def test_any_bytes_are_a_broken_connection_or_nothing(data: bytes, cuts: list[int]) -> None:
     for start in (b"", zmtp.GREETING, HANDSHAKE):
         decoder, messages = feed(start + data, cuts)
@@ -44,7 +46,7 @@ def test_any_bytes_are_a_broken_connection_or_nothing(data: bytes, cuts: list[in
 
 def test_messages_of_several_parts_and_commands_are_dropped() -> None:
     ping = b"\x04\x07\x04PING\x00\x00"
-    data = HANDSHAKE + b"\x01\x01a\x01\x01b\x00\x01c" + ping + framed(b"one")
+    data = HANDSHAKE + b"\x01\x01a\x01\x01b\x00\x01c" + ping + encode_zmtp(b"one")
     decoder, messages = feed(data, [])
     assert messages == [b"one"] and decoder.dropped == 1 and not decoder.violation
 
@@ -56,7 +58,7 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
         (b"\xff" + bytes(8) + b"\x7e" + bytes(60), "not ZMTP"),
         (zmtp.GREETING[:10] + b"\x01" + zmtp.GREETING[11:], "version"),
         (zmtp.GREETING.replace(b"NULL\0", b"CURVE"), "mechanism"),
-        (zmtp.GREETING + framed(b"too early"), "before the handshake"),
+        (zmtp.GREETING + encode_zmtp(b"too early"), "before the handshake"),
         (zmtp.GREETING + b"\x04\x06\x05HELLO", "without READY"),
         (zmtp.GREETING + b"\x04\x09\x05READY\x0bSo", "cut short"),
         (zmtp.GREETING + b"\x04\x0c\x05READY\x01a\x00\x00\x00\x09", "cut short"),

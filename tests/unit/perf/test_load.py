@@ -1,4 +1,4 @@
-"""Schedules and sweeps; loads on a made-up door: closed and open loops, waiting requests, errors,
+"""Schedules and sweeps; loads on fake lanes: closed and open loops, waiting requests, errors,
 silence."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shmserve.protocols import LaneObserver
 from shmserve.protocols.connection import Poller
 
 
-class InstantTransport:
+class InstantLaneFactory:
     """A transport that answers in the next turn: with an error for an error, and never for None."""
 
     streams = False
@@ -39,35 +39,42 @@ class InstantTransport:
 
 
 class InstantLane:
-    def __init__(self, lane_door: InstantTransport, observer: LaneObserver) -> None:
-        self.door, self.observer = lane_door, observer
+    def __init__(self, factory: InstantLaneFactory, observer: LaneObserver) -> None:
+        self.lane_factory, self.observer = factory, observer
 
     def send(self, request: Any) -> None:
-        self.door.sent.append(request)
+        self.lane_factory.sent.append(request)
         if request is not None:
-            self.door.poller.call_soon(self.answer(request))
+            self.lane_factory.poller.call_soon(self.answer(request))
 
     def answer(self, request: str) -> Any:
-        return lambda: self.observer.ended(request if request.startswith("error") else "")
+        return lambda: self.observer.on_end(request if request.startswith("error") else "")
 
     def close(self) -> None:
         pass
 
 
 @pytest.fixture
-def transport() -> Iterator[InstantTransport]:
+def transport() -> Iterator[InstantLaneFactory]:
     with contextlib.closing(Poller()) as poller:
-        yield InstantTransport(poller)
+        yield InstantLaneFactory(poller)
 
 
 def load(
-    door: InstantTransport, requests: list[Any], slots: int, schedule: Any = None
+    lane_factory: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
 ) -> LoadGenerator:
-    return LoadGenerator(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
+    return LoadGenerator(
+        lane_factory.poller,
+        lane_factory,
+        lambda slot: requests,
+        slots,
+        schedule,
+        patience_s=0.2,
+    )
 
 
-def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(
-    transport: InstantTransport,
+def test_a_closed_loop_keeps_its_number_in_flight_and_rotates_requests(
+    transport: InstantLaneFactory,
 ) -> None:
     generator = load(transport, ["a", "b", "c"], 2)
     generator.begin()
@@ -80,13 +87,13 @@ def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(
 
 
 def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_scheduled_time(
-    transport: InstantTransport,
+    transport: InstantLaneFactory,
 ) -> None:
     # Four are due at once, and the next never.
     generator = load(transport, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
     generator.begin()
-    until = time.monotonic() + 10
-    while generator.mark().requests < 4 and time.monotonic() < until:
+    deadline_s = time.monotonic() + 10
+    while generator.mark().requests < 4 and time.monotonic() < deadline_s:
         generator.run(0)
     generator.finish()
     assert len(set(generator.records.scheduled_ns)) == 1
@@ -94,7 +101,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     assert transport.sent == ["a"] * 4
 
 
-def test_errors_are_counted_by_text_and_no_latency_is_theirs(transport: InstantTransport) -> None:
+def test_errors_are_counted_by_text_without_latencies(transport: InstantLaneFactory) -> None:
     generator = load(transport, ["a", "error one", "error two"], 1)
     generator.begin()
     while generator.mark().failed < 4:
@@ -104,7 +111,7 @@ def test_errors_are_counted_by_text_and_no_latency_is_theirs(transport: InstantT
     assert generator.mark().requests == transport.sent.count("a")
 
 
-def test_a_load_against_a_silent_server_ends(transport: InstantTransport) -> None:
+def test_a_load_against_a_silent_server_ends(transport: InstantLaneFactory) -> None:
     generator = load(transport, [None], 1)
     generator.begin()
     with pytest.raises(Unavailable, match=r"not responded to a request for 0\.2 s"):

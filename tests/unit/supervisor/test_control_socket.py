@@ -11,7 +11,7 @@ from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, Ind
 from shmserve.ipc.messages.publications import Acknowledged, SchedulerLost
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.processes.control_socket import Acknowledgements, ControlSocket
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 
 
 async def test_the_last_messages_of_a_process_are_read_before_its_end(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path
         control.broadcast(SchedulerLost("ipc://a", ""), "caller")
         control.broadcast(m.Stop(), "worker", "caller")
         control.flush()
-        received.append(arrived(worker))
+        received.append(receive_arrived(worker))
         control.calls(os.getpid())
     worker.close()
     control.close()
@@ -95,10 +95,10 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
     assert received == [FindModel(1, "m", "")]
 
 
-async def test_all_must_acknowledge_that_are_there() -> None:
+async def test_every_connected_peer_must_acknowledge() -> None:
     changes = Acknowledgements()
     number = changes.begin({1, 2, 3})
-    waiting = asyncio.ensure_future(changes.next_complete())
+    waiting_change = asyncio.ensure_future(changes.next_complete())
     changes.acknowledged(1, number)
     changes.acknowledged(1, number)
     changes.exited(2)
@@ -108,7 +108,7 @@ async def test_all_must_acknowledge_that_are_there() -> None:
     await asyncio.sleep(0)
     changes.acknowledged(3, number)
     assert changes.is_acknowledged(number)
-    await waiting
+    await waiting_change
     assert changes.is_acknowledged(changes.begin(set()))
 
 

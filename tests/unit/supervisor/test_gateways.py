@@ -6,18 +6,18 @@ from typing import Any
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.kept import Gateways
-from tests.rigs.process_rig import Processes, turns
+from tests.rigs.process_rig import Processes, run_loop_turns
 
 
 async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
     """Messages before its contact are lost, so it would never acknowledge a stop."""
     processes = Processes()
     gateways = Gateways(processes.context, Listeners(), list)
-    starting = asyncio.ensure_future(gateways.start())
-    await turns()
+    starting_task = asyncio.ensure_future(gateways.start())
+    await run_loop_turns()
     (child,) = processes.started
     await gateways.stop()
-    starting.cancel()
+    starting_task.cancel()
     assert (await child.exited) == "signal 9"
 
 
@@ -28,8 +28,8 @@ async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
     processes = Processes()
     records: list[Any] = []
     gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])
-    starting = asyncio.ensure_future(gateways.start())
-    await turns()
+    starting_task = asyncio.ensure_future(gateways.start())
+    await run_loop_turns()
     (child,) = processes.started
     processes.context.control.send = (  # type: ignore[method-assign]
         lambda address, message: records.append(message)
@@ -37,6 +37,6 @@ async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
     states = []
     for message in (m.Started(), m.GatewayReady()):
         processes._dispatch(child.pid, message)
-        await turns()
-        states += [starting.done(), "what there is" in records]
+        await run_loop_turns()
+        states += [starting_task.done(), "what there is" in records]
     assert states == [False, True, True, True]

@@ -13,7 +13,7 @@ from shmserve.ipc.messages.publications import Loss, MemoryDropped, ModelWithdra
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.links.supervisor import SupervisorLink
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 
 NAME = b"worker.1.0.1"
 
@@ -23,7 +23,7 @@ def link_and_router(tmp_path: Path) -> Iterator[tuple[SupervisorLink, Router]]:
     router = Router(f"ipc://{tmp_path}/control")
     control = SupervisorLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
-    assert arrived(router)
+    assert receive_arrived(router)
     yield control, router
     control.close(0)
     router.close()
@@ -34,7 +34,7 @@ def question(number: int) -> FindModel:
 
 
 def received_lookup(router: Router) -> FindModel:
-    ((_, message),) = arrived(router)
+    ((_, message),) = receive_arrived(router)
     assert isinstance(message, FindModel)
     return message
 
@@ -96,15 +96,15 @@ def test_the_loop_does_not_wait_for_a_message_it_has_read(
     thread.start()
     control.ask(question)
     thread.join()
-    slept = threading.Event()
+    has_slept = threading.Event()
 
     def wake_control() -> None:
-        slept.set()
+        has_slept.set()
         control.wake()
 
     timer = threading.Timer(10.0, wake_control)
     timer.start()
     control.wait()
     timer.cancel()
-    assert not slept.is_set()
+    assert not has_slept.is_set()
     assert list(control.inbox) == [m.Attach("ipc://successor")]

@@ -73,6 +73,30 @@ OUTPUTS = [
 ]
 
 
+def complete(
+    config: dict[str, Any],
+    inputs: list[dict[str, Any]],
+    outputs: list[dict[str, Any]],
+    parameters: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the configuration of a generative model with its missing inputs and outputs."""
+    completed = {
+        **config,
+        "model_transaction_policy": {"decoupled": True},
+        "parameters": {**config.get("parameters", {}), **parameters},
+    }
+    for field, tensors in (("input", inputs), ("output", outputs)):
+        written = {tensor["name"]: tensor for tensor in config.get(field) or ()}
+        completed[field] = list(({tensor["name"]: tensor for tensor in tensors} | written).values())
+    return completed
+
+
+def refuse_batches(config: ModelSpec, reason: str) -> None:
+    """Raise InvalidArgument if a generative model has batches of requests."""
+    if config.max_batch_size:
+        raise InvalidArgument(f"max_batch_size: {config.max_batch_size} is not 0: {reason}")
+
+
 class LlmBackend(Backend):
     """The backend of a generative model."""
 
@@ -81,12 +105,8 @@ class LlmBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
-        completed = {**config, "model_transaction_policy": {"decoupled": True}}
-        completed["input"] = config.get("input") or INPUTS
-        completed["output"] = config.get("output") or OUTPUTS
         text = self._read_settings(ModelSpec.of(config)).text
-        parameters = {**config.get("parameters", {}), ENGINE_PARAMETER: {"string_value": text}}
-        return {**completed, "parameters": parameters}
+        return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: {"string_value": text}})
 
     def load(self, config: ModelSpec) -> None:
         """Read the weights, and create the engine.
@@ -95,12 +115,9 @@ class LlmBackend(Backend):
             InvalidArgument: The folder or the configuration is invalid; the message has all
                 problems.
         """
-        if config.max_batch_size:
-            size = config.max_batch_size
-            raise InvalidArgument(
-                f"max_batch_size: {size} is not 0: the engine forms the "
-                "batches, up to `max_batch_size` of engine.yaml"
-            )
+        refuse_batches(
+            config, "the engine forms the batches, up to `max_batch_size` of engine.yaml"
+        )
         if config.model_warmup:
             raise InvalidArgument("model_warmup: backend 'llm' does not support it")
         # One processor is left to texts, the scheduler and the gateway. Otherwise these processes

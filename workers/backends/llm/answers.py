@@ -3,14 +3,14 @@
 tokens ──> Detokenizer ──> StopStrings ──> pending ──> response, when the client has credit
                                        └─> MessageParser ─┘ if the output `message` is requested
 
-A streaming response has the new text of one sample. Without credit, the text is merged into a later
-response. Other requests have one response with all samples.
+A streaming response has the new tokens and text of one sample. Without credit, they are merged into
+a later response. Other requests have one response with all samples.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +27,13 @@ from shmserve.workers.links.scheduler import InstanceLink
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
-def token_entry(token: int, text: str, logprob: float, token_bytes: list[int]) -> dict[str, Any]:
+def token_entry(
+    token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
+) -> dict[str, Any]:
     """Return a token and its log probability in the form that the OpenAI API's handlers read."""
+    shown_text = f"token_id:{token}" if shows_id else text
     value = max(logprob, MIN_LOGPROB)
-    return {"token_id": token, "token": text, "logprob": value, "bytes": token_bytes}
+    return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
 
 
 class ScoredToken(NamedTuple):
@@ -171,9 +174,18 @@ class SampleText:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether text, a part of the message, or the end was not sent yet."""
-        unsent = self.pending_text if self.parser is None else self.parser.has_parts
-        return bool(unsent or self.finish_reason)
+        """Return whether a token, a part of the message, or the end was not sent yet.
+
+        As in vLLM, a token without text is sent, unless the message is parsed and the client does
+        not receive the token itself. Clients count responses to measure the time between tokens.
+        """
+        if self.finish_reason:
+            return True
+        if self.parser is None:
+            return bool(self.pending_tokens or self.pending_text)
+        parameters = self._prompt.parameters
+        shows_tokens = parameters.logprobs >= 0 or parameters.return_token_ids
+        return self.parser.has_parts or (shows_tokens and bool(self.pending_tokens))
 
     def take_message(self, text: str) -> bytes:
         """Return and clear the parts of the message that were not sent yet, as JSON.
@@ -258,8 +270,12 @@ class TextResponse:
         return best
 
     def _is_last(self, sample: SampleText) -> bool:
-        others = (other for other in self.samples if other is not sample)
-        return bool(sample.finish_reason) and not any(other.is_open for other in others)
+        other_samples = (
+            other_sample for other_sample in self.samples if other_sample is not sample
+        )
+        return bool(sample.finish_reason) and not any(
+            other_sample.is_open for other_sample in other_samples
+        )
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
@@ -270,41 +286,28 @@ class TextResponse:
             for sample in samples:
                 sample.is_open = not sample.finish_reason
                 if not final:
-                    sent = sample.sent_characters, not sample.is_open, sample.sent_tokens
-                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent))
+                    sent_state = sample.sent_characters, not sample.is_open, sample.sent_tokens
+                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent_state))
             self.stream.send(response, final)
         return True
 
     def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
-        pending = [sample.take() for sample in samples]
-        new_tokens = [token for _, sample_tokens, _ in pending for token in sample_tokens]
-        outputs: dict[str, tuple[str, Any]] = {
-            "text_output": ("BYTES", [text.encode() for text, _, _ in pending]),
-            "index": ("INT32", [sample.index for sample in samples]),
-            "token_ids": ("INT32", new_tokens),
-            "finish_reason": ("BYTES", [sample.finish_reason.encode() for sample in samples]),
+        texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
+        values: dict[str, tuple[str, Iterable[Any]]] = {
+            "text_output": ("BYTES", map(str.encode, texts)),
+            "index": ("INT32", (sample.index for sample in samples)),
+            "token_ids": ("INT32", itertools.chain(*tokens)),
+            "finish_reason": ("BYTES", (sample.finish_reason.encode() for sample in samples)),
+            "logprobs": ("BYTES", map(self._encode_logprobs, samples, logprobs)),
+            "message": ("BYTES", map(SampleText.take_message, samples, texts)),
+            "stop_reason": ("BYTES", (orjson.dumps(sample.stop_reason) for sample in samples)),
+            "prompt_token_ids": ("INT32", () if samples[0].was_sent else self.prompt.tokens),
+            "usage": ("BYTES", [self._encode_usage(samples) if final else b""]),
         }
-        if "logprobs" in self._requested:
-            pairs = zip(samples, pending, strict=True)
-            texts = [self._encode_logprobs(sample, logprobs) for sample, (_, _, logprobs) in pairs]
-            outputs["logprobs"] = ("BYTES", texts)
-        if "message" in self._requested:
-            parts = zip(samples, pending, strict=True)
-            messages = [sample.take_message(text) for sample, (text, *_) in parts]
-            outputs["message"] = ("BYTES", messages)
-        if "stop_reason" in self._requested:
-            reasons = [orjson.dumps(sample.stop_reason) for sample in samples]
-            outputs["stop_reason"] = ("BYTES", reasons)
-        if "prompt_token_ids" in self._requested:
-            tokens = [] if samples[0].was_sent else self.prompt.tokens
-            outputs["prompt_token_ids"] = ("INT32", tokens)
+        outputs = Output.select(values, self._requested)
         for sample in samples:
             sample.was_sent = True
-        if "usage" in self._requested:
-            outputs["usage"] = ("BYTES", [self._encode_usage(samples) if final else b""])
-        return [
-            Output.of_values(name, *outputs[name]) for name in outputs if name in self._requested
-        ]
+        return outputs
 
     def _encode_usage(self, samples: list[SampleText]) -> bytes:
         counted = self.samples if self.prompt.parameters.stream else samples
@@ -370,7 +373,6 @@ class TextResponse:
         return {**entry, "top_logprobs": likeliest, "text_offset": offset}
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+        shows_id = self.prompt.parameters.return_tokens_as_token_ids
         text, token_bytes = self._texts.text_and_bytes(token)
-        if self.prompt.parameters.return_tokens_as_token_ids:
-            text = f"token_id:{token}"
-        return token_entry(token, text, logprob, token_bytes)
+        return token_entry(token, text, logprob, token_bytes, shows_id)

@@ -120,11 +120,16 @@ class ChatTemplate:
             parsed = self._environment.parse(source)
             self._compiled[name] = _CompiledTemplate(
                 self._environment.from_string(source),
-                any(_names_content(loop.iter) for loop in parsed.find_all(nodes.For)),
+                any(_names(loop.iter, "content") for loop in parsed.find_all(nodes.For)),
                 any(test.name in _TYPE_TESTS for test in parsed.find_all(nodes.Test)),
                 any(constant.value == "developer" for constant in parsed.find_all(nodes.Const)),
                 "content" in source,
                 any(map(_checks_content, parsed.find_all((nodes.Test, nodes.Compare)))),
+                any(
+                    test.name == "none" and _names(test.node, "content")
+                    for test in parsed.find_all(nodes.Test)
+                ),
+                _takes_argument_text(parsed),
                 frozenset(meta.find_undeclared_variables(parsed)),
             )
         return self._compiled[name]
@@ -139,6 +144,8 @@ class _CompiledTemplate(NamedTuple):
         has_developer_role: Whether it has the role `developer`; else that role becomes `system`.
         names_content: Whether it contains the name `content`.
         checks_content: Whether it checks that a message has a content.
+        checks_null: Whether it checks that a content is null.
+        takes_argument_text: Whether it writes the arguments of a call as a text.
         variables: The names of its variables.
     """
 
@@ -148,6 +155,8 @@ class _CompiledTemplate(NamedTuple):
     has_developer_role: bool
     names_content: bool
     checks_content: bool
+    checks_null: bool
+    takes_argument_text: bool
     variables: frozenset[str]
 
 
@@ -158,15 +167,34 @@ def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> No
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 
-def _names_content(node: nodes.Node) -> bool:
+def _names(node: nodes.Node, name: str) -> bool:
+    """Return whether an expression is a variable or a member with a name."""
     if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return "content" in (getattr(node, "attr", ""), getattr(node, "name", ""))
+        return isinstance(node.arg, nodes.Const) and node.arg.value == name
+    return name in (getattr(node, "attr", ""), getattr(node, "name", ""))
+
+
+def _takes_argument_text(parsed: nodes.Template) -> bool:
+    """Return whether a template writes `arguments` without a filter, and without a type test."""
+    names = {"arguments"}
+    for assign in parsed.find_all(nodes.Assign):
+        if _names(assign.node, "arguments") and isinstance(assign.target, nodes.Name):
+            names.add(assign.target.name)
+    written: list[nodes.Node] = []
+    for sum_node in parsed.find_all(nodes.Add):
+        written += sum_node.left, sum_node.right
+    for output in parsed.find_all(nodes.Output):
+        written += output.nodes
+    for concatenation in parsed.find_all(nodes.Concat):
+        written += concatenation.nodes
+    tested = (test.node for test in parsed.find_all(nodes.Test))
+    tests_type = any(_names(node, name) for node in tested for name in names)
+    return not tests_type and any(_names(node, name) for node in written for name in names)
 
 
 def _checks_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Test):
-        return node.name in ("defined", "undefined") and _names_content(node.node)
+        return node.name in ("defined", "undefined") and _names(node.node, "content")
     compared = getattr(node, "expr", None)
     return isinstance(compared, nodes.Const) and compared.value == "content"
 
@@ -214,9 +242,9 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
 
     - Nulls and an empty list of calls are removed.
     - The reasoning has all of its names.
-    - The arguments of calls are objects.
+    - The arguments of calls are objects, or texts if the template writes them as they are.
     - A missing content becomes empty, as in vLLM, unless the message has calls and the template
-      checks for a content.
+      checks for a content. It is null if the template checks for null.
     - The parts of a content are joined, unless the template iterates over parts. The content of a
       tool's message is always joined.
     - A string becomes a part if the template only accepts parts.
@@ -226,8 +254,10 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
     if not isinstance(message.get("content"), str | list | None):
-        found = clip(repr(message["content"]))
-        raise InvalidArgument(f"messages: content {found} is not a string or a list of parts")
+        content_text = clip(repr(message["content"]))
+        raise InvalidArgument(
+            f"messages: content {content_text} is not a string or a list of parts"
+        )
     if message["role"] == "developer" and not template.has_developer_role:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)
@@ -237,9 +267,12 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
     if not isinstance(calls, list | None):
         raise InvalidArgument(f"messages: tool_calls {clip(repr(calls))} is not a list")
     if calls:
-        message["tool_calls"] = [_prepare_call(call) for call in calls]
+        is_text = template.takes_argument_text
+        message["tool_calls"] = [_prepare_call(call, is_text) for call in calls]
     takes_only_parts = template.iterates_parts and not template.distinguishes_parts
-    if not (calls and template.checks_content):
+    if calls and template.checks_null and not template.checks_content:
+        message.setdefault("content", None)
+    elif not (calls and template.checks_content):
         message.setdefault("content", [] if takes_only_parts else "")
     content = message.get("content")
     if not isinstance(content, list):
@@ -258,8 +291,11 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
 
 
-def _prepare_call(call: Any) -> Any:
-    """Return a tool call whose arguments are an object, or a string that is not JSON."""
+def _prepare_call(call: Any, is_text: bool) -> Any:
+    """Return a tool call whose arguments are an object, or a string that is not JSON.
+
+    If `is_text`, the arguments are a string in any case.
+    """
     function = call.get("function", {}) if isinstance(call, dict) else None
     if not (isinstance(function, dict) and isinstance(function.get("name", ""), str)):
         raise InvalidArgument(
@@ -269,10 +305,15 @@ def _prepare_call(call: Any) -> Any:
     arguments = function.get("arguments")
     if not isinstance(arguments, str | dict | None):
         raise InvalidArgument(f"messages: the arguments {clip(repr(arguments))} are not a string")
-    if not function or not isinstance(arguments, str | None):
+    if not function:
         return call
-    with contextlib.suppress(ValueError):
-        arguments = json.loads(arguments or "{}")
+    if is_text:
+        arguments = (
+            arguments if arguments and isinstance(arguments, str) else _to_json(arguments or {})
+        )
+    elif not isinstance(arguments, dict):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments or "{}")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.model_spec import InstanceGroup
 from shmserve.workers.backends.llm.model.architecture import Architecture
@@ -30,7 +30,7 @@ def read(folder: Path) -> EngineSettings:
     path = folder / NAME
     if not path.exists():
         return EngineSettings.of({})
-    with refused(NAME, "it is not UTF-8 text"):
+    with convert_os_errors(NAME, "it is not UTF-8 text"):
         text = path.read_text(encoding="utf-8")
     return parse(text)
 

@@ -35,8 +35,11 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 
+MAX_OBJECTS = 4096  # number of objects of a conversation that is rendered in 20 ms
+_OBJECT = b'{"'  # the beginning of an object in JSON without spaces, and of no text in a string
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
+_TASK_INPUTS = {"tokenize": ("text_input", "messages"), "detokenize": ("input_ids",)}
 LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 # The lengths of the prefixes of a long text that are tokenized first, per allowed token.
 _PREFIX_CHARACTERS = (1, 3, 6)
@@ -49,13 +52,14 @@ _MAX_TOKENIZED = 1 << 20  # maximum number of tokens of /tokenize, unless the mo
 _SLICE_BYTES = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
 
 
-def read_inputs(request: Request, max_bytes: int) -> dict[str, Any]:
+def read_inputs(request: Request, max_bytes: int, max_objects: int = MAX_OBJECTS) -> dict[str, Any]:
     """Return copies of the inputs of a request, except that a long text is a view of its memory.
 
     Args:
         request: The request.
         max_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
             GIL held, which delays all streams of the model.
+        max_objects: The maximum number of objects in a conversation that is not long.
 
     Raises:
         InvalidArgument: A text is not UTF-8, or too long.
@@ -69,7 +73,10 @@ def read_inputs(request: Request, max_bytes: int) -> dict[str, Any]:
         raw = memoryview(tensor.raw)
         size = raw.nbytes
         is_long = name in _INPUTS and size > max_bytes
-        if is_long and truncates and name != "input_ids" and tensor.is_text():
+        is_view = is_long and truncates and name != "input_ids"
+        if name == "messages" and not is_long and size > max_objects:
+            is_view = bytes(raw).count(_OBJECT) > max_objects
+        if is_view and tensor.is_text():
             inputs[name] = raw[4:]
             continue
         if is_long and not truncates:
@@ -95,9 +102,24 @@ def prompt_input(inputs: Mapping[str, Any]) -> str:
     """
     names = [name for name in _INPUTS if name in inputs]
     if len(names) != 1:
-        found = " and ".join(names) or "none"
-        raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found}")
+        found_names = " and ".join(names) or "none"
+        raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found_names}")
     return names[0]
+
+
+def task_input(task: Any, inputs: Mapping[str, Any]) -> str:
+    """Return the name of the input of a task, which generates nothing.
+
+    Raises:
+        InvalidArgument: The task is unknown, or its input is missing.
+    """
+    for name in _TASK_INPUTS.get(task, ()) if isinstance(task, str) else ():
+        if name in inputs:
+            return name
+    raise InvalidArgument(
+        f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
+        "'detokenize' of input_ids"
+    )
 
 
 def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple[str, int]:
@@ -230,7 +252,9 @@ class PromptReader:
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens
-        earlier = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
+        earlier = {
+            entry.sample: np.frombuffer(entry.tokens, np.int32).tolist() for entry in resumed
+        }
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
         prompt.eos = -1 if ignores else self._checkpoint.eos
@@ -258,24 +282,25 @@ class PromptReader:
         task = request.schema.parameters.get("task")
         if task is None:
             return None
+        name = task_input(task, inputs)
         outputs: dict[str, tuple[str, Any]] = {}
         requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
-        if task == "detokenize" and "input_ids" in inputs:
+        if name == "input_ids":
             tokens = inputs["input_ids"]
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
             if wrong.size:
-                last = self._vocabulary - 1
-                raise InvalidArgument(f"tokens: {wrong[0]} is not a token; allowed are 0 to {last}")
+                last_token = self._vocabulary - 1
+                raise InvalidArgument(
+                    f"tokens: {wrong[0]} is not a token; allowed are 0 to {last_token}"
+                )
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
             outputs["text_output"] = "BYTES", [piece.encode() for piece in texts]
-        elif task == "tokenize" and {"text_input", "messages"} & inputs.keys():
+        else:
             settings, _ = merged_parameters(request, inputs)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
             special = parse(settings, {}, self._vocabulary).add_special_tokens
-            text = inputs.get("text_input")
-            if text is None:
-                text = self._render(inputs["messages"]).text
+            text = self._render(inputs[name]).text if name == "messages" else inputs[name]
             text = read_whole("prompt", text)
             self._check_length("prompt", text, max(self._max_length, _MAX_TOKENIZED))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
@@ -285,14 +310,7 @@ class PromptReader:
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
                 encoded = b",".join(orjson.dumps(part)[1:-1] for part in parts)
                 outputs["text_output"] = "BYTES", [b"[%b]" % encoded]
-        else:
-            raise InvalidArgument(
-                f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
-                "'detokenize' of input_ids"
-            )
-        return Response(
-            [Output.of_values(name, *outputs[name]) for name in outputs if name in requested]
-        )
+        return Response(Output.select(outputs, requested))
 
     def compile(self, prompt: Prompt) -> None:
         """Set the grammar of a prompt, which may take seconds without the GIL.

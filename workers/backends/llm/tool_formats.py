@@ -9,11 +9,12 @@ import ast
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shmserve.errors import InvalidArgument, clip
 from shmserve.workers.backends.llm.grammars import resolve_reference, with_patterns
 from shmserve.workers.backends.llm.message_parsers import (
     CLOSING,
@@ -104,10 +105,10 @@ class Lark:
         """Return a rule for one of several expressions."""
         return self.rule(" | ".join(self.rule(body) for body in bodies))
 
-    def sequence(self, calls: CallGrammar, first: str, parallel: bool) -> str:
+    def sequence(self, calls: CallGrammar, first_call: str, parallel: bool) -> str:
         """Return a rule for `first`, and further calls if they may be parallel."""
         further = f"({calls.separator} {calls.call})*" if parallel else ""
-        return self.rule(f"{first} {further} {calls.end}")
+        return self.rule(f"{first_call} {further} {calls.end}")
 
 
 def _quote(text: str) -> str:
@@ -289,7 +290,8 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
     text, _ = yield from parser.read_text_until(*ends)
     types = parameter_types(schema, name)
     value, json_text = _parse_literal(text)
-    matches = type_name(value) in types and (types != {"string", "null"} or value is None)
+    is_text = is_plain_text(schema, name, {"string", "null"})
+    matches = type_name(value) in types and (not is_text or value is None)
     if not json_text or ("string" in types and not matches):
         json_text = json.dumps(text, ensure_ascii=False)
     parser.add_arguments(json_text)
@@ -317,7 +319,7 @@ def _qwen_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 def _xml_call_rule(lark: Lark, tool: Tool) -> str:
     parts = [lark.text(f"\n<function={tool.name}>\n")]
-    for name, schema, required in _parameters(tool):
+    for name, schema, required in _parameters(tool, "[^>\n]+"):
         value = _xml_value_rule(lark, name, schema, tool.parameters)
         parts.append(value if required else f"{lark.rule(value)}?")
     return " ".join([*parts, lark.text("</function>\n</tool_call>")])
@@ -327,10 +329,10 @@ def _xml_value_rule(
     lark: Lark, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]
 ) -> str:
     begin, end = lark.text(f"<parameter={name}>\n"), "\n</parameter>\n"
-    if is_plain_text(root, name):
+    if is_plain_text(root, name) or is_plain_text(root, name, {"string", "null"}):
         return f"{begin} {lark.any_text(end)}"
     choices = [value for value in schema.get("enum", ()) if isinstance(value, str)]
-    if "string" in parameter_types(root, name) and choices == schema.get("enum"):
+    if choices and "string" in parameter_types(root, name) and choices == schema["enum"]:
         return f"{begin} ({' | '.join(map(lark.text, choices))}) {lark.text(end)}"
     return f"{begin} {lark.json(schema)} {lark.text(end)}"
 
@@ -346,16 +348,31 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
     return _schema_types(_parameter_schema(schema, name), schema, 0) or {"string"}
 
 
-def is_plain_text(schema: Mapping[str, Any], name: str) -> bool:
-    """Return whether a parameter in a tool's schema may be any text."""
-    limits = {"enum", "const", "pattern", "format", "minLength", "maxLength", "$ref"}
-    types, limited = parameter_types(schema, name), limits & _parameter_schema(schema, name).keys()
-    return types == {"string"} and not limited
+def is_plain_text(
+    schema: Mapping[str, Any], name: str, types: Set[str] = frozenset({"string"})
+) -> bool:
+    """Return whether a parameter in a tool's schema has certain types and may be any text."""
+    is_limited = _is_limited(_parameter_schema(schema, name))
+    return parameter_types(schema, name) == types and not is_limited
+
+
+_TEXT_LIMITS = frozenset(
+    ("enum", "const", "pattern", "format", "minLength", "maxLength", "$ref", "not", "if")
+)
+
+
+def _is_limited(schema: Any) -> bool:
+    """Return whether a schema, or a part of it, limits strings."""
+    if not isinstance(schema, dict):
+        return False
+    parts = (part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ()))
+    return bool(_TEXT_LIMITS & schema.keys()) or any(map(_is_limited, parts))
 
 
 def _parameter_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     properties = schema.get("properties")
     value = properties.get(name) if isinstance(properties, dict) else None
+    value = schema.get("additionalProperties") if value is None else value
     return value if isinstance(value, dict) else {}
 
 
@@ -374,20 +391,64 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     return set().union(*(_schema_types(schema, root, depth + 1) for schema in alternatives))
 
 
-def _parameters(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return the name and the schema of each parameter of a tool, and whether it is required."""
+# Keywords that a grammar of separate parameters cannot enforce.
+_WHOLE_OBJECT = {
+    *("anyOf", "oneOf", "allOf", "not", "if", "dependentRequired", "dependentSchemas"),
+    *("minProperties", "maxProperties"),
+}
+
+
+def _parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[str, Any], bool]]:
+    """Return the name and the schema of each parameter of a tool, and whether it is required.
+
+    Optional parameters whose names the format cannot write are omitted.
+
+    Raises:
+        InvalidArgument: A grammar of separate parameters cannot enforce the tool's schema.
+    """
     root = tool.parameters
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    properties_ = root.get("properties")
-    properties = properties_ if isinstance(properties_, dict) else {}
-    return [
-        (
-            name,
-            {**definitions, **schema} if isinstance(schema, dict) else {},
-            name in root.get("required", ()),
+    required = dict.fromkeys(root.get("required") or ())
+    unwritable = [name for name in required if not re.fullmatch(name_pattern, name)]
+    unsupported = [*sorted(_WHOLE_OBJECT & root.keys()), *map(repr, unwritable)]
+    if unsupported:
+        raise InvalidArgument(
+            f"tools: the parameters of '{tool.name}': {clip(', '.join(unsupported))} cannot be "
+            "enforced in the model's format of tool calls; use tool_choice: auto without strict"
         )
-        for name, schema in properties.items()
-    ]
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    has_other_references = _OTHER_REFERENCE.search(json.dumps(root)) is not None
+    if has_other_references:
+        definitions = {"$defs": {_WHOLE: _rebase(root)}}
+    properties = root.get("properties")
+    parameters: list[tuple[str, dict[str, Any], bool]] = []
+    for name in {**(properties if isinstance(properties, dict) else {}), **required}:
+        if not re.fullmatch(name_pattern, name):
+            continue
+        schema = {**_parameter_schema(root, name)}
+        if has_other_references:
+            schema = _rebase(schema)
+        if '"$ref"' in json.dumps(schema):
+            schema |= definitions
+        parameters.append((name, schema, name in required))
+    return parameters
+
+
+_WHOLE = "whole"  # the name of a definition that is the whole schema of a tool
+# A reference to a part of a schema that is no definition.
+_OTHER_REFERENCE = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
+
+
+def _rebase(schema: Any) -> Any:
+    """Return a schema whose references begin at the definition of the whole schema."""
+    if isinstance(schema, list):
+        return [_rebase(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rebased = {key: _rebase(value) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and re.match("#(/|$)", reference):
+        rebased["$ref"] = f"#/$defs/{_WHOLE}{reference[1:]}"
+    return rebased
 
 
 def _read_pythonic(parser: MessageParser) -> Reading[None]:
@@ -503,8 +564,10 @@ def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
     rests = {
         tool.name: lark.rule(f"{_python_arguments(lark, tool)} {lark.text(')')}") for tool in tools
     }
-    heads = [(f"[{name}(", rest) for name, rest in rests.items()]
-    call = lark.alternatives(f"{lark.text(name + '(')} {rest}" for name, rest in rests.items())
+    heads = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
+    call = lark.alternatives(
+        f"{lark.text(name + '(')} {arguments_rule}" for name, arguments_rule in rests.items()
+    )
     return CallGrammar(heads, lark.text(", "), call, lark.text("]"))
 
 
@@ -515,13 +578,13 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     parameter on, and `further` the same with a comma before it.
     """
     first, further = '""', '""'
-    for name, schema, required in reversed(_parameters(tool)):
+    for name, schema, required in reversed(_parameters(tool, NAME.pattern)):
         value = f"{lark.text(name + '=')} {lark.json(schema)}"
-        after = lark.rule(further)
-        begin = f"{value} {after}"
+        rest_rule = lark.rule(further)
+        begin = f"{value} {rest_rule}"
         first = begin if required else f"{begin} | {lark.rule(first)}"
-        with_comma = f"{lark.text(', ')} {value} {after}"
-        further = with_comma if required else f"{with_comma} | {after}"
+        with_comma = f"{lark.text(', ')} {value} {rest_rule}"
+        further = with_comma if required else f"{with_comma} | {rest_rule}"
     return lark.rule(first)
 
 

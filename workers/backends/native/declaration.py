@@ -49,7 +49,7 @@ _ITERATORS = (
 PositionPrefix = Callable[
     [str], str
 ]  # returns a message's prefix for an attribute or "predict.ARGUMENT"
-_ANNOTATION_ADVICE = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
+_ANNOTATION_ADVICE = "annotate it like FP32[np.ndarray, 1, 8, 8], with FP32 from shmserve.model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,10 +420,10 @@ def client_inputs(
             f"{prefix_of('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
             f"{sorted(names)}, got {ragged!r}"
         )
-    sent = [tensor for tensor in inputs if tensor["name"] not in generated]
+    client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
     return [
         tensor | ({"allow_ragged_batch": True} if tensor["name"] in ragged else {})
-        for tensor in sent
+        for tensor in client_tensors
     ]
 
 

@@ -23,8 +23,15 @@ from prometheus_client import REGISTRY
 
 from shmserve.errors import Cancelled, Internal, InvalidArgument, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
-from shmserve.workers.backends.llm import INPUTS, OUTPUTS, tensor
+from shmserve.workers.backends import (
+    Backend,
+    ModelContext,
+    Output,
+    OutputStream,
+    Request,
+    Response,
+)
+from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batches, tensor
 from shmserve.workers.backends.llm.prompts import merged_parameters, read_inputs
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
@@ -37,7 +44,7 @@ _CHECK_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its
 _CANCELLED = Cancelled("request cancelled")
 
 _METRIC_PREFIX = "vllm:"
-_UNSUPPORTED_INPUTS = ("image", "embedding_request")  # inputs of Triton's vllm_backend
+_UNSUPPORTED_INPUTS = {"image", "embedding_request"}  # inputs of Triton's vllm_backend
 
 # The inputs and outputs of Triton's vllm_backend and those of the OpenAI API.
 _INPUTS = [
@@ -63,26 +70,15 @@ class VllmBackend(Backend):
         super().__init__(context)
         self._loop = EventLoopThread()
         self._changed_metrics: list[list[Any]] | None = None
-        self._has_died = False
         self._request_numbers = itertools.count(1)
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the missing inputs and outputs, and the maximum length of a sequence."""
-        # The gateway rejects longer prompts.
-        max_length = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
-        completed = {
-            **config,
-            "model_transaction_policy": {"decoupled": True},
-            "parameters": {**config.get("parameters", {}), **max_length},
-        }
         parses_messages = self._arguments.parses_messages
         outputs = [tensor for tensor in _OUTPUTS if parses_messages or tensor["name"] != "message"]
-        for field, defaults in (("input", _INPUTS), ("output", outputs)):
-            tensors = config.get(field) or []
-            names = {tensor["name"] for tensor in tensors}
-            missing = [tensor for tensor in defaults if tensor["name"] not in names]
-            completed[field] = tensors + missing
-        return completed
+        # The gateway rejects longer prompts.
+        max_length = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
+        return complete(config, _INPUTS, outputs, max_length)
 
     def load(self, config: ModelSpec) -> None:
         """Start the engine, which loads the model.
@@ -90,9 +86,7 @@ class VllmBackend(Backend):
         Raises:
             InvalidArgument: The configuration or model.json is wrong. Errors of vLLM are passed on.
         """
-        if config.max_batch_size:
-            size = config.max_batch_size
-            raise InvalidArgument(f"max_batch_size: {size} is not 0: vLLM forms the batches")
+        refuse_batches(config, "vLLM forms the batches")
         if not config.decoupled:
             raise InvalidArgument("model_transaction_policy: backend 'vllm' is decoupled")
         devices = devices_of(self.context, config, self._arguments.engine)
@@ -100,7 +94,7 @@ class VllmBackend(Backend):
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
         self._engine = self._loop.wait(VllmEngine.start(self._arguments))
         self.checks_ready = True
-        self._loop.run(self._watch(), self._on_engine_death)
+        self._loop.run(self._watch(), self._end_process)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: requests are executed as streams."""
@@ -120,12 +114,12 @@ class VllmBackend(Backend):
 
     def is_ready(self) -> bool:
         """Return whether the engine is running."""
-        return not self._engine.errored
+        return not self._engine.client.errored
 
     def unload(self) -> None:
         """End the engine's processes."""
         if self.checks_ready:  # the engine has started
-            self._engine.shutdown()
+            self._engine.client.shutdown()
         self._loop.close()
 
     @cached_property
@@ -137,41 +131,39 @@ class VllmBackend(Backend):
     async def _respond(self, stream: OutputStream) -> None:
         """Generate and send the responses to a request."""
         request = stream.request
-        inputs = read_inputs(request, sys.maxsize)
+        inputs = read_inputs(request, sys.maxsize, sys.maxsize)
         parameters, echoes = merged_parameters(request, inputs)
         requested = {output.name for output in request.schema.outputs}
         task = parameters.pop("task", None)
         if task is not None:
-            outputs = await self._engine.convert(task, inputs, parameters)
-            if requested:
-                outputs = [output for output in outputs if output.name in requested]
-            stream.send(Response(outputs), final=True)
+            values = await self._engine.convert(task, inputs, parameters)
+            stream.send(Response(Output.select(values, requested or values)), final=True)
             return
-        for name in _UNSUPPORTED_INPUTS:
-            if name in inputs:
-                raise Unsupported(
-                    f"{name}: it is not supported; backend 'vllm' serves requests for text only"
-                )
-        is_stream = bool(parameters.get("stream"))
+        for name in _UNSUPPORTED_INPUTS & inputs.keys():
+            raise Unsupported(
+                f"{name}: it is not supported; backend 'vllm' serves requests for text only"
+            )
         call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
-        flags = [name for name in FLAGS if inputs.get(f"return_{name}")]
-        answer = VllmAnswer(call, requested, flags, is_stream)
+        call.options.setdefault("priority", request.work.priority)
+        flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
+        answer = VllmAnswer(call, requested, flags)
         credit = asyncio.Event()
         stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))
         request_id = f"shmserve-{next(self._request_numbers)}"
-        async for result in self._engine.generate(call, request_id, request.work.priority):
-            responses = answer.responses(result)
-            for count, outputs in enumerate(responses, 1):
+        generate = self._engine.client.generate
+        # Closing this iterator aborts the request.
+        async for result in generate(call.prompt, call.parameters, request_id, **call.options):
+            for outputs, is_last in answer.responses(result):
                 if not stream.may_send:
                     # Meanwhile vLLM merges further outputs of the request.
                     await _wait_for_credit(stream, credit)
-                stream.send(Response(outputs), result.finished and count == len(responses))
+                stream.send(Response(outputs), is_last)
         stream.send(final=True)  # this has no effect after a final response
 
     async def _watch(self) -> None:
         """Report changed metrics until the engine ends; raise Internal then."""
         reported: list[list[Any]] = []
-        while not self._engine.errored:
+        while not self._engine.client.errored:
             current = convert_metrics(REGISTRY.collect(), self.context.version)
             if current != reported:
                 self._changed_metrics = reported = current
@@ -180,19 +172,14 @@ class VllmBackend(Backend):
         raise Internal("vLLM's engine has ended")
 
     def _fail(self, stream: OutputStream, error: BaseException) -> None:
-        if self._engine.errored:
-            self._on_engine_death(error)
-        else:
+        if not self._engine.client.errored:  # otherwise the request fails with the process
             stream.fail_raised(self._engine.client_error(error) or error)
 
-    def _on_engine_death(self, error: BaseException) -> None:
-        """End the process, once, by raising the engine's error in the main loop."""
-        if not self._has_died:
-            self._has_died = True
-            name = self.context.model_name
-            logger.error("model '%s': vLLM's engine has ended", name, exc_info=error)
-            self.context.control.inbox.append(Internal(str(error)))
-            self.context.control.wake(always=True)
+    def _end_process(self, error: BaseException) -> None:
+        """End the process by raising an error in the main loop."""
+        logger.error("model '%s': %s", self.context.model_name, error, exc_info=error)
+        self.context.control.inbox.append(Internal(str(error)))
+        self.context.control.wake(always=True)
 
 
 async def _wait_for_credit(stream: OutputStream, credit: asyncio.Event) -> None:
@@ -231,30 +218,30 @@ def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
     A label with the version distinguishes the versions of a model. Gauges of several instances are
     added up.
     """
-    types = ("counter", "gauge", "histogram")
+    suffixes = {"counter": "_total", "gauge": "", "histogram": ""}
     return [
-        _convert_metric(metric, metric.type.upper(), version)
+        [
+            *(metric.name + suffixes[metric.type], metric.documentation, metric.type.upper()),
+            _convert_samples(metric, version),
+        ]
         for metric in metrics
-        if metric.name.startswith(_METRIC_PREFIX) and metric.type in types
+        if metric.name.startswith(_METRIC_PREFIX) and metric.type in suffixes
     ]
 
 
-def _convert_metric(metric: Any, metric_type: str, version: str) -> list[Any]:
+def _convert_samples(metric: Any, version: str) -> list[Any]:
+    is_histogram = metric.type == "histogram"
     rows: dict[Any, list[Any]] = {}
     for name, labels, value, *_ in metric.samples:
-        if name.endswith("_created"):
-            continue
-        bound = labels.get("le")
-        label_values = {**labels, "version": version}
-        label_values.pop("le", None)
-        key = tuple(sorted(label_values.items()))
-        _, values, bounds = rows.setdefault(key, [key, [0.0] * (metric_type == "HISTOGRAM"), []])
-        if metric_type != "HISTOGRAM":
-            values += [value] if metric_type == "COUNTER" else [0, 0, value]
-        elif name.endswith("_sum"):
-            values[0] = value
-        elif bound is not None:
+        pairs = {**labels, "version": version}
+        bound = pairs.pop("le", None)
+        key = tuple(sorted(pairs.items()))
+        _, values, bounds = rows.setdefault(key, [key, [0.0] * is_histogram, []])
+        if bound is not None:
             values.append(value - sum(values[1:]))  # Prometheus's buckets are cumulative
             bounds += [] if bound == "+Inf" else [float(bound)]
-    suffix = "_total" if metric_type == "COUNTER" else ""
-    return [metric.name + suffix, metric.documentation, metric_type, list(rows.values())]
+        elif not (is_histogram or name.endswith("_created")):
+            values += [0, 0, value] if metric.type == "gauge" else [value]
+        elif name.endswith("_sum"):
+            values[0] = value
+    return list(rows.values())

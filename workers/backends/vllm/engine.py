@@ -6,21 +6,21 @@ validate parameters and parse messages.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip, suggestion
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.workers.backends import Output
-from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input
+from shmserve.workers.backends.llm.chat_template import conversation
+from shmserve.workers.backends.llm.model.checkpoint import read_json
+from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +58,23 @@ class Arguments:
         Raises:
             InvalidArgument: A file is missing, or is not a JSON object.
         """
+        problems: list[str] = []
         settings = {
             name: {"true": True, "false": False}.get(str(value), value)
-            for name, value in _read_object(folder / FILE).items()
+            for name, value in read_json(folder / FILE, problems).items()
             if name not in _IGNORED_ARGUMENTS
         }
+        has_adapters = settings.get("enable_lora")
+        adapters = read_json(folder / "multi_lora.json", problems) if has_adapters else {}
+        if not problems and not isinstance(settings.get("model"), str):
+            problems.append(f"{FILE}: 'model' is missing; set it to a path or a name")
+        if problems:
+            raise InvalidArgument(f"{folder.name}/{problems[0]}")
         names = (*_SERVER_SETTINGS, _TOOL_PARSER)
         server = {name: settings.pop(name) for name in names if name in settings}
-        if not isinstance(settings.get("model"), str):
-            raise InvalidArgument(f"{FILE}: 'model' is missing; set it to a path or a name")
         if (folder / settings["model"]).exists():
             settings["model"] = str(folder / settings["model"])
         settings.setdefault("served_model_name", model_name)
-        adapters = _read_object(folder / "multi_lora.json") if settings.get("enable_lora") else {}
         return cls(settings, server, adapters)
 
     def for_vllm(self) -> Any:
@@ -86,10 +90,7 @@ class Arguments:
         except ImportError as error:
             raise InvalidArgument(f"backend 'vllm' needs vLLM: {error}") from None
         fields = AsyncEngineArgs.__dataclass_fields__
-        for name in self.engine:
-            if name not in fields:
-                hint = suggestion(name, fields)
-                raise InvalidArgument(f"{FILE}: {name} is not an argument of vLLM's engine{hint}")
+        _check_known(self.engine, fields, f"{FILE}: {{}} is not an argument of vLLM's engine")
         return AsyncEngineArgs(**self.engine)
 
     def max_model_len(self) -> int:
@@ -102,16 +103,10 @@ class Arguments:
         return bool(self.engine.get("reasoning_parser") or self.server.get(_TOOL_PARSER))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidArgument(f"unable to find '{path.parent.name}/{path.name}'") from None
-    except ValueError as error:
-        raise InvalidArgument(f"{path.name}: it is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{path.name}: expected an object, found {clip(repr(value))}")
-    return value
+def _check_known(names: Iterable[str], known_names: Collection[str], problem: str) -> None:
+    for name in names:
+        if name not in known_names:
+            raise InvalidArgument(problem.format(name) + suggestion(name, known_names))
 
 
 @dataclass
@@ -119,99 +114,94 @@ class VllmCall:
     """The arguments of the engine's `generate` for a request, and options of its responses.
 
     Attributes:
+        request: The request in the form of vLLM's own server. If `echo` is set, log probabilities
+            begin with those of the prompt.
         prompt: The rendered prompt.
         parameters: vLLM's sampling parameters.
+        decode: Returns the text of a token.
         options: Further arguments of `generate`.
         text: The text of the prompt if responses begin with it, or "".
-        first_token: The text of the prompt's first token if the log probabilities of the text
-            begin with those of the prompt, or None.
-        only_prompt: Whether the response is the prompt, and nothing is generated.
-        top_logprobs: The number of likeliest tokens to report for each token of the text.
-        prompt_logprobs: The number of likeliest tokens to report for each token of the prompt; -1:
-            no log probabilities.
-        make_parser: Creates the parser of a sample's message; None: texts are not parsed.
+        make_parser: Creates vLLM's parser of a sample's message; None: texts are not parsed.
     """
 
+    request: Any
     prompt: Any
     parameters: Any
+    decode: Callable[[Any], str]
     options: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    first_token: str | None = None
-    only_prompt: bool = False
-    top_logprobs: int = 0
-    prompt_logprobs: int = -1
-    make_parser: Callable[[], Parser] | None = None
+    make_parser: Callable[[], Any] | None = None
 
 
-class Parser:
-    """A parser of vLLM for the message of one sample."""
+def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> dict[str, Any]:
+    """Return the content, the reasoning and the tool calls in the text of a sample.
 
-    def __init__(self, parser: Any, request: Any) -> None:
-        self._parser = parser
-        self._request = request
+    Args:
+        parser: vLLM's parser for the message of this sample.
+        request: The request in the form of vLLM's server.
+        sample: vLLM's output. If the request is a stream, its text is a new part.
+        prompt: The tokens of the prompt.
+    """
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.renderers.chat_utils import make_tool_call_id
 
-    def parse(self, sample: Any, prompt: list[int], stream: bool) -> dict[str, Any]:
-        """Return the content, the reasoning and the tool calls in the text of a sample.
-
-        Args:
-            sample: vLLM's output.
-            prompt: The tokens of the prompt.
-            stream: Whether the text of the sample is a new part; otherwise it is the whole text.
-        """
-        from vllm.renderers.chat_utils import make_tool_call_id
-
-        request, text, tokens = self._request, sample.text, list(sample.token_ids)
-        if stream:
-            is_finished = sample.finish_reason is not None
-            delta = self._parser.parse_delta(text, tokens, request, prompt, finished=is_finished)
-            content, reasoning = (delta.content, delta.reasoning) if delta else (None, None)
-            tool_calls = delta.tool_calls if delta else ()
-            calls = [(call.index, call.id, call.function) for call in tool_calls]
-        else:
-            self._parser.set_prompt_token_ids(prompt)
-            options = {"enable_auto_tools": True, "model_output_token_ids": tokens}
-            reasoning, content, tool_calls = self._parser.parse(text, request, **options)
-            calls = [(index, call.id, call) for index, call in enumerate(tool_calls or ())]
-        encoded_calls = []
-        for index, call_id, function in calls:
-            call = {"index": index, "arguments": (function and function.arguments) or ""}
-            if function is not None and function.name:
-                call |= {"id": call_id or make_tool_call_id(), "name": function.name}
-            if not index or request.parallel_tool_calls is not False:
-                encoded_calls.append(call)
-        shown_reasoning = reasoning if request.include_reasoning else None
-        parts = {"content": content, "reasoning": shown_reasoning, "tool_calls": encoded_calls}
-        return {name: part for name, part in parts.items() if part}
+    text, tokens = sample.text, list(sample.token_ids)
+    if request.stream:
+        is_finished = sample.finish_reason is not None
+        delta = parser.parse_delta(text, tokens, request, prompt, finished=is_finished)
+        delta = delta or DeltaMessage()
+        content, reasoning = delta.content, delta.reasoning
+        calls = [(call.index, call.id, call.function) for call in delta.tool_calls]
+    else:
+        parser.set_prompt_token_ids(prompt)
+        options = {"enable_auto_tools": True, "model_output_token_ids": tokens}
+        reasoning, content, tool_calls = parser.parse(text, request, **options)
+        calls = [(index, call.id, call) for index, call in enumerate(tool_calls or ())]
+    shown_calls = []
+    for index, call_id, function in calls:
+        call = {"index": index, "arguments": (function and function.arguments) or ""}
+        if function is not None and function.name:
+            call |= {"id": call_id or make_tool_call_id(), "name": function.name}
+        if not index or request.parallel_tool_calls is not False:
+            shown_calls.append(call)
+    shown_reasoning = reasoning if request.include_reasoning else None
+    parts = {"content": content, "reasoning": shown_reasoning, "tool_calls": shown_calls}
+    return {name: part for name, part in parts.items() if part}
 
 
 class VllmEngine:
     """vLLM's engine, its renderer of prompts, and its parsers of messages.
 
-    All methods are called in the engine's event loop, except for `shutdown`.
+    All methods are called in the engine's event loop.
+
+    Attributes:
+        client: vLLM's `AsyncLLM`.
     """
 
-    def __init__(self, engine: Any, arguments: Arguments) -> None:
+    def __init__(self, client: Any, arguments: Arguments) -> None:
         from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
         from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
         from vllm.lora.request import LoRARequest
         from vllm.renderers.chat_utils import load_chat_template
         from vllm.renderers.online_renderer import OnlineRenderer
 
-        self._engine = engine
-        self._config = engine.model_config
-        self._tokenizer = engine.renderer.tokenizer
+        self.client = client
+        self._config = client.model_config
+        self._tokenizer = client.renderer.tokenizer
         self._defaults = self._config.get_diff_sampling_param()
         numbered = enumerate(arguments.adapters.items(), 1)
         self._adapters = {
             name: LoRARequest(name, number, path) for number, (name, path) in numbered
         }
-        options = {"chat_template_content_format": "auto", **arguments.server}
-        options["request_logger"] = None
+        options = {
+            "chat_template_content_format": "auto",
+            **arguments.server,
+            "request_logger": None,
+            "chat_template": load_chat_template(arguments.server.get("chat_template")),
+        }
         tool_parser = options.pop(_TOOL_PARSER, None)
-        options["chat_template"] = load_chat_template(options.get("chat_template"))
         self._renderer = OnlineRenderer(
-            self._config,
-            engine.renderer,
+            *(self._config, client.renderer),
             enable_auto_tools=bool(tool_parser),
             tool_parser=tool_parser,
             reasoning_parser=arguments.engine.get("reasoning_parser") or None,
@@ -232,21 +222,6 @@ class VllmEngine:
 
         return cls(AsyncLLM.from_engine_args(engine_args), arguments)
 
-    @property
-    def errored(self) -> bool:
-        """Return whether the engine has ended or failed for good."""
-        return bool(self._engine.errored)
-
-    def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
-        """Return an iterator over the outputs of a call; closing it aborts the request."""
-        options = {"priority": priority, **call.options}
-        results = self._engine.generate(call.prompt, call.parameters, request_id, **options)
-        return cast("AsyncIterator[Any]", results)
-
-    def shutdown(self) -> None:
-        """End the engine's processes."""
-        self._engine.shutdown()
-
     @staticmethod
     def client_error(error: BaseException) -> ShmserveError | None:
         """Return the client's error if vLLM has rejected its request, or None for other errors."""
@@ -265,8 +240,6 @@ class VllmEngine:
             return InvalidArgument(f"text_input: {PROMPT_TOO_LONG}: {text}")
         return InvalidArgument(f"{name}: {text}" if name else text)
 
-    # --- calls
-
     async def make_call(
         self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
@@ -282,36 +255,64 @@ class VllmEngine:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
                 `client_error`.
         """
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+
         name = prompt_input(inputs)
         adapter = parameters.get("lora_name")
         if adapter is not None and adapter not in self._adapters:
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
-        body = {key: value for key, value in parameters.items() if value is not None}
-        echo = bool(body.pop("echo", False))
-        constraints = body.pop("guided_decoding", {})
-        guided_keys = [key for key in _CONSTRAINTS if f"guided_{key}" in body]
-        constraints |= {key: body.pop(f"guided_{key}") for key in guided_keys}
-        constraints.pop("backend", None)
-        constraints = {key: value for key, value in constraints.items() if value is not None}
-        if constraints:
-            body["structured_outputs"] = constraints
+        echo = parameters.pop("echo", False) in (True, "true")
+        body = _request_body(parameters)
         if name == "messages":
-            call = await self._chat_call(_chat_body(inputs), body)
+            source, defaults = "", self._defaults
+            if body.get("max_tokens") == UNLIMITED:
+                del body["max_tokens"]
+            request = _parse_request(ChatCompletionRequest, {**body, **conversation(inputs[name])})
+            if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
+                raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOL_PARSER}")
+            _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
         else:
-            is_text = name == "text_input"
-            prompt = inputs[name] if is_text else inputs[name].tolist()
-            defaults = self._defaults if openai else {}
-            call = await self._completion_call({**body, "prompt": prompt, "echo": echoes}, defaults)
-            if echo:
-                call.text = prompt if is_text else self._tokenizer.decode(prompt)
+            source, defaults = inputs[name], self._defaults if openai else {}
+            body |= {"prompt": source if name == "text_input" else source.tolist(), "echo": echoes}
+            request = _parse_request(CompletionRequest, body)
+            (prompt,) = _check_accepted(await self._renderer.render_completion(request))
+        limit = getattr(request, "max_completion_tokens", None)
+        limit = request.max_tokens if limit is None else limit
+        prompt_length = len(prompt["prompt_token_ids"])
+        limit = get_max_tokens(self._config.max_model_len, limit, prompt_length, defaults)
+        sampling = request.to_sampling_params(limit, defaults)
+        call = VllmCall(request, prompt, sampling, self._tokenizer.decode)
+        if echo:
+            call.text = source if isinstance(source, str) else self._tokenizer.decode(source)
+        if request.priority:
+            call.options["priority"] = request.priority
         if adapter is not None:
             call.options["lora_request"] = self._adapters[adapter]
+        if name == "messages" and self._renderer.parser is not None:
+            self._add_parser(call)
         return call
+
+    def _add_parser(self, call: VllmCall) -> None:
+        """Add the parsers of a chat's messages to its call."""
+        template_options = self._renderer.effective_chat_template_kwargs(call.request)
+        options = {"chat_template_kwargs": template_options, "model_config": self._config}
+        arguments = self._tokenizer, call.request.tools
+        new_parser = partial(self._renderer.parser, *arguments, **options)
+        parser, tokens = new_parser(), call.prompt["prompt_token_ids"]
+        call.options["reasoning_ended"] = call.request.resolve_reasoning_ended(parser, tokens)
+        if parser.reasoning_parser is not None:
+            call.options["reasoning_parser_kwargs"] = {"chat_template_kwargs": template_options}
+        call.make_parser = new_parser
 
     async def convert(
         self, task: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
-    ) -> list[Output]:
+    ) -> dict[str, tuple[str, list[Any]]]:
         """Return the tokens of a prompt and their strings as JSON, or the text of tokens.
+
+        Returns:
+            The datatype and the values of each output.
 
         Raises:
             InvalidArgument: The task or an input is wrong. vLLM raises other errors, see
@@ -319,96 +320,45 @@ class VllmEngine:
         """
         from vllm.entrypoints.serve.tokenize import protocol
 
-        tokenization = self._tokenization
-        if task == "detokenize" and "input_ids" in inputs:
-            tokens = inputs["input_ids"].tolist()
-            self._engine.renderer.validate_token_ids(tokens, parameter="tokens")
-            request = protocol.DetokenizeRequest(tokens=tokens)
-            result = _check_accepted(await tokenization.create_detokenize(request, None))
-            return [Output.of_values("text_output", "BYTES", [result.prompt])]
-        name = "add_special_tokens"
-        body = {name: parameters[name]} if name in parameters else {}
-        if task == "tokenize" and "messages" in inputs:
-            request_class = protocol.TokenizeChatRequest
-            body = {**_chat_body(inputs), **body}
-        elif task == "tokenize" and "text_input" in inputs:
-            request_class, body["prompt"] = protocol.TokenizeCompletionRequest, inputs["text_input"]
-        else:
-            raise InvalidArgument(f"task: {clip(repr(task))} is unknown, or its input is missing")
-        request = request_class.model_validate({**body, "return_token_strs": True})
-        result = _check_accepted(await tokenization.create_tokenize(request, None))
+        name = task_input(task, inputs)
+        if name == "input_ids":
+            tokens = inputs[name].tolist()
+            self.client.renderer.validate_token_ids(tokens, parameter="tokens")
+            detokenize = protocol.DetokenizeRequest(tokens=tokens)
+            result = _check_accepted(await self._tokenization.create_detokenize(detokenize, None))
+            return {"text_output": ("BYTES", [result.prompt])}
+        is_chat = name == "messages"
+        request_class = (
+            protocol.TokenizeChatRequest if is_chat else protocol.TokenizeCompletionRequest
+        )
+        body = conversation(inputs[name]) if is_chat else {"prompt": inputs[name]}
+        special = {key: parameters[key] for key in parameters if key == "add_special_tokens"}
+        tokenize = request_class.model_validate({**body, **special, "return_token_strs": True})
+        result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))
         strings = orjson.dumps(result.token_strs)
-        return [
-            Output.of_values("token_ids", "INT32", result.tokens),
-            Output.of_values("text_output", "BYTES", [strings]),
-        ]
-
-    async def _completion_call(self, body: dict[str, Any], defaults: dict[str, Any]) -> VllmCall:
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-        request = _parse_request(CompletionRequest, body)
-        (prompt,) = _check_accepted(await self._renderer.render_completion(request))
-        call = self._new_call(prompt, request, request.max_tokens, defaults)
-        call.top_logprobs = request.logprobs or 0
-        if request.echo:
-            call.first_token = self._tokenizer.decode(prompt["prompt_token_ids"][:1])
-        call.only_prompt = request.echo and request.max_tokens == 0
-        return call
-
-    async def _chat_call(self, conversation: dict[str, Any], body: dict[str, Any]) -> VllmCall:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        if body.get("max_tokens") == UNLIMITED:
-            del body["max_tokens"]
-        request = _parse_request(ChatCompletionRequest, {**body, **conversation})
-        parser_class = self._renderer.parser
-        if request.tools and request.tool_choice != "none" and parser_class is None:
-            raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOL_PARSER}")
-        _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
-        limit = request.max_completion_tokens
-        limit = request.max_tokens if limit is None else limit
-        call = self._new_call(prompt, request, limit, self._defaults)
-        call.top_logprobs = (request.logprobs and request.top_logprobs) or 0
-        if parser_class is not None:
-            options = self._renderer.effective_chat_template_kwargs(request)
-            parser_options = {"chat_template_kwargs": options, "model_config": self._config}
-            new_parser = partial(parser_class, self._tokenizer, request.tools, **parser_options)
-            parser = new_parser()
-            reasoning_ended = request.resolve_reasoning_ended(parser, prompt["prompt_token_ids"])
-            call.options["reasoning_ended"] = reasoning_ended
-            if parser.reasoning_parser is not None:
-                call.options["reasoning_parser_kwargs"] = {"chat_template_kwargs": options}
-            call.make_parser = lambda: Parser(new_parser(), request)
-        return call
-
-    def _new_call(
-        self, prompt: Any, request: Any, limit: int | None, defaults: dict[str, Any]
-    ) -> VllmCall:
-        from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-
-        prompt_length = len(prompt["prompt_token_ids"])
-        max_tokens = get_max_tokens(self._config.max_model_len, limit, prompt_length, defaults)
-        call = VllmCall(prompt, request.to_sampling_params(max_tokens, defaults))
-        if request.priority:
-            call.options["priority"] = request.priority
-        if request.prompt_logprobs is not None:
-            call.prompt_logprobs = request.prompt_logprobs
-        return call
+        return {"token_ids": ("INT32", result.tokens), "text_output": ("BYTES", [strings])}
 
 
-def _chat_body(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat, whose JSON is an object or a list of messages."""
-    chat = json.loads(inputs["messages"])
-    return chat if isinstance(chat, dict) else {"messages": chat}
+def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters as fields of vLLM's API, with the older names of constraints replaced.
+
+    Raises:
+        InvalidArgument: A value is not an object. vLLM would fail with an AttributeError.
+    """
+    body = {name: value for name, value in parameters.items() if value is not None}
+    for name in ("structured_outputs", "guided_decoding"):
+        if not isinstance(body.get(name, {}), dict):
+            raise InvalidArgument(f"{name}: {clip(repr(body[name]))} is not an object")
+    guided = {key: body.pop(f"guided_{key}") for key in _CONSTRAINTS if f"guided_{key}" in body}
+    constraints = {**body.pop("guided_decoding", {}), **guided}
+    constraints = {key: value for key, value in constraints.items() if value is not None}
+    return {**body, "structured_outputs": constraints} if constraints else body
 
 
 def _parse_request(request_class: Any, body: dict[str, Any]) -> Any:
     """Return a request of vLLM's API; raise InvalidArgument for a field that vLLM lacks."""
     body = {name: value for name, value in body.items() if name not in _UNUSED}
-    for name in body:
-        if name not in request_class.model_fields:
-            hint = suggestion(name, request_class.model_fields)
-            raise InvalidArgument(f"{name}: vLLM has no such parameter{hint}")
+    _check_known(body, request_class.model_fields, "{}: vLLM has no such parameter")
     if body.get("use_beam_search"):
         raise InvalidArgument("use_beam_search: it is not supported")
     return request_class.model_validate(body)

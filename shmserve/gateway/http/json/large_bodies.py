@@ -1,9 +1,10 @@
 """The parser of large bodies with prompts, which runs in a separate process.
 
 Parsing a body of 64 MiB takes a second, in which the gateway would serve no other request. A body
-above `LARGE` is therefore sent to a process. It finds prompts that are too long for every model,
-other large fields, and JSON errors. It returns the body without its prompts as JSON, and the
-prompts as the bytes of their tensors, which the gateway only has to copy in pieces.
+above `LARGE`, or with many objects, is therefore sent to a process. It finds prompts that are too
+long for every model, other large fields, and JSON errors. It returns the body without its prompts
+as JSON, and the prompts as the bytes of their tensors, which the gateway only has to copy in
+pieces.
 
     8 bytes: size of the header | header: JSON | the bytes of all prompts, one after the other
 """
@@ -16,7 +17,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 import orjson
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, clip
-from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads
+from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads, loads_checked
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
@@ -40,9 +41,11 @@ _COUNTS = {
 }
 _MAX_PACKED_PROMPTS = 2048
 _MAX_TOKEN_ID = (1 << 31) - 1
-_CODE = f"from {__name__} import main; main()"
 _PIECE = 1 << 16
 _one_at_a_time = asyncio.Semaphore(1)
+
+# Called with the parsed body in the process; returns another body, and the fields to pack.
+Convert = Callable[[Any], tuple[Any, Sequence[str]]]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -82,7 +85,11 @@ class Packed:
 
 
 async def parse_large(
-    pieces: Sequence[bytes], longest: Mapping[str, int], packed: Sequence[str], model: str = ""
+    pieces: Sequence[bytes],
+    longest: Mapping[str, int],
+    packed: Sequence[str],
+    model: str = "",
+    convert: Convert | None = None,
 ) -> Any:
     """Parse a large body, whose prompts become `Packed`.
 
@@ -91,12 +98,16 @@ async def parse_large(
         longest: The maximum number of tokens of each model.
         packed: The fields with prompts.
         model: The model, unless the body has its name.
+        convert: The function that converts the parsed body, if any; a public one of a module.
 
     Raises:
         JsonFault: The body is not JSON.
         InvalidArgument: A prompt or another field is too large.
     """
-    arguments = (sys.executable, "-c", _CODE, json.dumps([longest, packed, model]))
+    code = f"from {__name__} import main; main()"
+    if convert is not None:
+        code = f"import {convert.__module__} as m; {code[:-1]}m.{convert.__name__})"
+    arguments = (sys.executable, "-c", code, json.dumps([longest, packed, model]))
     pipe = asyncio.subprocess.PIPE
     async with _one_at_a_time:
         process = await asyncio.create_subprocess_exec(
@@ -121,7 +132,7 @@ async def parse_large(
 
 async def _received(output: asyncio.StreamReader) -> Any:
     size = int.from_bytes(await output.readexactly(8), "little")
-    header = loads(await output.readexactly(size))
+    header = loads_checked(await output.readexactly(size))
     if "error" in header:
         raise (JsonFault if header["malformed"] else InvalidArgument)(header["error"])
     prompts = {name: Packed(*columns) for name, columns in header["prompts"].items()}
@@ -205,9 +216,9 @@ def check_tokens(name: str, tokens: Sequence[Any]) -> None:
 
 def check_count(name: str, values: Sequence[Any]) -> None:
     """Raise InvalidArgument if a field of OpenAI's API has too many prompts."""
-    most, text = _COUNTS[name]
-    if len(values) > most:
-        raise InvalidArgument(text.format(len(values), most))
+    max_count, text = _COUNTS[name]
+    if len(values) > max_count:
+        raise InvalidArgument(text.format(len(values), max_count))
 
 
 class _Packer:
@@ -224,7 +235,8 @@ class _Packer:
             return self._pack("text", 1, decode([value], "BYTES", 1, name))
         if not isinstance(value, list) or not value:
             return value
-        if name == "messages" and type(value[0]) is not str:
+        is_chat = name == "messages" and type(value[0]) is not str
+        if is_chat or (name == "input" and type(value[0]) is dict):
             return self._pack("messages", 1, orjson.dumps(value), without_role(value))
         if are_tokens(value):
             check_tokens(name, value)
@@ -247,7 +259,7 @@ class _Packer:
         return name
 
 
-def main() -> None:
+def main(convert: Convert | None = None) -> None:
     """Parse the body on the standard input, and write its header and its prompts."""
     os.nice(10)
     longest, packed, model = json.loads(sys.argv[1])
@@ -256,6 +268,8 @@ def main() -> None:
         body = loads(sys.stdin.buffer.read())
         if error := long_prompt(body, longest, model):
             raise InvalidArgument(error)
+        if convert is not None:
+            body, packed = convert(body)
         for holder in _holders(body):
             for name in holder.keys() & {*packed}:
                 holder[name] = packer.packed(name, holder[name])

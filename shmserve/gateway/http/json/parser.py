@@ -33,6 +33,7 @@ MAX_DEPTH = 100
 MAX_MEMBERS = 256 * 1024
 
 LARGE = 1024 * 1024
+MAX_OBJECTS = 4096  # number of objects that are parsed and converted in 5 ms
 _MAX_LENIENT_BYTES = 8 * LARGE
 _MIN_CUT_BYTES = 64 * 1024
 _SLICE_BYTES = 128 * 1024
@@ -77,7 +78,8 @@ def loads(json_text: bytes) -> Any:
     ):
         raise InvalidArgument(_PARSE_ERROR + _TOO_MANY)
     try:
-        value = orjson.loads(json_text) if len(json_text) < LARGE else _loads_large(json_text)
+        is_small = len(json_text) < _MIN_CUT_BYTES
+        value = orjson.loads(json_text) if is_small else _loads_large(json_text)
     except orjson.JSONDecodeError as error:
         return _loads_lenient(json_text, error)
     has_request_members = json_text.count(b":") == _count_request_members(value)
@@ -106,6 +108,14 @@ def loads_members(json_text: bytes) -> Any:
     ends = (steps < 0) & (depth == 1)
     shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(json_text, np.uint8))
     return loads(shallow[begins | ((depth < 2) & ~ends)].tobytes())
+
+
+def loads_checked(json_text: bytes) -> Any:
+    """Parse JSON without the checks of `loads`, which the writer of the text has made."""
+    try:
+        return _loads_large(json_text)
+    except orjson.JSONDecodeError:  # it contains NaN or Infinity
+        return loads(json_text)
 
 
 def _loads_large(json_text: bytes) -> Any:
@@ -165,11 +175,13 @@ def _parse_integer(text: str) -> int | float:
     return value if -(2**63) <= value <= MAX_UINT64 else float(value)
 
 
-def _has_too_many(json_text: bytes, mark: bytes) -> bool:
-    return (
-        json_text.count(mark) > MAX_MEMBERS
-        and len(_select_outside_strings(json_text, mark)) > MAX_MEMBERS
-    )
+def has_many_objects(json_text: bytes) -> bool:
+    """Return whether the objects of a JSON text take the event loop longer than 5 ms."""
+    return _has_too_many(json_text, b"{", MAX_OBJECTS)
+
+
+def _has_too_many(json_text: bytes, mark: bytes, limit: int = MAX_MEMBERS) -> bool:
+    return json_text.count(mark) > limit and len(_select_outside_strings(json_text, mark)) > limit
 
 
 def _is_too_deep(json_text: bytes) -> bool:

@@ -18,6 +18,7 @@ from shmserve.gateway.compression import BodyTooLarge
 from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.large_bodies import (
+    Convert,
     Packed,
     are_tokens,
     check_count,
@@ -216,19 +217,21 @@ def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()
 
 
 async def read_body(
-    gateway: Gateway, request: HttpRequest, prompts: Sequence[str] = ()
+    gateway: Gateway,
+    request: HttpRequest,
+    prompts: Sequence[str] = (),
+    convert: Convert | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
 
-    The fields `prompts` of a large body are `Packed`.
+    The fields `prompts` of a large body are `Packed`, or `convert` selects the fields.
 
     Raises:
         InvalidArgument: The body is too large, or not a JSON object.
     """
     try:
-        body = await read_json(
-            gateway, request, required=True, parse_large=partial(parse_prompts, gateway, prompts)
-        )
+        parse_large = partial(parse_prompts, gateway, prompts, convert=convert)
+        body = await read_json(gateway, request, required=True, parse_large=parse_large)
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     except BodyTooLarge as error:
@@ -247,7 +250,11 @@ async def read_fields(
 
 
 async def parse_prompts(
-    gateway: Gateway, prompts: Sequence[str], pieces: list[bytes], model: str = ""
+    gateway: Gateway,
+    prompts: Sequence[str],
+    pieces: list[bytes],
+    model: str = "",
+    convert: Convert | None = None,
 ) -> Any:
     """Parse a large body with prompts, for `model` or the model that the body names.
 
@@ -260,7 +267,7 @@ async def parse_prompts(
         if served.max_model_len
         for name in (*model_names(gateway, served.name), *served.aliases)
     }
-    return await parse_large(pieces, token_limits, prompts, model)
+    return await parse_large(pieces, token_limits, prompts, model, convert)
 
 
 async def resolve_named_model(

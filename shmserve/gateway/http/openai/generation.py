@@ -72,12 +72,18 @@ class ChoiceFormat(NamedTuple):
     is_chat: bool
 
     def content(
-        self, text: str, members: dict[str, Any], is_first: bool = False, is_chunk: bool = False
+        self,
+        text: str,
+        members: dict[str, Any],
+        is_first: bool = False,
+        is_chunk: bool = False,
+        is_last: bool = False,
     ) -> dict[str, Any]:
         """Return the part of a choice that contains the text, its reasoning and its calls."""
         if not self.is_chat:
             return {"text": text}
-        message: dict[str, Any] = {"content": text} if text or not is_chunk or is_first else {}
+        has_content = text or is_first or not (members or is_last)
+        message: dict[str, Any] = {"content": text} if has_content else {}
         if is_first or not is_chunk:
             message = {"role": "assistant", **message}
         if members:
@@ -155,6 +161,8 @@ class _Sample:
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0  # number of tokens, counted for `Choices.continuous`
+    # Number of characters of `logprobs`. The text lags behind if it may contain a stop string.
+    token_characters: int = 0
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the tool calls received so far."""
@@ -230,9 +238,13 @@ class Choices:
         choice = {
             "index": index,
             **self.form.content(
-                delta.text, extra_members, is_first=not sample.is_begun, is_chunk=True
+                delta.text,
+                extra_members,
+                is_first=not sample.is_begun,
+                is_chunk=True,
+                is_last=bool(delta.finish_reason),
             ),
-            "logprobs": self.form.logprobs(content, len(sample.text)),
+            "logprobs": self.form.logprobs(content, sample.token_characters),
             "finish_reason": sample.reason(delta.finish_reason),
         }
         if delta.finish_reason or not self.form.is_chat:
@@ -249,6 +261,7 @@ class Choices:
         sample.text += delta.text
         if content is not None:
             sample.logprobs = (sample.logprobs or []) + content
+            sample.token_characters += sum(len(token["token"]) for token in content)
         if delta.usage is not None:
             self._count_usage(delta.usage)
         return choice

@@ -18,6 +18,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import response_name
@@ -73,12 +74,22 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
-_LOGPROBS_OPTION = "message.output_text.logprobs"
+# The values of `include`. All but the first are members of items that no response here has.
+_INCLUDED_MEMBERS = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
-    body = await bodies.read_body(gateway, request)
+    body = await bodies.read_body(gateway, request, convert=convert_input)
     fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
     text_request = await bodies.parse_chat(gateway, _chat_body(fields))
     shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
@@ -86,6 +97,17 @@ async def create_response(gateway: Gateway, request: HttpRequest) -> HttpRespons
 
 
 # --- requests
+
+
+def convert_input(body: Any) -> tuple[Any, list[str]]:
+    """Replace the input of a large body by the messages of a chat, which `parse_large` packs.
+
+    An input with references is not replaced, since only the gateway has the stored items.
+    """
+    items = body.get("input") if type(body) is dict else None
+    if not items or (type(items) is list and any(map(_is_reference, items))):
+        return body, []
+    return {**body, "input": _chat_messages(body)}, ["input"]
 
 
 def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +129,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
     tools = bodies.check_member(body, "tools", list, [])
-    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)]
+    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)] or None
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
@@ -115,9 +137,12 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
         "response_format": _chat_format(text.get("format")),
         "verbosity": text.get("verbosity"),
     }
-    if _LOGPROBS_OPTION in bodies.check_member(body, "include", list, []) or body.get(
-        "top_logprobs"
-    ):
+    included = bodies.check_member(body, "include", list, [])
+    unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
+    if unknown is not None:
+        allowed_names = ", ".join(_INCLUDED_MEMBERS)
+        raise InvalidArgument(f"include: {clip(repr(unknown))} is not one of {allowed_names}")
+    if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
 
@@ -131,6 +156,9 @@ def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
 
 
 def _chat_tool_choice(choice: Any) -> Any:
+    """Return the choice of tools in the form of a chat; None for "auto", the default."""
+    if choice == "auto":
+        return None
     if type(choice) is dict and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
@@ -142,9 +170,11 @@ def _chat_format(text_format: Any) -> Any:
     return text_format
 
 
-def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]] | Packed:
     """Return the messages of a chat for the instructions and the input of a request."""
     request_input = body.get("input")
+    if type(request_input) is Packed:
+        return request_input
     items: Any = (
         [{"role": "user", "content": request_input}]
         if type(request_input) is str
@@ -159,10 +189,14 @@ def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     for index, item in enumerate(items):
         if type(item) is not dict:
             raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is not an object")
-        if item.get("type") == "item_reference":
+        if _is_reference(item):
             item = _find_stored_item(index, item.get("id"))
         _add_item(messages, item, f"input[{index}]")
     return messages
+
+
+def _is_reference(item: Any) -> bool:
+    return type(item) is dict and item.get("type") == "item_reference"
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
@@ -252,8 +286,9 @@ class ResponseObject:
     _items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""  # the text, or the arguments, of the last item
     _logprobs: list[dict[str, Any]] = field(default_factory=list)
+    # The log probabilities of tokens without text, which belong to the next part of the text.
+    _next_logprobs: list[dict[str, Any]] = field(default_factory=list)
     _is_item_open: bool = False  # whether more text may follow for the last item
-    _tool_calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
     _finish_reason: str = ""
     _event_count: int = 0  # number of events sent
@@ -266,11 +301,14 @@ class ResponseObject:
         """Add a part of the text, and return the events that describe it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
-        logprobs = None if delta.logprobs is None else delta.logprobs.get("content")
+        self._next_logprobs += (delta.logprobs or {}).get("content", [])
         if message.get("reasoning"):
             events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
-            events += self._extend_item("message", message["content"], {}, logprobs or [])
+            logprobs, self._next_logprobs = self._next_logprobs, []
+            events += self._extend_item("message", message["content"], {}, logprobs)
+        elif message.keys() & {"reasoning", "tool_calls"}:
+            self._next_logprobs = []
         for call in message.get("tool_calls", ()):
             head = {"call_id": call["id"], "name": call["name"]} if "id" in call else {}
             events += self._extend_item("function_call", call["arguments"], head)

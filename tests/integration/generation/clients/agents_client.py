@@ -22,9 +22,9 @@ async def main() -> None:
         agent, [*result.to_input_list(), {"role": "user", "content": "And?"}]
     )
     assert second_result.final_output == "It is sunny.", second_result
-    streamed = Runner.run_streamed(agent, "Weather?")
-    kinds = [event.type async for event in streamed.stream_events()]
-    assert streamed.final_output == "It is sunny." and "raw_response_event" in kinds
+    stream_result = Runner.run_streamed(agent, "Weather?")
+    kinds = [event.type async for event in stream_result.stream_events()]
+    assert stream_result.final_output == "It is sunny." and "raw_response_event" in kinds
     print("all is right")
 
 

@@ -27,13 +27,13 @@ for responses in (False, True):
     result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
     assert bound.invoke([question, reply, result]).text == "It is sunny."
     parts = list(bound.stream([question]))
-    whole = parts[0]
+    whole_message = parts[0]
     for part in parts[1:]:
-        whole += part
-    assert whole.tool_calls[0]["args"] == {"city": "Paris"}, whole
+        whole_message += part
+    assert whole_message.tool_calls[0]["args"] == {"city": "Paris"}, whole_message
     direct = ChatOpenAI(
         model="direct", base_url=sys.argv[1], api_key="none", use_responses_api=responses
     )
-    forced = direct.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
-    assert forced.tool_calls[0]["name"] == "get_weather", forced
+    forced_call = direct.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
+    assert forced_call.tool_calls[0]["name"] == "get_weather", forced_call
 print("all is right")

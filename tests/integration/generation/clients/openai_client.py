@@ -16,7 +16,7 @@ class get_weather(BaseModel):
 
 SCHEMA: dict[str, Any] = {**get_weather.model_json_schema(), "additionalProperties": False}
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
-FLAT: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
+FLAT_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
 
 with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -34,43 +34,52 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
 
     with client.chat.completions.stream(messages=messages[:1], **chat) as stream:
         final = stream.get_final_completion()
-    (streamed,) = final.choices[0].message.tool_calls or []
-    assert streamed.function.arguments == call.function.arguments
+    (streamed_call,) = final.choices[0].message.tool_calls or []
+    assert streamed_call.function.arguments == call.function.arguments
 
-    named: Any = {"type": "function", "function": {"name": "get_weather"}}
-    other: Any = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
-    for choosing in ("required", named, allowed):
-        forced = client.chat.completions.create(
+    named_tool: Any = {"type": "function", "function": {"name": "get_weather"}}
+    other_tool: Any = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
+    allowed_tools = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [named_tool]},
+    }
+    for choosing in ("required", named_tool, allowed_tools):
+        forced_completion = client.chat.completions.create(
             model="direct",
             messages=messages[:1],
-            tools=[TOOL] if choosing == "required" else [other, TOOL],
+            tools=[TOOL] if choosing == "required" else [other_tool, TOOL],
             tool_choice=choosing,
             parallel_tool_calls=False,
         )
-        (tool_call,) = forced.choices[0].message.tool_calls or []
+        (tool_call,) = forced_completion.choices[0].message.tool_calls or []
         assert tool_call.type == "function" and tool_call.function.name == "get_weather"
         assert json.loads(tool_call.function.arguments).keys() == {"city"}
 
     response = client.responses.create(
-        model="scripted", instructions="Be brief.", input="Weather?", tools=[FLAT]
+        model="scripted", instructions="Be brief.", input="Weather?", tools=[FLAT_TOOL]
     )
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert response.usage and response.usage.output_tokens_details.reasoning_tokens >= 3
-    last = response.output[-1]
-    assert last.type == "function_call" and json.loads(last.arguments) == {"city": "Paris"}
-    result = {"type": "function_call_output", "call_id": last.call_id, "output": "sunny"}
+    last_item = response.output[-1]
+    assert last_item.type == "function_call" and json.loads(last_item.arguments) == {
+        "city": "Paris"
+    }
+    result = {"type": "function_call_output", "call_id": last_item.call_id, "output": "sunny"}
     history: Any = [{"role": "user", "content": "Weather?"}, *response.output, result]
-    second = client.responses.create(model="scripted", input=history, tools=[FLAT])
-    assert second.output_text == "It is sunny.", second
+    second_response = client.responses.create(model="scripted", input=history, tools=[FLAT_TOOL])
+    assert second_response.output_text == "It is sunny.", second_response
 
-    flat = {"type": "allowed_tools", "mode": "required", "tools": [{**FLAT}]}
-    only = client.responses.create(
-        model="direct", input="Weather?", tools=[FLAT], tool_choice=flat, parallel_tool_calls=False
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{**FLAT_TOOL}]}
+    single_response = client.responses.create(
+        model="direct",
+        input="Weather?",
+        tools=[FLAT_TOOL],
+        tool_choice=flat,
+        parallel_tool_calls=False,
     )
-    assert only.output[-1].type == "function_call", only
+    assert single_response.output[-1].type == "function_call", single_response
 
-    with client.responses.stream(model="scripted", input="Weather?", tools=[FLAT]) as events:
+    with client.responses.stream(model="scripted", input="Weather?", tools=[FLAT_TOOL]) as events:
         kinds = [event.type for event in events]
         final_response = events.get_final_response()
     assert kinds[:2] == ["response.created", "response.in_progress"], kinds

@@ -38,12 +38,12 @@ async def main() -> None:
         agent = Agent(kind("scripted", provider=provider), tools=[get_weather])
         result = await agent.run("Weather?")
         assert result.output == "It is sunny.", result
-        further = await agent.run("And?", message_history=result.all_messages())
-        assert further.output == "It is sunny.", further
-        streamed = await agent.run("Weather?", event_stream_handler=read_events)
-        assert streamed.output == "It is sunny.", streamed
-        typed = Agent(kind("direct", provider=provider), output_type=get_weather_type)
-        assert (await typed.run("Weather?")).output.city == "Paris"
+        second_result = await agent.run("And?", message_history=result.all_messages())
+        assert second_result.output == "It is sunny.", second_result
+        stream_result = await agent.run("Weather?", event_stream_handler=read_events)
+        assert stream_result.output == "It is sunny.", stream_result
+        typed_agent = Agent(kind("direct", provider=provider), output_type=get_weather_type)
+        assert (await typed_agent.run("Weather?")).output.city == "Paris"
     print("all is right")
 
 

@@ -16,13 +16,16 @@ class TritonPythonModel:
 
     async def answer(self, request):
         target = pb_utils.get_input_tensor_by_name(request, "TARGET").as_numpy().flat[0].decode()
-        first = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
-        second = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
+        first_input = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+        second_input = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
         calls = [
             pb_utils.InferenceRequest(
                 model_name=target,
                 requested_output_names=[output],
-                inputs=[pb_utils.Tensor("INPUT0", first), pb_utils.Tensor("INPUT1", second)],
+                inputs=[
+                    pb_utils.Tensor("INPUT0", first_input),
+                    pb_utils.Tensor("INPUT1", second_input),
+                ],
             ).async_exec()
             for output in ("OUTPUT0", "OUTPUT1")
         ]

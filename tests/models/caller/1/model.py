@@ -13,20 +13,23 @@ class TritonPythonModel:
     def answer(self, request):
         """Return the response to one request; errors of the called model are passed on."""
         target = pb_utils.get_input_tensor_by_name(request, "TARGET").as_numpy().flat[0].decode()
-        first = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
-        second = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
-        reply = self.call(target, first, second, "OUTPUT0")
+        first_input = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+        second_input = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
+        reply = self.call(target, first_input, second_input, "OUTPUT0")
         if reply.has_error():
             return pb_utils.InferenceResponse([], error=reply.error())
         total = pb_utils.get_output_tensor_by_name(reply, "OUTPUT0").as_numpy()
-        reply = self.call(target, total, second, "OUTPUT1")
+        reply = self.call(target, total, second_input, "OUTPUT1")
         result = pb_utils.get_output_tensor_by_name(reply, "OUTPUT1").as_numpy()
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", result)])
 
     @staticmethod
-    def call(target, first, second, output):
+    def call(target, first_input, second_input, output):
         return pb_utils.InferenceRequest(
             model_name=target,
             requested_output_names=[output],
-            inputs=[pb_utils.Tensor("INPUT0", first), pb_utils.Tensor("INPUT1", second)],
+            inputs=[
+                pb_utils.Tensor("INPUT0", first_input),
+                pb_utils.Tensor("INPUT1", second_input),
+            ],
         ).exec()

@@ -24,10 +24,10 @@ class TritonPythonModel:
                 ("sizes", kinds.HISTOGRAM),
             )
         ]
-        amounts, level, running, sizes = self.families
+        amounts, level, running_family, sizes = self.families
         self.amounts = amounts.Metric(labels={"unit": 'a "b"\\\n', "by": args["model_name"]})
         self.level = level.Metric(labels={})
-        self.running = running.Metric(labels={"by": args["model_name"]})
+        self.running = running_family.Metric(labels={"by": args["model_name"]})
         self.sizes = sizes.Metric(labels={"by": args["model_name"]}, buckets=[0.1, 1.0, 10.0])
         self.level.set(-1)
 

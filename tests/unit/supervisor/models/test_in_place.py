@@ -26,7 +26,7 @@ from shmserve.supervisor.models.instances import (
 )
 from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.repository import find, version_fingerprint
-from tests.rigs.process_rig import CONFIG, Processes, plan, turns
+from tests.rigs.process_rig import CONFIG, Processes, plan, run_loop_turns
 
 
 def group(name: str, count: int, *gpus: int, **fields: Any) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
     for unrelated in ("config.pbtxt", "configs/other.pbtxt", "2/model.py"):
         (folder / unrelated).write_text("y = 2\n")
         assert read_fingerprint() == fingerprint_before
-    for used in ("1/model.py", "labels.txt"):
-        (folder / used).write_text("y = 23\n")
+    for used_file in ("1/model.py", "labels.txt"):
+        (folder / used_file).write_text("y = 23\n")
         assert read_fingerprint() != fingerprint_before
         fingerprint_before = read_fingerprint()
 
@@ -84,19 +84,23 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
 # --- which instances --------------------------------------------------------------------------
 
 
-def test_instances_that_both_ask_for_stay() -> None:
+def test_instances_in_both_configurations_stay() -> None:
     """Instances are matched by name, then by kind, device and settings; one that has failed is
     replaced.
     """
-    present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
-    present[1].state = InstanceState.FAILED
-    added, removed = find_changes(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
-    assert [(i.index, i.name) for i in added] == [(4, "b_1")]
-    assert [i.name for i in removed] == ["a_1", "g_gpu0_0"]
-    limited = group("b", 1, rate_limiter={"priority": 2})
-    added, removed = find_changes(present[:1], ModelSpec.of(config(limited)))
-    assert [(i.index, i.name) for i in added] == [(1, "b_0")]
-    assert removed == present[:1]
+    present_instances = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
+    present_instances[1].state = InstanceState.FAILED
+    added_instances, removed_instances = find_changes(
+        present_instances, ModelSpec.of(config(group("b", 2), group("g", 1, 1)))
+    )
+    assert [(i.index, i.name) for i in added_instances] == [(4, "b_1")]
+    assert [i.name for i in removed_instances] == ["a_1", "g_gpu0_0"]
+    limited_group = group("b", 1, rate_limiter={"priority": 2})
+    added_instances, removed_instances = find_changes(
+        present_instances[:1], ModelSpec.of(config(limited_group))
+    )
+    assert [(i.index, i.name) for i in added_instances] == [(1, "b_0")]
+    assert removed_instances == present_instances[:1]
 
 
 groups = st.lists(
@@ -112,7 +116,7 @@ groups = st.lists(
 
 
 @given(groups, groups)
-def test_afterwards_there_is_what_is_asked_for(
+def test_an_update_results_in_the_new_configuration(
     old_groups: list[Any], new_groups: list[Any]
 ) -> None:
     """The result has as many instances of each kind and device as requested, by the fewest
@@ -122,14 +126,18 @@ def test_afterwards_there_is_what_is_asked_for(
     def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
-    present = expand_instances(ModelSpec.of(config(*old_groups)))
-    added, removed = find_changes(present, ModelSpec.of(config(*new_groups)))
-    remaining = [i for i in present if i not in removed] + added
+    present_instances = expand_instances(ModelSpec.of(config(*old_groups)))
+    added_instances, removed_instances = find_changes(
+        present_instances, ModelSpec.of(config(*new_groups))
+    )
+    remaining = [i for i in present_instances if i not in removed_instances] + added_instances
     assert kinds_and_devices(remaining) == kinds_and_devices(
         expand_instances(ModelSpec.of(config(*new_groups)))
     )
-    assert len({i.index for i in present + added}) == len(present + added)
-    assert not set(kinds_and_devices(added)) & set(kinds_and_devices(removed))
+    assert len({i.index for i in present_instances + added_instances}) == len(
+        present_instances + added_instances
+    )
+    assert not set(kinds_and_devices(added_instances)) & set(kinds_and_devices(removed_instances))
 
 
 # --- processes --------------------------------------------------------------------------------
@@ -143,45 +151,45 @@ async def start_version(processes: Processes, count: int) -> ModelVersion:
 
 
 def update(version: ModelVersion, count: int) -> InstanceUpdate:
-    updated = version.update_to(spec(config(group("m_0", count))))
-    assert updated is not None
-    return updated
+    instance_update = version.update_to(spec(config(group("m_0", count))))
+    assert instance_update is not None
+    return instance_update
 
 
 async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests() -> None:
-    ready, retiring = InstanceState.READY, InstanceState.RETIRING
+    ready_state, retiring_state = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
     model = await start_version(processes, 2)
     observed_states = []
-    reduced = update(model, 1)
-    await model.instances.add(reduced)
-    model.commit(reduced)
+    reduction = update(model, 1)
+    await model.instances.add(reduction)
+    model.commit(reduction)
     observed_states.append(model.instances.states())
     worker = model.instances.children()[1]
     model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
-    await turns()
+    await run_loop_turns()
     assert worker.alive
     model._on_scheduler_message(m.InstanceRetired(worker.pid))
-    await turns()
+    await run_loop_turns()
     assert not worker.alive and model.ready
     observed_states.append(model.instances.states())
     same_update = model.update_to(spec(config(group("m_0", 1))))
     assert same_update is not None and not same_update.config_differs
     await processes.end()
-    assert observed_states == [[ready, retiring], [ready]]
+    assert observed_states == [[ready_state, retiring_state], [ready_state]]
 
 
 async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     processes = Processes()
     model = await start_version(processes, 2)
-    reduced = update(model, 1)
-    await model.instances.add(reduced)
-    model.commit(reduced)
+    reduction = update(model, 1)
+    await model.instances.add(reduction)
+    model.commit(reduction)
     model.instances.children()[1].kill()
-    await turns()
-    observed = len(processes.started), model.instances.states()
+    await run_loop_turns()
+    observed_state = len(processes.started), model.instances.states()
     await processes.end()
-    assert observed == (3, [InstanceState.READY])
+    assert observed_state == (3, [InstanceState.READY])
 
 
 async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
@@ -190,14 +198,14 @@ async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     model = await start_version(processes, 1)
     config_before = model.config
     processes.hanging = True
-    enlarged = update(model, 3)
-    adding = asyncio.ensure_future(model.instances.add(enlarged))
-    await turns()
+    enlargement = update(model, 3)
+    adding_task = asyncio.ensure_future(model.instances.add(enlargement))
+    await run_loop_turns()
     assert model.ready and len(model.instances.states()) == 3
-    model.instances.retire(enlarged.added)
+    model.instances.retire(enlargement.added)
     with pytest.raises(Unavailable, match="the model is unloaded"):
-        await adding
-    await turns()
+        await adding_task
+    await run_loop_turns()
     assert model.ready and model.config is config_before
     states = model.instances.states()
     await processes.end()

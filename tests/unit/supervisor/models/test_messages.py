@@ -10,7 +10,7 @@ import pytest
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
 from shmserve.supervisor.processes.scheduler_hosts import Group
-from tests.rigs.process_rig import ALONE, Processes, plan, turns
+from tests.rigs.process_rig import ALONE_GROUP, Processes, plan, run_loop_turns
 
 ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
@@ -57,12 +57,12 @@ async def end(processes: TracedProcesses, model: ModelVersion) -> None:
 
 async def kill_worker(processes: TracedProcesses, model: ModelVersion) -> None:
     processes.started[0].kill()
-    await turns()
+    await run_loop_turns()
 
 
 async def kill_scheduler(processes: TracedProcesses, model: ModelVersion) -> None:
     processes.started[1].kill()
-    await turns(40)
+    await run_loop_turns(40)
 
 
 async def move(processes: TracedProcesses, model: ModelVersion) -> None:
@@ -151,10 +151,10 @@ async def test_the_order_of_messages(
     message_log: list[str],
 ) -> None:
     processes = TracedProcesses()
-    model = processes.version(plan(), ALONE)
+    model = processes.version(plan(), ALONE_GROUP)
     if scenario is not load:
         await model.start()
-        await turns()
+        await run_loop_turns()
         processes.message_log.clear()
     await scenario(processes, model)
     sent_messages = list(processes.message_log)

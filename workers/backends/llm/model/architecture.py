@@ -44,7 +44,10 @@ _POSITIVE_INTEGERS = (
     "num_attention_heads",
     "vocab_size",
     "max_position_embeddings",
+    "num_key_value_heads",
+    "head_dim",
 )
+_OPTIONAL = ("num_key_value_heads", "head_dim")  # may be absent or null
 # The required fields of each rope type. "dynamic" is supported up to the trained length, in which
 # it equals "default".
 _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -118,8 +121,8 @@ class Rope:
         high += 0.001 if low == high else 0
         ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         powers = self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-        kept = 1 - ramp
-        return 1.0 / (parameters["factor"] * powers) * (1 - kept) + 1.0 / powers * kept
+        kept_share = 1 - ramp
+        return 1.0 / (parameters["factor"] * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
     def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
@@ -174,8 +177,9 @@ class Architecture:
             return None
         config = {**DEFAULTS[family], **config}
         for name in _POSITIVE_INTEGERS:
-            if not isinstance(config.get(name), int) or config[name] < 1:
-                size = config.get(name)
+            size = config.get(name)
+            is_absent = size is None and name in _OPTIONAL
+            if not is_absent and (type(size) is not int or size < 1):
                 problems.append(f"config.json: {name}: {size!r} is not a positive integer")
         for name, allowed in _SUPPORTED.items():
             if config.get(name, allowed[0]) not in allowed:
@@ -312,23 +316,32 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     scaling = config.get(field) or {}
     scaling = scaling.get("full_attention", scaling)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
     factor = scaling.get("partial_rotary_factor")
     if factor not in _SUPPORTED["partial_rotary_factor"]:
         problems.append(f"config.json: {field}: partial_rotary_factor: {factor!r} is not 1.0")
     if kind not in _ROPE_FIELDS:
         allowed = ", ".join(_ROPE_FIELDS)
         problems.append(f"config.json: {field}: {kind!r} is not supported (supported: {allowed})")
-        return Rope(theta, "default", {})
+        return Rope(10_000.0, "default", {})
     positions = config["max_position_embeddings"]
     original = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or positions
-    scaling = {**scaling, _ORIGINAL: original}
+    scaling = {**scaling, "rope_theta": theta, _ORIGINAL: original}
     if kind == "yarn" and scaling.get("factor") is None and "factor" in scaling:
         scaling["factor"] = positions / original
     required = (*_ROPE_FIELDS[kind], *([_ORIGINAL] if kind in ("llama3", "yarn") else []))
-    missing = [name for name in required if not isinstance(scaling.get(name), (int, float))]
+    optional = [name for name in _YARN_KEYS if kind == "yarn" and scaling.get(name) is not None]
+    missing = [name for name in required if scaling.get(name) is None]
     if missing:
         problems.append(f"config.json: {field}: {kind} needs {', '.join(missing)}")
-        return Rope(theta, "default", {})
-    optional = [name for name in _YARN_KEYS if kind == "yarn" and scaling.get(name) is not None]
-    return Rope(theta, kind, {name: float(scaling[name]) for name in (*required, *optional)})
+        return Rope(10_000.0, "default", {})
+    for name in (*required, *optional, "rope_theta"):
+        number = scaling[name]
+        is_flag = name == "truncate" and isinstance(number, bool)
+        is_number = type(number) in (int, float) and (
+            number > 0 or (number == 0 and name in optional)
+        )
+        if not (is_flag or is_number):
+            problems.append(f"config.json: {field}: {name}: {number!r} is not a positive number")
+            return Rope(10_000.0, "default", {})
+    return Rope(float(theta), kind, {name: float(scaling[name]) for name in (*required, *optional)})

@@ -26,7 +26,7 @@ from tokenizers import (
     processors,
 )
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, clip
 from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
 from shmserve.workers.backends.llm.model.quantised import Quantisation, StoredTensor
 
@@ -87,6 +87,32 @@ _UNSUPPORTED_CLASSES = (
 _SPACE_SYMBOL = "\u2581"
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TOKENS = "bos_token eos_token unk_token pad_token sep_token cls_token mask_token"
+_BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
+_TOKEN, _IDS = ((str, dict), "a string or an object"), ((int, list), "an integer or a list")
+# The types of the fields of each file, with a description. A null means an absent field.
+_FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
+    "config.json": {
+        _BOOLEAN: "attention_bias mlp_bias tie_word_embeddings use_sliding_window",
+        ((int,), "an integer"): "sliding_window max_window_layers",
+        ((int, float), "a number"): "rms_norm_eps rope_theta original_max_position_embeddings",
+        _IDS: "eos_token_id",
+        _LIST: "architectures layer_types",
+        _OBJECT: "rope_scaling rope_parameters quantization_config compression_config",
+    },
+    "tokenizer_config.json": {
+        _BOOLEAN: "add_prefix_space legacy split_special_tokens",
+        _OBJECT: "added_tokens_decoder model_specific_special_tokens",
+        _LIST: "additional_special_tokens",
+        ((list, dict), "a list or an object"): "extra_special_tokens",
+        ((str,), "a string"): "tokenizer_class",
+        _TOKEN: _TOKENS,
+        ((str, list, dict), "a string, a list or an object"): "chat_template",
+    },
+    "special_tokens_map.json": {_LIST: "additional_special_tokens", _TOKEN: _TOKENS},
+    "generation_config.json": {_IDS: "eos_token_id"},
+    _INDEX_FILE: {_OBJECT: "weight_map"},
+}
 # Files of older folders whose config.json has no quantization_config.
 _QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -121,13 +147,13 @@ class Checkpoint:
     def open(cls, path: Path) -> Self:
         """Return the checkpoint in a folder. Raises InvalidArgument with all problems."""
         problems: list[str] = []
-        config = _read_json(path / "config.json", problems)
+        config = read_json(path / "config.json", problems)
         architecture = Architecture.of(config, problems) if config else None
-        settings = _read_json(path / "tokenizer_config.json", problems, optional=True)
+        settings = read_json(path / "tokenizer_config.json", problems, optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
         stored = _read_headers(path, problems)
         quantisation = Quantisation.of(_quantisation_config(path, config, problems), problems)
-        defaults = _read_json(path / "generation_config.json", problems, optional=True)
+        defaults = read_json(path / "generation_config.json", problems, optional=True)
         preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
         end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         if architecture is not None:
@@ -139,8 +165,8 @@ class Checkpoint:
         special = _special_tokens(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
         # The tokenizer may have more tokens than the model.
-        known = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
-        end_tokens = tuple(dict.fromkeys(known))
+        known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
+        end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults)
         parts = architecture, tokenizer, stored, quantisation
         return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
@@ -176,7 +202,8 @@ class Checkpoint:
         self._handles.clear()
 
 
-def _read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
         if not optional:
             problems.append(f"{path.name} is missing")
@@ -189,6 +216,11 @@ def _read_json(path: Path, problems: list[str], optional: bool = False) -> dict[
     if not isinstance(value, dict):
         problems.append(f"{path.name} is not a JSON object")
         return {}
+    for (types, allowed), names in _FIELD_TYPES.get(path.name, {}).items():
+        for name in names.split():
+            if value.get(name) is not None and type(value[name]) not in types:
+                value_text = clip(repr(value.pop(name)))
+                problems.append(f"{path.name}: {name}: {value_text} is not {allowed}")
     return value
 
 
@@ -206,8 +238,8 @@ def _read_tokenizer(
         return None
     added_tokens = {}
     if "added_tokens_decoder" not in settings:
-        settings |= _read_json(path / "special_tokens_map.json", problems, optional=True)
-        added_tokens = _read_json(path / "added_tokens.json", problems, optional=True)
+        settings |= read_json(path / "special_tokens_map.json", problems, optional=True)
+        added_tokens = read_json(path / "added_tokens.json", problems, optional=True)
     try:
         tokenizer = Tokenizer.from_file(str(file))
         if tokenizer.padding:
@@ -342,7 +374,7 @@ def _quantisation_config(path: Path, config: dict[str, Any], problems: list[str]
     settings = config.get("quantization_config") or config.get("compression_config")
     for name, method in _QUANTISATION_FILES.items():
         if not settings:
-            document = _read_json(path / name, problems, optional=True)
+            document = read_json(path / name, problems, optional=True)
             settings = {"quant_method": method, **document} if document else {}
     return settings or {}
 
@@ -355,7 +387,7 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
     if (path / _SINGLE_FILE).exists():
         shards = [_SINGLE_FILE]
     elif (path / _INDEX_FILE).exists():
-        weight_map = _read_json(path / _INDEX_FILE, problems).get("weight_map", {})
+        weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
         problems.append(f"{_SINGLE_FILE} is missing")
@@ -434,10 +466,12 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
             problems.append(f"{file.name} is not UTF-8 text")
     setting = settings.get("chat_template")
     if not templates and not setting:
-        document = _read_json(path / "chat_template.json", problems, optional=True)
+        document = read_json(path / "chat_template.json", problems, optional=True)
         setting = document.get("chat_template")
     if not templates and isinstance(setting, list):
-        return {str(template.get("name")): str(template.get("template")) for template in setting}
+        setting = {template.get("name"): template.get("template") for template in setting}
+    if not templates and isinstance(setting, dict):
+        return {str(name): str(template) for name, template in setting.items()}
     return templates or ({"default": str(setting)} if setting else {})
 
 

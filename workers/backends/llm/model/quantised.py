@@ -21,6 +21,7 @@ from shmserve.errors import InvalidArgument
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 _BITS = (2, 4, 8)
+_ACT_ORDERS = ("group", "dynamic", True)  # the orders in which columns have a group of their own
 
 
 class StoredTensor(NamedTuple):
@@ -76,9 +77,10 @@ class Quantisation:
 
     Attributes:
         method: The `quant_method` of config.json, or "".
-        zero_offset: The number to add to stored zero points.
-        group_sizes: The possible sizes of groups and blocks. Shapes do not determine the size if
-            the last block is partial.
+        zero_offset: The number to add to each stored zero point. As in GPTQModel, the sum may carry
+            into the next zero point of a word.
+        group_sizes: The possible sizes of groups and blocks along rows and columns. Shapes do not
+            determine the size if the last block is partial.
         required_roles: The roles of the tensors that each quantised weight must have.
         is_interleaved: Whether an AWQ word of 32 bits has its even values before its odd ones.
             GPTQModel interleaves 4-bit values only.
@@ -86,7 +88,7 @@ class Quantisation:
 
     method: str = ""
     zero_offset: int = 0
-    group_sizes: tuple[int, ...] = ()
+    group_sizes: tuple[tuple[int, int], ...] = ()
     required_roles: tuple[str, ...] = ("scales",)
     is_interleaved: bool = True
 
@@ -190,7 +192,9 @@ class Quantisation:
         if self.method == "gptq":  # q is packed along columns, s and z have a row for each group
             bits = _bits(values.shape[0], columns)
             values, scales = _unpack(values.t(), bits), scales.t()
-            zeros = None if zeros is None else _unpack(zeros, bits).t() + self.zero_offset
+            if zeros is not None:
+                offsets = sum(self.zero_offset << shift for shift in range(0, 32, bits or 32))
+                zeros = _unpack(zeros + offsets, bits).t()
         elif self.method == "awq":  # q and z are packed along rows
             bits = _bits(values.shape[1], rows)
             is_interleaved = self.is_interleaved or bits == 4
@@ -233,13 +237,14 @@ class Quantisation:
             if axis == 1 and groups is not None:
                 factors = factors.index_select(1, groups)
             elif count not in (1, size):
-                groups_of_axis = torch.arange(size) // self._group_size(size, count)
+                groups_of_axis = torch.arange(size) // self._group_size(axis, size, count)
                 factors = factors.index_select(axis, groups_of_axis)
         return factors
 
-    def _group_size(self, size: int, count: int) -> int:
-        """Return the size of each of `count` groups or blocks along a dimension of `size`."""
-        matching_sizes = (group for group in self.group_sizes if -(-size // group) == count)
+    def _group_size(self, axis: int, size: int, count: int) -> int:
+        """Return the size of each of `count` groups or blocks along an axis of `size`."""
+        sizes = (sizes_of_axes[axis] for sizes_of_axes in self.group_sizes)
+        matching_sizes = (group for group in sizes if -(-size // group) == count)
         group_size = next(matching_sizes, 0 if size % count else size // count)
         if not group_size:
             raise ValueError
@@ -247,8 +252,12 @@ class Quantisation:
 
 
 def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the sections of a quantization_config: itself, and those of compressed-tensors."""
-    return [config, *(config.get("config_groups") or {}).values()]
+    """Return the sections of a quantization_config: itself, and those of compressed-tensors.
+
+    A section that is a list of layers has the name of a preset, whose tensors describe themselves.
+    """
+    groups = (config.get("config_groups") or {}).values()
+    return [config, *(group for group in groups if isinstance(group, dict))]
 
 
 def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
@@ -257,17 +266,17 @@ def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
     is_asymmetric = all(part.get("symmetric", part.get("sym")) is False for part in parts)
     if is_asymmetric or config.get("zero_point") is True:
         yield "zeros"
-    if config.get("desc_act") or all(part.get("actorder") in ("group", True) for part in parts):
+    if config.get("desc_act") or all(part.get("actorder") in _ACT_ORDERS for part in parts):
         yield "groups"
 
 
-def _group_sizes(config: Mapping[str, Any]) -> Iterator[int]:
+def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     for part in [config, *(section.get("weights") or {} for section in _sections(config)[1:])]:
         for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
             value = part.get(field)
-            for size in value if isinstance(value, list) else [value]:
-                if isinstance(size, int) and size > 0:
-                    yield size
+            rows, columns = value if isinstance(value, list) and len(value) == 2 else (value, value)
+            if isinstance(rows, int) and isinstance(columns, int) and min(rows, columns) > 0:
+                yield rows, columns
 
 
 def _bits(words: int, count: int) -> int:

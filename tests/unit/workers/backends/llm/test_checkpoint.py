@@ -23,7 +23,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
-TRAINED = "original_max_position_embeddings"
+TRAINED_LENGTH = "original_max_position_embeddings"
 
 Folder = Callable[..., Path]
 
@@ -33,6 +33,28 @@ def edit(path: Path, name: str, **fields: Any) -> None:
     file = path / name
     settings = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**settings, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": ["x"]}, "eos_token: ['x'] is not a string or an"),
+        ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
+        ("tokenizer_config.json", {"added_tokens_decoder": []}, "decoder: [] is not an object"),
+        ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
+        ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
+        ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(
+    tmp_path: Path, name: str, more: dict[str, Any], message: str
+) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, name, **more)
+    with pytest.raises(InvalidArgument) as raised:
+        Checkpoint.open(path)
+    assert f"{name}: {next(iter(more))}: " in raised.value.message
+    assert message in raised.value.message
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
@@ -61,6 +83,23 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
             "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM",
         ),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive integer"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads: '2' is not a positive integer"),
+        ({"head_dim": 0}, "head_dim: 0 is not a positive integer"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: 'no' is not a boolean"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5' is not a number"),
+        ({"rope_scaling": [1]}, "rope_scaling: [1] is not an object"),
+        ({"architectures": "Llama"}, "architectures: 'Llama' is not a list"),
+        ({"eos_token_id": "2"}, "eos_token_id: '2' is not an integer or a list"),
+        ({"quantization_config": "gptq"}, "quantization_config: 'gptq' is not an object"),
+        ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta: '1' is not a positive number"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope_scaling: factor: 0 is not a positive number",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "32"}},
+            "rope_scaling: beta_fast: '32' is not a positive number",
+        ),
         ({"head_dim": 7}, "head_dim: 7 is not an even number"),
         (
             {"num_key_value_heads": 3},
@@ -114,12 +153,12 @@ def test_unknown_checkpoints_are_refused(
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 4}}, {"positions": 2048}),
         (
             "llama",
-            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED: 128}},
+            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED_LENGTH: 128}},
             {"positions": 512},
         ),
         (
             "llama",
-            {TRAINED: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
+            {TRAINED_LENGTH: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
             {"positions": 1024},
         ),
         ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
@@ -158,8 +197,8 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     checkpoint = Checkpoint.open(path)
     assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     chat_request = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
-    assert rendered == "<|user|>ä<|end|><|model|>"
+    rendered_prompt = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
+    assert rendered_prompt == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own_checkpoint = Checkpoint.open(path)
     assert ChatTemplate(own_checkpoint.templates, {}).render(chat_request) == '"ä"'

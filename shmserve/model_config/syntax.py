@@ -1,20 +1,89 @@
-"""The parser of protobuf text format into a schema-less syntax tree with positions.
+"""The syntax of configurations: text format and JSON are parsed to a tree with positions.
 
-The grammar is https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any,
-which no field of a configuration contains. Protobuf's own parser is not used because it stops at
-the first unknown name, whereas this server reports all mistakes at once. Its `Tokenizer` is not
-used because it is slower, accepts any character and unknown escape sequences, reads `A-B` and `1-1`
-as one token, and publishes positions only through errors.
+The tree has no schema: `message_builder.py` converts it to a message. The grammar of text format is
+https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any, which no field
+of a configuration contains. Protobuf's own parser is not used because it stops at the first unknown
+name, whereas this server reports all mistakes at once. Its `Tokenizer` is not used because it is
+slower, accepts any character and unknown escape sequences, reads `A-B` and `1-1` as one token, and
+publishes positions only through errors.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from dataclasses import dataclass
-from typing import Literal
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, Literal
 
 from shmserve.errors import clip
-from shmserve.model_config.syntax import MAX_DEPTH, Entry, Lines, Malformed, MessageValue, Scalar
+
+# The schema nests 8 levels; the interpreter's stack is exhausted only far above this limit.
+MAX_DEPTH = 64
+
+Kind = Literal["word", "number", "string", "bool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A scalar value of a given kind.
+
+    The kind is `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`.
+    """
+
+    kind: Kind
+    value: str | int | float | bytes | bool
+    source: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A field of a message: `name: value`.
+
+    Only a `listed` entry (in brackets) may have several values, or none.
+    """
+
+    name: str
+    values: list[Scalar | MessageValue]
+    listed: bool
+    colon: bool
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageValue:
+    """The entries of a message, in order."""
+
+    at: str
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Malformed(Exception):
+    """The error of text that cannot be parsed; `at` is a position ("12:7"), or "" if unknown."""
+
+    def __init__(self, at: str, message: str) -> None:
+        super().__init__(message)
+        self.at = at
+        self.message = message
+
+
+class Lines:
+    """The line starts of a text, which convert offsets to positions."""
+
+    def __init__(self, text: str) -> None:
+        self._starts = [0] + [match.end() for match in re.finditer("\n", text)]
+
+    def at(self, offset: int) -> str:
+        """Return "LINE:COLUMN" of an offset, both from 1 and counted in characters."""
+        line = bisect_right(self._starts, offset)
+        return f"{line}:{offset - self._starts[line - 1] + 1}"
+
+
+# --- text format
 
 _TOKEN = re.compile(
     r"""
@@ -208,3 +277,116 @@ def _describe_unreadable(text: str, offset: int) -> str:
     if character.isdigit() or character == ".":
         return f'"{clip(text[offset : offset + 20].split()[0])}" is not a number'
     return f"unexpected character {character!a}"
+
+
+# --- JSON
+
+_QUOTED = r'"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\''
+# The first token of a name or a value in JSON.
+_FIRST_TOKEN = re.compile(rf"{_QUOTED}|[{{\[]|[^\s{{}}\[\]:,\"']+", re.DOTALL)
+# Extensions of JSON that protobuf's reader accepts: strings in single quotes, names without quotes,
+# trailing commas.
+_LENIENT = re.compile(
+    rf"(?P<text>{_QUOTED})|(?<![\w$])(?P<name>[A-Za-z_$][\w$]*+)(?=\s*+:)"
+    r"|(?<![\[{,])(?P<comma>,)(?=\s*+[}\]])",
+    re.DOTALL,
+)
+_TO_QUOTE = re.compile(r'\\.|"', re.DOTALL)
+
+
+def decode_json(text: str, members: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    """Return the value of a JSON text, read as leniently as by protobuf's reader.
+
+    Args:
+        text: The text.
+        members: The constructor of an object from its members (json's `object_pairs_hook`).
+
+    Raises:
+        ValueError: The text is not JSON; the message refers to standard JSON.
+        Exception: Any exception of `members`.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=members)
+    except json.JSONDecodeError as error:
+        try:
+            return json.loads(_LENIENT.sub(_to_standard_json, text), object_pairs_hook=members)
+        except json.JSONDecodeError:
+            raise error from None
+
+
+def _to_standard_json(match: re.Match[str]) -> str:
+    text = match.group()
+    match match.lastgroup:
+        case "name":
+            return f'"{text}"'
+        case "comma":
+            return ""
+    return text if text.startswith('"') else f'"{_TO_QUOTE.sub(_requote, text[1:-1])}"'
+
+
+def _requote(match: re.Match[str]) -> str:
+    text = match.group()
+    return {"\\'": "'", '"': '\\"'}.get(text, text)
+
+
+def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
+    """Return the tree of a decoded JSON object, without null members and elements.
+
+    Args:
+        value: The decoded object.
+        text: The text that it was decoded from, for positions; "" if there is none.
+
+    Raises:
+        Malformed: A member is no JSON value, a list contains a list, or the nesting exceeds
+            `MAX_DEPTH`.
+    """
+    positions: Iterator[str] = repeat("")
+    if text:
+        # Decoded objects keep the order of the text, so that positions are consumed in that order.
+        positions = map(Lines(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text)))
+    return _block_from_json(value, next(positions), positions, 1)
+
+
+def _block_from_json(
+    value: dict[Any, Any], at: str, positions: Iterator[str], depth: int
+) -> MessageValue:
+    if depth > MAX_DEPTH:
+        raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
+    block = MessageValue(at)
+    for name, member in value.items():
+        name_at = next(positions)
+        if member is None:
+            next(positions)
+            continue
+        listed = isinstance(member, list | tuple)
+        if listed:
+            next(positions)
+        member_values = [
+            _value_from_json(item, positions, depth) for item in (member if listed else [member])
+        ]
+        values = [value for value in member_values if value is not None]
+        block.entries.append(Entry(str(name), values, listed, True, name_at))
+    return block
+
+
+def _value_from_json(
+    value: object, positions: Iterator[str], depth: int
+) -> Scalar | MessageValue | None:
+    at = next(positions)
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return _block_from_json(value, at, positions, depth + 1)
+    if isinstance(value, bool):
+        return Scalar("bool", value, "true" if value else "false", at)
+    if isinstance(value, int | float):
+        return Scalar("number", value, _number_source(value), at)
+    if isinstance(value, str):
+        return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', at)
+    kind = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+    raise Malformed(at, f"unexpected value: {kind}")
+
+
+def _number_source(value: int | float) -> str:
+    # repr() rejects integers of thousands of digits.
+    return repr(value) if not 1e100 <= abs(value) < math.inf else "a huge number"

@@ -1,9 +1,13 @@
-"""The builder of a protobuf message from a syntax tree; it collects violations of the schema."""
+"""Protobuf messages: built from a syntax tree, with all violations of the schema, and as JSON.
+
+Messages are converted to exactly the JSON of GET /v2/models/NAME/config.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -327,3 +331,64 @@ def _enum_hint(enum: EnumDescriptor, name: str) -> str:
     if near:
         return f'; did you mean "{names[near]}"?'
     return f"; expected one of {', '.join(enum.values_by_name)}"
+
+
+# --- JSON of messages
+
+
+def to_dict(message: Message) -> dict[str, Any]:
+    """Return a message as a JSON object: all primitive fields, and the submessages that are set."""
+    fields: dict[str, Any] = {}
+    for target in cast("list[FieldDescriptor]", message.DESCRIPTOR.fields):
+        value: Any = getattr(message, target.name)
+        if is_map(target):
+            entry = cast("Descriptor", target.message_type)
+            is_scalar = entry.fields_by_name["value"].message_type is None
+            fields[target.name] = {
+                str(key): value[key] if is_scalar else to_dict(value[key]) for key in sorted(value)
+            }
+        elif is_repeated(target):
+            fields[target.name] = [_json_value(target, item) for item in value]
+        elif _is_always_shown(target) or message.HasField(target.name):
+            fields[target.name] = _json_value(target, value)
+    return fields
+
+
+def _is_always_shown(target: FieldDescriptor) -> bool:
+    # A proto3 `optional` field is the only member of a oneof named after it; JSON treats it as a
+    # primitive field.
+    group = target.containing_oneof
+    return target.message_type is None and (group is None or group.name == f"_{target.name}")
+
+
+def _json_value(target: FieldDescriptor, value: Any) -> Any:
+    if target.message_type is not None:
+        return to_dict(value)
+    if target.enum_type is not None:
+        enum_value = target.enum_type.values_by_number.get(value)
+        return enum_value.name if enum_value else value
+    if target.cpp_type in FLOATS:
+        return _json_float(value, is_single=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
+    return value
+
+
+def _json_float(value: float, *, is_single: bool) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    if is_single:
+        stored = struct.pack("f", value)
+        # The shortest text that reads back as the same float32; 9 digits always suffice.
+        for digits in range(6, 10):
+            rounded = float(f"{value:.{digits}g}")
+            if _pack_float32(rounded) == stored:
+                return rounded
+    return value
+
+
+def _pack_float32(value: float) -> bytes | None:
+    try:
+        return struct.pack("f", value)
+    except OverflowError:  # the value is the largest float32, rounded up
+        return None

@@ -1,0 +1,141 @@
+"""The flags and the source of a class that `shmserve.serve` sends to its server."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shmserve import serving
+from shmserve.errors import InvalidArgument
+
+SCRIPT = '''\
+"""A script."""
+import numpy as np, json
+from math import *
+try:
+    import not_installed
+except ImportError:
+    not_installed = None
+import shmserve
+from shmserve.model import FP32
+
+LABELS, unused = ["a"], 1; OTHER = 2
+LABELS += ["b"]
+with open(__file__) as file:
+    TEXT = file.read()
+
+
+def outer(x: "np.ndarray"):
+    return later(x) * OTHER
+
+result = json.loads("1")  # not the local variable of `predict`
+
+
+@staticmethod
+def decorated(): ...
+
+
+class Model:
+    """Its text says json."""
+
+    scale = len(LABELS)
+
+    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
+        result = {"unused": x}
+        decorated
+        return outer(result["unused"]) * sqrt(4) if not_installed is None else TEXT
+
+
+def later(x): return x
+
+
+def test(z):
+    class Local:
+        def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
+            return later(x)
+
+    class Closure:
+        def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
+            return x * z
+    return Local, Closure
+
+
+if __name__ == "__main__":
+    OTHER = shmserve.serve(Model)
+'''
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
+    """Yield a function that imports a text as a module that the server cannot import."""
+
+    def execute(text: str) -> ModuleType:
+        path = tmp_path / "a_script.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("a_script", path)
+        assert spec and spec.loader
+        module = sys.modules["a_script"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield execute
+    sys.modules.pop("a_script", None)
+
+
+def test_a_class_is_sent_with_the_definitions_that_it_uses(
+    load: Callable[[str], ModuleType],
+) -> None:
+    text = serving._source_of(load(SCRIPT).Model)
+    theirs, ours = SCRIPT.splitlines(), text.splitlines()
+    for line in ours:
+        assert not line or line in theirs or line == "OTHER = 2"
+    assert theirs.index("class Model:") == ours.index("class Model:")
+    assert theirs.index("def later(x): return x") == ours.index("def later(x): return x")
+    for unused in ("shmserve.serve", "result = json", "Local"):
+        assert unused not in text
+    namespace = {"__name__": "model", "__file__": __file__}
+    exec(compile(text, "model.py", "exec"), namespace)
+    assert namespace["Model"]().predict(3) == 12  # type: ignore[operator]
+
+
+def test_a_class_of_a_function_uses_no_variable_of_the_function(
+    load: Callable[[str], ModuleType],
+) -> None:
+    local, closure = load(SCRIPT).test(5)
+    text = serving._source_of(local)
+    assert text.splitlines().index("class Local:") == SCRIPT.splitlines().index("    class Local:")
+    with pytest.raises(InvalidArgument, match=r"'Closure' uses names .* not define: z; define"):
+        serving._source_of(closure)
+
+
+def test_lines_are_those_of_a_script_with_a_future_import(
+    load: Callable[[str], ModuleType],
+) -> None:
+    script = "from __future__ import annotations\n" + SCRIPT.replace('"""A script."""\n', "")
+    text = serving._source_of(load(script).Model)
+    assert text.startswith("from __future__ import annotations\n")
+    assert text.splitlines().index("class Model:") == script.splitlines().index("class Model:")
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (3, "not an instance of 'int'"),
+        (None, "not a NoneType"),
+        (len, "not a builtin_function_or_method"),
+        ([Path(), object()], "not an instance of 'object'"),
+        ([Path, Path], "two classes have the name 'Path'"),
+    ],
+)
+def test_another_model_than_a_class_or_a_path_is_refused(models: object, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message), serving.serve(models):  # type: ignore[arg-type]
+        raise AssertionError("entered")
+
+
+def test_a_list_repeats_a_flag_and_none_omits_it() -> None:
+    assert serving._flags("load_model", ["a", "b"]) == ["--load-model=a", "--load-model=b"]
+    assert serving._flags("load_model", None) == []
+    assert serving._flags("allow_grpc", True) == ["--allow-grpc=true"]
