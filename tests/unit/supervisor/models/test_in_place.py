@@ -222,11 +222,11 @@ async def test_a_version_fails_when_the_last_starting_instance_is_removed(
     enlarged = update(model, 2)
     processes.hanging = True
     adding = asyncio.ensure_future(model.instances.add(enlarged))
-    await turns()
+    await run_loop_turns()
     processes.hanging = False
     processes.at_start = lambda child: child.kill(signal.SIGABRT)
     processes.started[0].kill(signal.SIGABRT)
-    await turns()
+    await run_loop_turns()
     states, failure = model.instances.states(), model.instances.failure
     model.instances.retire(enlarged.added)
     await asyncio.gather(adding, return_exceptions=True)
