@@ -1,4 +1,4 @@
-"""Ragged batches (reference section 3.6): the inputs of the model, and how outputs are split."""
+"""Ragged batches: the inputs of the model, and how outputs are split."""
 
 from typing import Any
 
