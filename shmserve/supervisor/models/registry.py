@@ -180,12 +180,12 @@ class ModelRegistry:
             steps: The models that it would need.
             unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
-        loaded_steps = {entry: model.possible_steps for entry, model in self.models.items()}
 
         def visit(ensemble: str, path: list[str]) -> list[str]:
             if ensemble in path:
                 return [*path[path.index(ensemble) :], ensemble]
-            known_steps = loaded_steps.get(ensemble) or unloaded_steps.get(ensemble, [])
+            loaded_steps = self.models[ensemble].possible_steps if ensemble in self.models else []
+            known_steps = loaded_steps or unloaded_steps.get(ensemble, [])
             next_steps = known_steps if path else steps
             return next(filter(None, (visit(step, [*path, ensemble]) for step in next_steps)), [])
 
@@ -199,9 +199,10 @@ class ModelRegistry:
             shares_hosts: Whether connected ensembles and steps share a process; otherwise the
                 model has a process of its own.
         """
-        step_models = {entry: model.needed_steps for entry, model in self.models.items()}
+        models = self.models.items()
+        step_models = {entry: steps for entry, model in models if (steps := model.needed_steps)}
         names = _connected_models(step_models, name) if shares_hosts else {name}
-        ensembles = {member for member in names if step_models.get(member)}
+        ensembles = names & step_models.keys()
         outermost = sorted(ensembles.difference(*(step_models[ens] for ens in ensembles)))
         title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
         return Group(title, frozenset(names))
