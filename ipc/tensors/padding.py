@@ -158,10 +158,8 @@ class PaddedBatch:
             pairs = zip(self._largest, shapes, strict=True)
             largest = [tuple(map(max, first, second)) for first, second in pairs]
         rows = self._rows + units
-        true_elements, elements_if_alone = (
-            self._true_elements.copy(),
-            self._elements_if_alone.copy(),
-        )
+        true_elements = self._true_elements.copy()
+        elements_if_alone = self._elements_if_alone.copy()
         for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
             true_elements[index] += units * element_count(shape)
             elements_if_alone[index] += units * element_count(pad.padded_shape(shape) or shape)

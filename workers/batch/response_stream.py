@@ -51,10 +51,8 @@ class MetricsReports:
         self._link = link
         self._last_report: MetricsReported | None = None
         self._next_report_s = 0.0
-        self._tokens, self._refilled_s = (
-            float(_BURST_REPORTS),
-            0.0,
-        )  # tokens of the bucket, and the time of their last count
+        # Tokens of the bucket, and the time of their last count.
+        self._tokens, self._refilled_s = float(_BURST_REPORTS), 0.0
         self.timer = Timer(_REPORT_DELAY_NS, self._send)
 
     def report_change(self, immediately: bool) -> None:

@@ -180,11 +180,9 @@ class Assembly:
         return None
 
     def _next_piece(self) -> bool:
-        self._piece, self._position, self._is_piece_copied = (
-            memoryview(bytes(self._buffered_data)),
-            0,
-            True,
-        )
+        self._piece = memoryview(bytes(self._buffered_data))
+        self._position = 0
+        self._is_piece_copied = True
         self._buffered_data.clear()
         return bool(self._piece)
 
