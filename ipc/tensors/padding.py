@@ -131,9 +131,8 @@ class PaddedBatch:
         self._largest: Sequence[Shape] = ()
         self._rows = 0
         self._true_elements = [0] * len(self._pads)  # elements of each input that clients sent
-        self._elements_if_alone = [0] * len(
-            self._pads
-        )  # elements if each request were padded by itself
+        # Elements if each request were padded by itself.
+        self._elements_if_alone = [0] * len(self._pads)
 
     def may_join(self, key: bytes, units: int) -> bool:
         """Add a request to the batch if it may join.

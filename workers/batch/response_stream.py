@@ -367,9 +367,8 @@ class OutputStream:
         try:
             return client_error(self._writer.context, error, self.request.work)
         except BaseException as device_error:
-            self._writer.context.control.inbox.append(
-                device_error
-            )  # the loop then ends the process
+            # The loop then ends the process.
+            self._writer.context.control.inbox.append(device_error)
             self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")
 

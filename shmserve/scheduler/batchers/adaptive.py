@@ -426,9 +426,8 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            is_overloaded = (
-                is_overloaded or load.is_steady
-            )  # Clients wait for responses, or the instance is full.
+            # Clients wait for responses, or the instance is full.
+            is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
             oldest_left_ns, spare_ns, row_ns, load.rows_per_ns, load.max_in_flight, is_overloaded
