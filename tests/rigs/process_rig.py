@@ -38,7 +38,7 @@ CONFIG = {
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
-ALONE = Group("scheduler m", frozenset({"m"}))
+ALONE_GROUP = Group("scheduler m", frozenset({"m"}))
 STACKS_FD = 7  # the descriptor for stacks in every worker
 # The kernel assigns no higher pid, so no process can have it.
 _HIGHEST_PID = 1 << 22
@@ -118,7 +118,7 @@ class Processes:
         )
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 
-    def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
+    def version(self, spec: VersionSpec, group: Group = ALONE_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
         no_call: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731

@@ -31,8 +31,8 @@ from shmserve.scheduler.generative.sequences import (
 )
 from shmserve.scheduler.tables import GenerationStats
 from tests.support.generative_worker import (
-    END,
-    VOCABULARY,
+    END_TOKEN,
+    VOCABULARY_SIZE,
     GenerativeWorker,
     candidates,
     extend,
@@ -332,7 +332,7 @@ class Schedule:
         }
         self.rig = EngineRig(engine_settings(**fields), draw.randint(0, 3))
         self._prefixes = [
-            [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
+            [draw.randint(1, VOCABULARY_SIZE) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
         self._samples: dict[int, set[int]] = {}  # unfinished samples, by the key of their request
         self._stopped: set[tuple[int, int]] = set()
@@ -358,7 +358,7 @@ class Schedule:
         draw = self._draw
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
-            prompt = prompt + [draw.randint(1, VOCABULARY) for _ in range(9)]
+            prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
         options: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
             early_stopping, penalty = (
@@ -366,7 +366,7 @@ class Schedule:
                 draw.choice((-0.5, 0.7, 1.0)),
             )
             options = {
-                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END, 7, 19])
+                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END_TOKEN, 7, 19])
             }
         generation = self.rig.submit(
             prompt,

@@ -215,7 +215,7 @@ class Request:
             any thread.
         response_kinds: A cache of the schema and the destinations of outputs, by kind of response.
             Requests with equal schemas share this cache.
-        aliased: Whether an output is written over an input.
+        is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         shared: Whether an input may be in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
@@ -273,8 +273,8 @@ class _RequestProperties:
         input_count: The number of inputs.
         batch_size: The rows of each input; 0 if the model does not batch.
         requested: The requested outputs by name.
-        placed: The names of the requested outputs that have a range in the data.
-        strings: The names of the BYTES inputs.
+        placed_outputs: The names of the requested outputs that have a range in the data.
+        string_inputs: The names of the BYTES inputs.
         response_kinds: The cache of responses to requests with this schema (see
             `Request.response_kinds`).
     """
@@ -346,15 +346,17 @@ class Unpacker:
             Unavailable: The memory of a tensor no longer exists.
         """
         entries, schema = self._properties_by_schema.entries, work.schema
-        found = entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
+        properties = (
+            entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
+        )
         data = work.data
-        if len(data) != found.schema.data_count:
+        if len(data) != properties.schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0
         shared: list[Range] = []
-        for (name, datatype, shape, expected), raw in zip(found.inputs, data, strict=False):
+        for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
                 copy = memoryview(bytearray(raw))
@@ -371,25 +373,25 @@ class Unpacker:
                 inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
                 shared += [memory_range]
             byte_size += size
-        if found.string_inputs:
-            names = found.string_inputs
+        if properties.string_inputs:
+            names = properties.string_inputs
             if not copies_text:
                 names = [name for name in names if not inputs[name].is_text()]
             _check_elements(inputs, names, work.request_id)
         memory_ranges, aliased = _NO_RANGES, False
-        if found.placed_outputs:
-            outputs = map(unpack_range, data[found.input_count :])
-            memory_ranges = dict(zip(found.placed_outputs, outputs, strict=True))
+        if properties.placed_outputs:
+            outputs = map(unpack_range, data[properties.input_count :])
+            memory_ranges = dict(zip(properties.placed_outputs, outputs, strict=True))
             aliased = has_overlap(shared, memory_ranges.values())
         return Request(
             work,
-            found.schema,
-            found.batch_size,
+            properties.schema,
+            properties.batch_size,
             inputs,
-            found.requested,
+            properties.requested,
             memory_ranges,
             is_cancelled,
-            found.response_kinds,
+            properties.response_kinds,
             aliased,
             byte_size,
             bool(shared),

@@ -355,10 +355,10 @@ class Engine(Generic[T]):
 
     def _free_seats(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
-        taken = sum(
+        taken_seats = sum(
             sequence.seats for sequence in sequences if sequence.status is SequenceStatus.RUNNING
         )
-        return self.settings.max_batch_size - taken
+        return self.settings.max_batch_size - taken_seats
 
     def _blocks_needed(self, sequence: Sequence[T]) -> int:
         """Return the number of further blocks that a sequence must get without preempting others.

@@ -423,16 +423,16 @@ class ReadinessCheck:
         pending = {self._outcome(pid) for pid in pids}
         any_ready = False
         while pending:
-            done, pending = await asyncio.wait(
+            completed, pending = await asyncio.wait(
                 pending,
                 timeout=max(0.0, deadline - loop.time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            outcomes = {future.result() for future in done}
+            outcomes = {future.result() for future in completed}
             if False in outcomes:
                 return False
             any_ready = any_ready or True in outcomes
-            if not done:
+            if not completed:
                 break
         return any_ready
 

@@ -346,13 +346,13 @@ class TraceControl:
             InvalidArgument: The level is not OFF, but requests would not be traced.
         """
         if changes:
-            before = self._changes.get(model)
-            merged = (before or {}) | changes
+            previous_changes = self._changes.get(model)
+            merged = (previous_changes or {}) | changes
             self._changes[model] = {
                 key: value for key, value in merged.items() if value is not None
             }
             if problem := self._settings_of(model).problem:
-                self._changes[model] = before or {}
+                self._changes[model] = previous_changes or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
             logger.info("trace settings of %s: %s", model or "all models", changes)
             self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")

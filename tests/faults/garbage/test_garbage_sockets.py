@@ -29,7 +29,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 
 RANDOM = random.Random(5)
-UNIONS = (
+MESSAGE_UNIONS = (
     unions.ClientToScheduler,
     inference.SchedulerToClient,
     unions.SchedulerToWorker,
@@ -41,10 +41,12 @@ UNIONS = (
     unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
 )
-TAGS = sorted({frames.tags_by_class()[kind] for union in UNIONS for kind in typing.get_args(union)})
+TAGS = sorted(
+    {frames.tags_by_class()[kind] for union in MESSAGE_UNIONS for kind in typing.get_args(union)}
+)
 FIELDS = {
     frames.tags_by_class()[kind]: len(kind.__slots__)
-    for union in UNIONS
+    for union in MESSAGE_UNIONS
     for kind in typing.get_args(union)
 }
 
@@ -119,7 +121,7 @@ def send_as_successor(server: Server, garbage: bytes) -> bool:
 
 
 OUR_OWN = b"%d.%d" % (os.getpid(), os.getpid())
-ENDINGS = (
+STREAM_ENDINGS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -145,7 +147,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
                 if identity is not None:
                     dealer.setsockopt(zmq.IDENTITY, identity)
                 dealer.sndtimeo = patience_ms
-                monitor = dealer.get_monitor_socket(ENDINGS)
+                monitor = dealer.get_monitor_socket(STREAM_ENDINGS)
                 dealer.connect(f"ipc://{path}")
                 # A peer that only publishes has no connection to this kind of socket.
                 with contextlib.suppress(zmq.Again):

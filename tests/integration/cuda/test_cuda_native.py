@@ -20,7 +20,7 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from tests.support import repositories, servers
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
@@ -32,7 +32,7 @@ pytestmark = [
 
 SIDE = 1024
 SIZE = SIDE * SIDE * 4
-LINEAR = f"""
+LINEAR_MODEL = f"""
 import torch
 
 class Model(torch.nn.Linear):
@@ -40,8 +40,8 @@ class Model(torch.nn.Linear):
         torch.manual_seed(0)
         super().__init__({SIDE}, {SIDE})
 """
-TWICE = f"""
-{WAITING}
+DOUBLING_MODEL = f"""
+{WAITING_CODE}
 import torch
 
 class Model(torch.nn.Module):
@@ -71,7 +71,10 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, input_name in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
+    for name, text, input_name in (
+        ("linear", LINEAR_MODEL, "input"),
+        ("twice", DOUBLING_MODEL, "x"),
+    ):
         repositories.write(models, name, CONFIG % input_name, text)
     return start(models, gpu=True)
 

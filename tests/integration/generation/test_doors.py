@@ -19,8 +19,8 @@ import tritonclient.grpc as grpc
 
 from shmserve import client as native
 from tests.integration.generation.conftest import (
-    EMBEDDER,
     EMBEDDER_CONFIG,
+    EMBEDDER_MODEL,
     MODELS,
     Beams,
     Greedy,
@@ -320,7 +320,7 @@ def test_requests_that_cannot_be_converted_are_refused(
 
 def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "asleep", "aliases: [night]\n")
-    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
     flags = ("--load-on-demand", "--served-model-name=first")
     with running(tmp_path / "models", *flags) as server, client_of(server) as client:
 
@@ -339,7 +339,7 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
             assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
 
 
-BAD = {
+BAD_FIELDS = {
     "no body": ([], 400, None, "a JSON object"),
     "no JSON": (b"{", 400, None, "failed to parse"),
     "no text": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None, "no low surrogate"),
@@ -368,9 +368,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD, ids=str)
+@pytest.mark.parametrize("case", BAD_FIELDS, ids=str)
 def test_errors_name_the_field(generative: Server, case: str) -> None:
-    body, status, param, text = BAD[case]
+    body, status, param, text = BAD_FIELDS[case]
     with generative.http() as http:
         reply = http.post("/v1/completions", body)
     error = reply.json()["error"]

@@ -26,7 +26,7 @@ from tests.support.wire.raw_http import Http, in_region, shm_input
 TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-DISABLED = "Client shared memory is disabled"
+DISABLED_TEXT = "Client shared memory is disabled"
 
 
 @pytest.fixture(scope="module")
@@ -408,13 +408,13 @@ def test_other_hosts_have_no_regions(
                 "one", shared_object.key, 2 * SIZE, headers=headers
             )
         )
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         register = {"key": shared_object.key, "byte_size": 2 * SIZE}
         path = "/v2/systemsharedmemory/region/one/register"
         http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
         assert not tokenless_client.get_system_shared_memory_status(headers=headers).regions
         code, text = refused(lambda: infer_in(tokenless_client, "one", headers))
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         path = "/v2/systemsharedmemory/unregister"
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
 
@@ -430,7 +430,7 @@ def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
         code, text = refused(
             lambda: client.register_system_shared_memory("one", shared_object.key, SIZE)
         )
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         assert not client.get_system_shared_memory_status().regions
 
 

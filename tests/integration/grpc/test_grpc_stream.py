@@ -16,7 +16,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
-STRICT = (("triton_grpc_error", "true"),)
+STRICT_METADATA = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
 def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
     requests = [simple_request("a"), unknown_version_request("b"), simple_request("c")]
     with stub(server) as call:
-        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT_METADATA)
         assert next(stream).infer_response.id == "a"
         with pytest.raises(grpc.RpcError) as error_info:
             next(stream)
@@ -107,7 +107,7 @@ def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
 def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
     with stub(server) as call:
         requests = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
-        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT_METADATA)
         assert next(stream).infer_response.id == "a"
         with pytest.raises(grpc.RpcError) as error_info:
             next(stream)

@@ -21,15 +21,15 @@ from tests.support.servers import Server, Start, running
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
-TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
-SCRAPER = "0123456789abcdef-metrics"
-ADMIN, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
+TOKEN, WRONG_TOKEN = "0123456789abcdef-all", "0123456789abcdef-wrong"
+SCRAPER_TOKEN = "0123456789abcdef-metrics"
+ADMIN_KEY, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
 ROW = np.array([1], np.int32)
 CONSTANT_BODY = {"inputs": [json_input("INPUT0", ROW)]}
 
 
 # The headers that this server forwards to its models.
-FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
+FORWARDED_HEADERS = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def server(folder: Path, start: Start) -> Server:
         "--load-model=echo_request",
         "--load-model=constant",
         f"--http-unix-socket={folder / 'socket'}",
-        f"--http-header-forward-pattern={FORWARDED}",
+        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
         "--grpc-header-forward-pattern",
-        FORWARDED,
+        FORWARDED_HEADERS,
         "--log-verbose=2",
     ]
     return start(repository, *flags, grpc=True)
@@ -142,10 +142,15 @@ def test_headers_only_become_parameters(http: Http, call: Any) -> None:
             assert (code, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "triton_x", "triton_"]
+RESERVED_NAMES = [
+    "triton_enable_empty_final_response",
+    "triton_final_response",
+    "triton_x",
+    "triton_",
+]
 
 
-@pytest.mark.parametrize("key", RESERVED)
+@pytest.mark.parametrize("key", RESERVED_NAMES)
 def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
     """R16: names that start with triton_ are reserved, except for one that gRPC clients may
     send."""
@@ -154,7 +159,7 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
     assert "parameter keys starting with 'triton_' are reserved" in reply.error
     request = request_of("echo_request", ROW, "INT32")
     request.parameters[key].bool_param = True
-    if key == RESERVED[0]:
+    if key == RESERVED_NAMES[0]:
         seen_request = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
         assert seen_request["parameters"] == {}
     else:
@@ -164,8 +169,8 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
 
 
 NAMES = ["..", ".", "../elsewhere/secret", "/etc", "a/b", "a\\b", "\x00", "constant\x00"]
-GOOD = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
-UNKNOWN_NAMES = [*GOOD, "constant\n", "", "x" * 256]
+LOADABLE_NAMES = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
+UNKNOWN_NAMES = [*LOADABLE_NAMES, "constant\n", "", "x" * 256]
 
 
 @pytest.mark.parametrize("name", NAMES + UNKNOWN_NAMES)
@@ -179,7 +184,7 @@ def test_a_model_name_cannot_leave_the_repository(
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
     # A valid name may be that of a model whose files are in the request, but not of a folder
     # elsewhere.
-    for parameters in ({},) if name in GOOD else ({}, override):
+    for parameters in ({},) if name in LOADABLE_NAMES else ({}, override):
         reply = http.post(f"/v2/repository/models/{escaped_name}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
@@ -278,11 +283,11 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     not when processes start again."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{SCRAPER_TOKEN} metrics\n")
     tokens.chmod(0o600)
     flags = [
         f"--auth-token-file={tokens}",
-        f"--http-restricted-api=statistics,logging:admin-key={ADMIN}",
+        f"--http-restricted-api=statistics,logging:admin-key={ADMIN_KEY}",
         f"--grpc-restricted-protocol=statistics,logging:admin-key={GRPC_ADMIN}",
         "--log-verbose=2",
     ]
@@ -291,14 +296,22 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
 
         def send_requests() -> None:
             with server.http() as http, stub(server) as call:
-                credentials = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                credentials = (
+                    (TOKEN, ADMIN_KEY),
+                    (TOKEN, "x"),
+                    (WRONG_TOKEN, ADMIN_KEY),
+                    (SCRAPER_TOKEN, ADMIN_KEY),
+                )
                 for token, admin in credentials:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
                     paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
                     answers.extend(repr(http.get(path, headers)) for path in paths)
                     metadata = [
                         ("authorization", f"Bearer {token}"),
-                        ("triton-grpc-protocol-admin-key", GRPC_ADMIN if admin == ADMIN else "x"),
+                        (
+                            "triton-grpc-protocol-admin-key",
+                            GRPC_ADMIN if admin == ADMIN_KEY else "x",
+                        ),
                     ]
                     for method, request in (
                         (call.ModelStatistics, pb.ModelStatisticsRequest()),
@@ -329,7 +342,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
             server.find_one(title).kill()
         server.wait_ready()
         send_requests()
-        secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
+        secrets = (TOKEN, WRONG_TOKEN, SCRAPER_TOKEN, ADMIN_KEY, GRPC_ADMIN)
         texts_with_secret = [
             text for text in visible_texts() if any(secret in text for secret in secrets)
         ]

@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 ROW = 8192
-EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+EXPLICIT_FLAGS = ("--model-control-mode=explicit", "--load-model=*")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def gated_server(models: Path, start: Start) -> Server:
     repositories.add(models, "gated", "simple")
     repositories.add_identity(models, "rows", "FP32", [ROW], max_batch_size=8)
     repositories.add_identity(models, "large", "FP32", [ROW], source="gated")
-    return start(models, *EXPLICIT)
+    return start(models, *EXPLICIT_FLAGS)
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +231,7 @@ def test_memory_of_requests_in_flight_is_kept(
         assert (np.asarray(output) == expected).all()
 
 
-CRASHING = """
+CRASHING_PROGRAM = """
 import sys, numpy as np, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
 region = client.allocate({"INPUT0": ((1, 8192), "FP32")})
@@ -257,7 +257,7 @@ def _count_mapped_memories(process: psutil.Process) -> int:
 def test_a_killed_client_leaks_nothing(
     gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    command = [sys.executable, "-c", CRASHING, str(gated_server.run_dir)]
+    command = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -279,7 +279,7 @@ def test_a_killed_client_leaks_nothing(
     assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 
-FORKING = """
+FORKING_PROGRAM = """
 import os, signal, sys, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
 region = client.allocate({"INPUT0": ((1, 8192), "FP32"), "OUTPUT0": ((1, 8192), "FP32")})
@@ -293,7 +293,7 @@ sys.stdin.read()
 
 
 def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated_server: Server) -> None:
-    command = [sys.executable, "-c", FORKING, str(gated_server.run_dir)]
+    command = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:

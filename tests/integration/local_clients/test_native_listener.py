@@ -193,7 +193,7 @@ def test_unexpected_descriptors_are_closed(local_client: Guest, server: Server) 
     until("they are closed", lambda: len(list(supervisor.iterdir())) <= count_before)
 
 
-ASK = """
+ASKING_PROGRAM = """
 import os, sys
 import numpy as np, shmserve.client
 os.setgroups([int(sys.argv[2])] if sys.argv[2] else [])
@@ -220,7 +220,7 @@ def test_other_users_need_the_group(repository: Path) -> None:
         os.chmod(server.folder, 0o755)
 
         def run_client(group: str) -> subprocess.CompletedProcess[str]:
-            return run_python("-c", ASK, server.run_dir, group)
+            return run_python("-c", ASKING_PROGRAM, server.run_dir, group)
 
         stranger_run = run_client("")
         assert "Disconnected" in stranger_run.stderr, stranger_run.stderr

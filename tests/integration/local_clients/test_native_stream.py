@@ -229,14 +229,14 @@ def disconnect_message(path: Path) -> bytes:
     return b"left " + os.fsencode(path)
 
 
-LEAVES: dict[str, Callable[[list[Any]], None]] = {
+WAYS_TO_LEAVE: dict[str, Callable[[list[Any]], None]] = {
     "close": lambda streams: streams[0].close(),
     "with": lambda streams: streams[0].__exit__(None, None, None),
     "collected": lambda streams: streams.clear(),
 }
 
 
-@pytest.mark.parametrize("ending", LEAVES)
+@pytest.mark.parametrize("ending", WAYS_TO_LEAVE)
 def test_closing_a_stream_cancels_its_request(
     client: shmserve.client.Server, tmp_path: Path, ending: str
 ) -> None:
@@ -245,7 +245,7 @@ def test_closing_a_stream_cancels_its_request(
     stream = streams[0]
     if ending == "collected":
         del stream
-    LEAVES[ending](streams)
+    WAYS_TO_LEAVE[ending](streams)
     gc.collect()
     until("the model sees it", (tmp_path / "seen").exists)
     if streams:

@@ -21,7 +21,7 @@ from tests.support.leaks import created_since, server_descriptors
 from tests.support.regions import SharedObject
 from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, running
-from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
 from tests.support.waiting import until
 from tests.support.wire.raw_http import (
     Http,
@@ -36,8 +36,8 @@ from tests.support.wire.raw_http import (
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-MAX_REGIONS, SPARSE = 40, 1 << 20
-ME = os.geteuid()
+MAX_REGIONS, SPARSE_BYTES = 40, 1 << 20
+OWN_UID = os.geteuid()
 _LIBC = ctypes.CDLL(None)
 
 
@@ -47,11 +47,11 @@ def server(folder: Path) -> Iterator[Server]:
     repositories.add(repository, "identity", "gated", "text")
     flags = [
         f"--http-unix-socket={folder / 'socket'}",
-        f"--shm-group={FRIENDS}",
+        f"--shm-group={FRIENDS_GID}",
         "--shm-overlap=error",
         f"--shm-max-regions-per-uid={MAX_REGIONS}",
         f"--shm-max-regions={2 * MAX_REGIONS}",
-        f"--shm-sparse-byte-size={SPARSE}",
+        f"--shm-sparse-byte-size={SPARSE_BYTES}",
         f"--shm-max-byte-size={64 << 20}",
     ]
     with running(repository, *flags) as started:
@@ -90,7 +90,7 @@ class User:
             with contextlib.closing(self._open()) as connection:
                 return question(connection)
 
-        return act() if self.uid == ME else as_user(self.uid, act, self._groups)
+        return act() if self.uid == OWN_UID else as_user(self.uid, act, self._groups)
 
     def register(self, name: str, shared: SharedObject, size: int = 2 * SIZE) -> Reply:
         return self.send_request(lambda http: http.register(name, shared.key, size))
@@ -121,7 +121,7 @@ def listener(request: pytest.FixtureRequest) -> str:
 @needs_users
 def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
     """R5: over the Unix socket and over loopback, a user has access only to its own objects."""
-    own_user, alice, bob = (User(server, folder, listener, uid) for uid in (ME, ALICE, BOB))
+    own_user, alice, bob = (User(server, folder, listener, uid) for uid in (OWN_UID, ALICE, BOB))
     with (
         alice.object() as alices_object,
         bob.object(0o666) as bobs_object,
@@ -187,9 +187,12 @@ def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http:
 @needs_users
 def test_a_group_shares(server: Server, folder: Path) -> None:
     """Row 16: members may use objects of the group that the group may read and write."""
-    alice, bob = (User(server, folder, "unix", uid, FRIENDS) for uid in (ALICE, BOB))
+    alice, bob = (User(server, folder, "unix", uid, FRIENDS_GID) for uid in (ALICE, BOB))
     stranger_user = User(server, folder, "unix", BOB + 1)
-    with alice.object(0o660, FRIENDS) as shared, alice.object(0o640, FRIENDS) as alices_object:
+    with (
+        alice.object(0o660, FRIENDS_GID) as shared,
+        alice.object(0o640, FRIENDS_GID) as alices_object,
+    ):
         bob.register("shared", shared).ok()
         assert bob.register("hers", alices_object).status == 403
         assert stranger_user.register("mine", shared).status == 403
@@ -208,9 +211,9 @@ def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, fo
     alice = User(server, folder, "unix", ALICE)
     with alice.object() as alices_object:
         alice.register("hers", alices_object).ok()
-        assert User(server, folder, "unix", ME).names() == ["hers"]
-        assert User(server, folder, "loopback", ME).names() == []
-        User(server, folder, "unix", ME).send_request(lambda http: http.unregister()).ok()
+        assert User(server, folder, "unix", OWN_UID).names() == ["hers"]
+        assert User(server, folder, "loopback", OWN_UID).names() == []
+        User(server, folder, "unix", OWN_UID).send_request(lambda http: http.unregister()).ok()
         assert alice.names() == []
 
 
@@ -326,21 +329,24 @@ def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
 
     Pages that the client has allocated do not count.
     """
-    with SharedObject(4 * SPARSE) as large_object, SharedObject(SPARSE // 2) as small_object:
-        refused_reply = http.register("large", large_object.key, 4 * SPARSE)
+    with (
+        SharedObject(4 * SPARSE_BYTES) as large_object,
+        SharedObject(SPARSE_BYTES // 2) as small_object,
+    ):
+        refused_reply = http.register("large", large_object.key, 4 * SPARSE_BYTES)
         assert refused_reply.status == 400
-        assert f"{4 * SPARSE} bytes of shared memory object" in refused_reply.error
+        assert f"{4 * SPARSE_BYTES} bytes of shared memory object" in refused_reply.error
         assert "posix_fallocate" in refused_reply.error
         assert os.fstat(large_object.fd).st_blocks == 0, "nothing was allocated for it"
-        os.posix_fallocate(large_object.fd, 0, 4 * SPARSE)
-        http.register("large", large_object.key, 4 * SPARSE).ok()
-        http.register("small", small_object.key, SPARSE // 2).ok()
-        assert os.fstat(small_object.fd).st_blocks * 512 == SPARSE // 2
+        os.posix_fallocate(large_object.fd, 0, 4 * SPARSE_BYTES)
+        http.register("large", large_object.key, 4 * SPARSE_BYTES).ok()
+        http.register("small", small_object.key, SPARSE_BYTES // 2).ok()
+        assert os.fstat(small_object.fd).st_blocks * 512 == SPARSE_BYTES // 2
         http.unregister("small").ok()
-        with SharedObject(SPARSE) as other_object:
-            assert http.register("other", other_object.key, SPARSE).status == 400
+        with SharedObject(SPARSE_BYTES) as other_object:
+            assert http.register("other", other_object.key, SPARSE_BYTES).status == 400
             small_object.unlink()
-            http.register("other", other_object.key, SPARSE).ok()
+            http.register("other", other_object.key, SPARSE_BYTES).ok()
             http.unregister().ok()
     with SharedObject(65 << 20) as huge_object:
         assert "--shm-max-byte-size" in http.register("huge", huge_object.key, 65 << 20).error
@@ -452,7 +458,7 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
             flipping_thread.join()
 
 
-HOOK = """
+PREEXEC_HOOK = """
 import os, sys
 
 def hook(event, arguments):
@@ -468,7 +474,7 @@ with open(os.environ["PICKLED"], "a") as seen:
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     """R1: no process of a server that starts, serves and stops unpickles anything."""
-    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    (tmp_path / "sitecustomize.py").write_text(PREEXEC_HOOK)
     repositories.add(tmp_path / "models", "identity")
     seen_file = tmp_path / "seen"
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen_file)}

@@ -16,7 +16,7 @@ from tests.support.servers import ROOT, Server, run_command
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 
-LASTING = """
+LASTING_MODEL = """
 import asyncio, pathlib
 from collections.abc import AsyncIterator, Iterator
 from numpy import ndarray
@@ -59,7 +59,7 @@ def server_and_repository(
         (ROOT / "examples" / "native_stream.py").read_text(),
     )
     for kind in ("Plain", "Asynchronous"):
-        repositories.write(models, kind.lower(), NATIVE.format(kind), LASTING)
+        repositories.write(models, kind.lower(), NATIVE.format(kind), LASTING_MODEL)
     return serve_models(models), explicit_server[1]
 
 

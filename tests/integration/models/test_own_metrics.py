@@ -13,7 +13,7 @@ from tests.support.wire.raw_http import Http, json_input
 UNIT = 'a "b"\\\n'
 
 # A model with a gauge that only its own thread changes.
-TICKING = """
+TICKING_MODEL = """
 import threading
 import triton_python_backend_utils as pb_utils
 
@@ -31,7 +31,7 @@ class TritonPythonModel:
 
 
 # A model that reads the metrics page at the port in its input.
-LOOKING = """
+LOOKING_MODEL = """
 import gc
 import time
 import urllib.request
@@ -88,10 +88,10 @@ def server(models: Path, start: Start) -> Server:
     config = other_dir / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
     repositories.write(
-        models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING
+        models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING_MODEL
     )
     repositories.write(
-        models, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING
+        models, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING_MODEL
     )
     return start(models)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support import repositories
 from tests.support.gates import Visit
 from tests.support.request_pool import RequestPool, request_pool
-from tests.support.sequence_models import CONTROLS, IDLE, instances
+from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Reply, json_input
 
@@ -26,7 +26,9 @@ def server(models: Path, start: Start) -> Server:
         ("single", 1, "direct { }"),
         ("oldest", 1, "oldest { max_candidate_sequences: 4 }"),
     ):
-        config = f"{instances(count)} sequence_batching {{ {strategy} {IDLE} {CONTROLS} }}"
+        config = (
+            f"{instances(count)} sequence_batching {{ {strategy} {IDLE_TIME} {CONTROL_INPUTS} }}"
+        )
         repositories.add_as(models, name, "sequencer", config)
     return start(models, "--exit-timeout-secs=2")
 

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http
 
-TALKER = """
+TALKING_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 
@@ -47,7 +47,7 @@ NO_FILE = "log file location can not be updated through network protocol"
 
 def add_talker(repository: Path, name: str = "talker") -> None:
     config = repositories.identity_config(name, "INT32", [1])
-    repositories.write(repository, name, config, TALKER)
+    repositories.write(repository, name, config, TALKING_MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.support.wire.raw_http import Http
 
 # The server is terminated as soon as its run directory exists, and again when all other processes
 # have exited.
-_IMPATIENT = """
+_IMPATIENT_PROGRAM = """
 import os, signal, sys
 from shmserve import cli
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -247,7 +247,7 @@ def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) 
     arguments = [f"--model-repository={tmp_path}/models"]
     flags = [*arguments, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
     flags = flags if verb == "serve" else [f"{tmp_path}/models"]
-    run = run_python("-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags)
+    run = run_python("-c", _IMPATIENT_PROGRAM, verb, f"--run-dir={tmp_path}/run", *flags)
     assert run.returncode in ((0,) if verb == "serve" else (2, 143)), run.stderr
     assert os.listdir(tmp_path) == ["models"]
 

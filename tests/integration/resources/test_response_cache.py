@@ -14,10 +14,10 @@ from tests.support.servers import Server, Start, running
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 SIZE = 4 << 20
-LARGE = 100_000  # elements: 400 KB
+LARGE_COUNT = 100_000  # elements: 400 KB
 CACHED = "response_cache { enable: true }"
 # Adds the number of its executions, so that no two executions give the same output.
-COUNTING = """
+COUNTING_METHOD = """
 self.count = getattr(self, "count", 0) + 1
 return self.response(Y=self.input(request, "X") + np.float32(self.count))
 """
@@ -27,8 +27,8 @@ return self.response(Y=self.input(request, "X") + np.float32(self.count))
 def server(models: Path, start: Start) -> Server:
     for name in ("counting", "batched", "native", "regions", "other"):
         settings = CACHED + (" dynamic_batching {}" if name == "batched" else "")
-        add_model(models, name, COUNTING, settings=settings)
-    add_model(models, "plain", COUNTING)
+        add_model(models, name, COUNTING_METHOD, settings=settings)
+    add_model(models, "plain", COUNTING_METHOD)
     steps = [xy_step("plain", "IN", "mid"), xy_step("plain", "mid", "OUT")]
     add_ensemble(models, "pipeline", steps, settings=CACHED)
     flags = [f"--cache-config=local,size={SIZE}", "--metrics-config=summary_latencies=true"]
@@ -51,7 +51,7 @@ def stats(http: Http, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
-@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.parametrize("size", [3, LARGE_COUNT])
 def test_a_repeated_request_is_answered_from_the_cache(
     server: Server, http: Http, model: str, size: int
 ) -> None:
@@ -83,7 +83,7 @@ def test_other_parameters_are_another_request(server: Server) -> None:
 
 def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     """Section 3.8."""
-    for size in (3, LARGE):
+    for size in (3, LARGE_COUNT):
         array = np.ones(size, np.float32)
         first_output = infer(server, "pipeline", array).as_numpy("OUT")
         execution_count = stats(http, "plain")["execution_count"]
@@ -151,7 +151,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
         small_array = np.full(4, 5, np.float32)
         first_output, second_output = (client.infer("native", X=small_array)["Y"] for _ in range(2))
         assert (np.asarray(first_output) == np.asarray(second_output)).all()
-        large_array = np.full(LARGE, 5, np.float32)
+        large_array = np.full(LARGE_COUNT, 5, np.float32)
         first_output, second_output = (
             np.asarray(client.infer("native", X=large_array)["Y"]).copy() for _ in range(2)
         )
@@ -193,9 +193,9 @@ def test_the_bound_is_the_servers(server: Server) -> None:
 def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:
     """Rule 3.8.1: the texts of a load."""
     server, repository = empty_server
-    add_model(repository, "sequence", COUNTING, settings=CACHED + " sequence_batching {}")
+    add_model(repository, "sequence", COUNTING_METHOD, settings=CACHED + " sequence_batching {}")
     decoupled = CACHED + " model_transaction_policy { decoupled: true }"
-    add_model(repository, "decoupled", COUNTING, settings=decoupled)
+    add_model(repository, "decoupled", COUNTING_METHOD, settings=decoupled)
     with server.http() as http:
         for name, property_name in (
             ("sequence", "sequence batching scheduler"),
@@ -212,7 +212,7 @@ def test_a_cached_model_on_a_server_without_a_cache_serves(
     empty_server: tuple[Server, Path],
 ) -> None:
     server, repository = empty_server
-    add_model(repository, "alone", COUNTING, settings=CACHED)
+    add_model(repository, "alone", COUNTING_METHOD, settings=CACHED)
     server.load("alone")
     array = np.ones(2, np.float32)
     first_output, second_output = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))

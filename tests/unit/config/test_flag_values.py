@@ -42,7 +42,7 @@ def test_wrong_cache_flags_are_refused(
         cache_byte_size(configs, byte_size)
 
 
-def test_a_resource_is_every_devices_one_devices_or_global() -> None:
+def test_a_resource_is_per_device_of_one_device_or_global() -> None:
     assert parse_resources(["R1:10", "R2:5:0", "R2:8:1", "R3:2:global"]) == (
         ("R1", None, 10),
         ("R2", 0, 5),

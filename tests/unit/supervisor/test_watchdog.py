@@ -30,7 +30,7 @@ class Control:
             self.acknowledgements.acknowledged(peer, number)
 
 
-def test_a_process_that_does_not_answer_is_named_and_stops_the_pings(
+def test_an_unresponsive_process_is_named_and_stops_the_pings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def watch() -> None:

@@ -31,9 +31,9 @@ def token_entry(
     token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
 ) -> dict[str, Any]:
     """Return a token and its log probability in the form that the OpenAI API's handlers read."""
-    shown = f"token_id:{token}" if shows_id else text
+    shown_text = f"token_id:{token}" if shows_id else text
     value = max(logprob, MIN_LOGPROB)
-    return {"token_id": token, "token": shown, "logprob": value, "bytes": token_bytes}
+    return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
 
 
 class ScoredToken(NamedTuple):
@@ -270,8 +270,12 @@ class TextResponse:
         return best
 
     def _is_last(self, sample: SampleText) -> bool:
-        others = (other for other in self.samples if other is not sample)
-        return bool(sample.finish_reason) and not any(other.is_open for other in others)
+        other_samples = (
+            other_sample for other_sample in self.samples if other_sample is not sample
+        )
+        return bool(sample.finish_reason) and not any(
+            other_sample.is_open for other_sample in other_samples
+        )
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
@@ -282,8 +286,8 @@ class TextResponse:
             for sample in samples:
                 sample.is_open = not sample.finish_reason
                 if not final:
-                    sent = sample.sent_characters, not sample.is_open, sample.sent_tokens
-                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent))
+                    sent_state = sample.sent_characters, not sample.is_open, sample.sent_tokens
+                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent_state))
             self.stream.send(response, final)
         return True
 

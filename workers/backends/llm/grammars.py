@@ -250,9 +250,9 @@ def _names_pattern(names: Any, root: Any) -> str | None:
     if limits.keys() <= {"minLength", "maxLength"}:
         min_length, max_length = limits.get("minLength", 0), limits.get("maxLength", "")
         return f"^[\\s\\S]{{{min_length},{max_length}}}$" if limits else ""
-    (key, value), *others = limits.items()
+    (key, value), *other_limits = limits.items()
     values = value if key == "enum" else [value]
-    if others or not all(isinstance(text, str) for text in values):
+    if other_limits or not all(isinstance(text, str) for text in values):
         return None
     if key in ("enum", "const"):
         return f"^(?:{'|'.join(map(re.escape, values))})$"

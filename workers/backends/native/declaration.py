@@ -419,10 +419,10 @@ def client_inputs(
             f"{prefix_of('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
             f"{sorted(names)}, got {ragged!r}"
         )
-    sent = [tensor for tensor in inputs if tensor["name"] not in generated]
+    client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
     return [
         tensor | ({"allow_ragged_batch": True} if tensor["name"] in ragged else {})
-        for tensor in sent
+        for tensor in client_tensors
     ]
 
 

@@ -491,9 +491,11 @@ class InferenceRequest:
         reply: asyncio.Future[CallResponse]
         try:
             if decoupled:
-                first: asyncio.Future[None] = loop.create_future()
-                call = server.current_server().open_stream_soon(self._call_request(), first)
-                task = loop.create_task(_iterator(call, first))
+                first_response: asyncio.Future[None] = loop.create_future()
+                call = server.current_server().open_stream_soon(
+                    self._call_request(), first_response
+                )
+                task = loop.create_task(_iterator(call, first_response))
 
                 def on_done(task: asyncio.Future[Any]) -> None:
                     if task.cancelled():

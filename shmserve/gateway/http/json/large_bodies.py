@@ -216,9 +216,9 @@ def check_tokens(name: str, tokens: Sequence[Any]) -> None:
 
 def check_count(name: str, values: Sequence[Any]) -> None:
     """Raise InvalidArgument if a field of OpenAI's API has too many prompts."""
-    most, text = _COUNTS[name]
-    if len(values) > most:
-        raise InvalidArgument(text.format(len(values), most))
+    max_count, text = _COUNTS[name]
+    if len(values) > max_count:
+        raise InvalidArgument(text.format(len(values), max_count))
 
 
 class _Packer:

@@ -74,7 +74,17 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
-_LOGPROBS_OPTION = "message.output_text.logprobs"
+# The values of `include`. All but the first are members of items that no response here has.
+_INCLUDED_MEMBERS = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -119,7 +129,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
     tools = bodies.check_member(body, "tools", list, [])
-    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)]
+    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)] or None
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
@@ -127,9 +137,12 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
         "response_format": _chat_format(text.get("format")),
         "verbosity": text.get("verbosity"),
     }
-    if _LOGPROBS_OPTION in bodies.check_member(body, "include", list, []) or body.get(
-        "top_logprobs"
-    ):
+    included = bodies.check_member(body, "include", list, [])
+    unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
+    if unknown is not None:
+        allowed_names = ", ".join(_INCLUDED_MEMBERS)
+        raise InvalidArgument(f"include: {clip(repr(unknown))} is not one of {allowed_names}")
+    if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
 
@@ -143,6 +156,9 @@ def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
 
 
 def _chat_tool_choice(choice: Any) -> Any:
+    """Return the choice of tools in the form of a chat; None for "auto", the default."""
+    if choice == "auto":
+        return None
     if type(choice) is dict and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

@@ -73,5 +73,5 @@ def test_a_rule_has_a_test_that_names_it(number: str) -> None:
     assert number in _tested_rules()
 
 
-def test_no_test_names_a_rule_that_there_is_not() -> None:
+def test_tests_name_only_existing_rules() -> None:
     assert _tested_rules() <= set(RULES)

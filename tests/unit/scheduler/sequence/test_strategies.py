@@ -59,14 +59,19 @@ def test_3_4_rows_are_slots_up_to_the_highest_with_a_request() -> None:
             assert rig.batches() == {0: [1]}
     rig.done()
     assert rig.batches() == {0: [None, 2, 3]}
-    null = rig.rows()[0]
-    assert (null.key, null.flags, null.correlation_id, null.correlation_text) == (0, 0, 0, "")
+    null_row = rig.rows()[0]
+    assert (null_row.key, null_row.flags, null_row.correlation_id, null_row.correlation_text) == (
+        0,
+        0,
+        0,
+        "",
+    )
     rig.request(2)
     rig.done()
     assert rig.batches() == {0: [None, 2]}
 
 
-def test_3_4_shapes_of_who_waited_longest() -> None:
+def test_3_4_the_longest_waiting_request_sets_the_shape() -> None:
     rig = SequenceRig(rows=3)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
