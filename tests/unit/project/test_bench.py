@@ -227,7 +227,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
+def test_the_load_for_peers_measures_requests_of_any_size() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     with contextlib.closing(server.socket):
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
@@ -240,7 +240,7 @@ def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
         server.shutdown()
 
 
-def test_each_peer_has_a_request_of_each_model_and_a_program() -> None:
+def test_every_peer_has_a_program_and_a_request_of_each_model() -> None:
     for name, peer in PEERS.items():
         assert peer.request("image").startswith(b"POST ")
         assert bool(peer.request("simple")) == (name != "shmserve, shared memory")

@@ -258,7 +258,7 @@ class Trap:
 
 @pytest.mark.parametrize("file_name", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
 def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, file_name: str) -> None:
-    """R19: no member of an archive is unpickled, whether the whole file or a part is a pickle."""
+    """No member of an archive is unpickled, whether the whole file or a part is a pickle."""
     sprung_marker = tmp_path / "sprung"
     name = "model" + Path(file_name).suffix
     path = worker.context.version_dir / name

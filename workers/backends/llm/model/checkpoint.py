@@ -127,7 +127,7 @@ class Checkpoint:
         tokenizer: The tokenizer.
         stored: The descriptions of the tensors in the files, by name.
         quantisation: The quantisation of the weights.
-        ends: The tokens that end a text.
+        end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
         defaults: The content of generation_config.json.
         templates: The chat templates by name; the name of an unnamed template is "default".
