@@ -205,7 +205,7 @@ def has_ended(link: Dealer) -> bool:
 
 
 def test_model_code_cannot_impersonate_a_server_process(server: Server) -> None:
-    """R24: models run foreign code as the server's user.
+    """Models run foreign code as the server's user.
 
     This code may connect to the server's internal sockets, but is not accepted as a gateway or a
     worker under any identity.

@@ -60,7 +60,7 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(autouse=True)
 def log_stays_ours(server: Server) -> Iterator[None]:
-    """R23: each line that a test adds to the log has the server's format, is printable and not
+    """Each line that a test adds to the log has the server's format, is printable and not
     too long.
     """
     log_length = len(server.log())

@@ -1,4 +1,4 @@
-"""R24: a model's code runs as the server's user and may connect to the sockets of workers.
+"""A model's code runs as the server's user and may connect to the sockets of workers.
 
 Such code can affect only its own model.
 """

@@ -1,4 +1,4 @@
-"""A decoupled model over every protocol, with third-party clients (section 3.10)."""
+"""A decoupled model over every protocol, with third-party clients."""
 
 import json
 import queue

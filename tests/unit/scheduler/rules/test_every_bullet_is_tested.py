@@ -1,6 +1,4 @@
-"""The unnumbered rules of the schedulers (sections 3.3 to 3.7 of the reference) and the tests
-of each.
-"""
+"""The unnumbered rules of the schedulers and the tests of each."""
 
 import re
 from functools import cache
