@@ -39,7 +39,9 @@ class Grammars:
         except ValueError:  # the library does not support the tokenizer's decoder
             self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, end_tokens), **settings)
 
-    def matcher(self, grammar: tuple[str, str], message_grammar: str = "", name: str = "") -> Any:
+    def matcher(
+        self, grammar: tuple[str, str], message_grammar: str = "", name: str = "tools"
+    ) -> Any:
         """Return a new matcher of a grammar.
 
         Args:
@@ -54,7 +56,7 @@ class Grammars:
 
         kind, text = grammar
         if not self._end_tokens:
-            raise InvalidArgument("response_format: the model has no end-of-text token")
+            raise InvalidArgument(f"{name}: the model has no end-of-text token")
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _compile_json_schema,
@@ -70,7 +72,7 @@ class Grammars:
         except ValueError as raised:
             error = str(raised)
         if error:
-            raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_shorten(error)}")
+            raise InvalidArgument(f"{name}: cannot be compiled: {_shorten(error)}")
         return new_matcher
 
 
@@ -140,13 +142,11 @@ def _shorten(error: str) -> str:
     return "it matches no text" if first_line.startswith("NoExtension") else clip(first_line, 200)
 
 
-def matcher_error(matcher: Any) -> InvalidArgument | None:
-    """Return the error of a matcher that has failed, or None."""
+def matcher_error(matcher: Any, name: str) -> InvalidArgument | None:
+    """Return the error of a matcher that has failed, or None; `name` is the request's parameter."""
     if not matcher.is_error():
         return None
-    return InvalidArgument(
-        f"response_format: the grammar has failed: {_shorten(matcher.get_error())}"
-    )
+    return InvalidArgument(f"{name}: the grammar has failed: {_shorten(matcher.get_error())}")
 
 
 def _compile_lark(text: str) -> Any:
