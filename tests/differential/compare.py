@@ -16,12 +16,12 @@ class Difference:
     """One different value; `where` is its path in the record, as in `responses.a.error`."""
 
     where: str
-    ours: Any
-    theirs: Any
+    own_value: Any
+    triton_value: Any
 
     def __str__(self) -> str:
         own_text, triton_text = (
-            _format_value(self.where, side) for side in (self.ours, self.theirs)
+            _format_value(self.where, side) for side in (self.own_value, self.triton_value)
         )
         return f"{self.where}:\n    shmserve {own_text}\n    Triton   {triton_text}"
 

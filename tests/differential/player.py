@@ -68,7 +68,7 @@ class Player:
         return self._record
 
     def _outcomes(self) -> dict[str, Any]:
-        return {label: call.outcome() for label, call in self._calls.items() if call.done}
+        return {label: call.outcome() for label, call in self._calls.items() if call.is_done}
 
     def _take(self, step: Step) -> None:
         match step:
@@ -88,19 +88,19 @@ class Player:
                 self._calls[step.label].cancel()
                 self._settle("")  # Triton counts it until it next looks at its queue
             case Responded():
-                self._until(lambda: self._calls[step.label].done, str(step), hold=True)
+                self._until(lambda: self._calls[step.label].is_done, str(step), hold=True)
             case Elapse():
                 time.sleep(step.seconds)
                 self._settle("")
 
     def _all_done(self) -> bool:
-        return all(call.done for call in self._calls.values())
+        return all(call.is_done for call in self._calls.values())
 
     def _until(self, is_over: Callable[[], bool], awaited: str, hold: bool = False) -> None:
         end = time.monotonic() + _PATIENCE_S
         while not is_over():
             if time.monotonic() > end:
-                unanswered = [label for label, call in self._calls.items() if not call.done]
+                unanswered = [label for label, call in self._calls.items() if not call.is_done]
                 raise TimeoutError(f"{awaited}: no response to {unanswered}")
             if not hold:
                 while self._held:
@@ -126,7 +126,7 @@ class Player:
         previous_state, steady_looks = (-1, -1, -1), 0
         while steady_looks < _STEADY_LOOKS:
             self._look()
-            answered_count = sum(call.done for call in self._calls.values())
+            answered_count = sum(call.is_done for call in self._calls.values())
             held_labels = {label for visit in self._held for label in _labels(visit)}
             state = (self._pending(), len(held_labels), answered_count)
             steady_looks = (

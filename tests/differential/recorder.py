@@ -77,5 +77,5 @@ _COPY_INPUT = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
 
 
 def text(model: Model) -> str:
-    body = textwrap.dedent(model.one or _COPY_INPUT).strip("\n")
+    body = textwrap.dedent(model.method_body or _COPY_INPUT).strip("\n")
     return _TEXT.replace("{one}", textwrap.indent(body, " " * 8))

@@ -24,7 +24,7 @@ class Watched:
     """A product with additional variables, one of which is the path of the gate."""
 
     product: servers.Product
-    more: Mapping[str, str]
+    variables: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class Watched:
 
     def environment(self) -> dict[str, str]:
         """Return the product's environment and the additional variables."""
-        return self.product.environment() | {"CUDA_VISIBLE_DEVICES": ""} | dict(self.more)
+        return self.product.environment() | {"CUDA_VISIBLE_DEVICES": ""} | dict(self.variables)
 
 
 def triton() -> TritonFiles:

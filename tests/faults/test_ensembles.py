@@ -83,8 +83,8 @@ class Asking:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._stopped = threading.Event()
-        self.right: list[list[float]] = [[] for _ in range(CLIENTS)]
-        self.wrong: list[str] = []
+        self.response_times: list[list[float]] = [[] for _ in range(CLIENTS)]
+        self.wrong_responses: list[str] = []
         self._threads = [
             threading.Thread(target=self._send_requests, args=(i,)) for i in range(CLIENTS)
         ]
@@ -109,17 +109,17 @@ class Asking:
                 sent_at = time.monotonic()
                 reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
                 if reply.status != 200:
-                    self.wrong.append(f"{reply.status} {reply.error}")
+                    self.wrong_responses.append(f"{reply.status} {reply.error}")
                 elif (reply.tensors()["OUT"] != values + 3).any():
-                    self.wrong.append("wrong values")
+                    self.wrong_responses.append("wrong values")
                 else:
-                    self.right[client_index].append(sent_at)
+                    self.response_times[client_index].append(sent_at)
 
     def wait_right(self, fault_time: float, within_s: float = 10.0) -> None:
-        """Wait until each client has a correct response to a request sent after `since`."""
+        """Wait until each client has a correct response to a request sent after `fault_time`."""
         until(
             "every client has a right answer",
-            lambda: all(times and times[-1] > fault_time for times in self.right),
+            lambda: all(times and times[-1] > fault_time for times in self.response_times),
             within_s,
         )
 
@@ -149,7 +149,7 @@ def test_a_process_dies(server: Server, separate_server: Server, mode: str, vict
             killed_at = time.monotonic()
             wait_replaced(server, old_process, victim, 5.0)
             asking_clients.wait_right(killed_at)
-    assert asking_clients.wrong == []
+    assert asking_clients.wrong_responses == []
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
     assert_is_as_it_was(server, state_before, 0)
 
@@ -205,4 +205,4 @@ def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
     until("it is ready again", lambda: server.answers(ready), RECOVERY_S)
     with Asking(server) as asking_clients:
         pass
-    assert asking_clients.wrong == []
+    assert asking_clients.wrong_responses == []

@@ -58,24 +58,24 @@ def add(
 
 
 class CalledModels:
-    """A client that sums up one sequence after the other; `wrong` contains unexpected results."""
+    """A client that sums up one sequence after the other; `wrong_responses` are unexpected."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._stop = threading.Event()
-        self.wrong: list[Any] = []
-        self.lost = 0  # number of sequences whose worker died
-        self.done = 0
+        self.wrong_responses: list[Any] = []
+        self.lost_count = 0  # number of sequences whose worker died
+        self.done_count = 0
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> CalledModels:
         self._thread.start()
-        until("the others are served", lambda: self.done > 3)
+        until("the others are served", lambda: self.done_count > 3)
         return self
 
     def __exit__(self, *_: object) -> None:
-        done_before = self.done
-        until("the others are served", lambda: self.done > done_before + 3)
+        done_before = self.done_count
+        until("the others are served", lambda: self.done_count > done_before + 3)
         self._stop.set()
         self._thread.join()
 
@@ -87,13 +87,13 @@ class CalledModels:
                 try:
                     sums = [add(client, sequence, at + 1, at == 0, at == 3) for at in range(4)]
                 except ShmserveError as error:
-                    self.lost += 1
+                    self.lost_count += 1
                     if "is lost with it" not in str(error) and "was lost when" not in str(error):
-                        self.wrong.append(error)
+                        self.wrong_responses.append(error)
                     continue
-                self.done += 1
+                self.done_count += 1
                 if sums != [1, 3, 6, 10]:
-                    self.wrong.append(sums)
+                    self.wrong_responses.append(sums)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
         assert add(client, 70, 3, start=True, end=True) == 3
         wait_replaced(server, victim, "worker summing.0")
         until("it is ready", lambda: server.answers("/v2/health/ready"), within_s=RECOVERY_S * 5)
-    assert not called_models.wrong and called_models.lost <= 2
+    assert not called_models.wrong_responses and called_models.lost_count <= 2
 
 
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
@@ -187,7 +187,7 @@ def test_a_client_opens_many_sequences_and_ends_none(
     until("nothing of it waits", lambda: server.metric("nv_inference_pending_request_count") == 0)
     with CalledModels(server) as called_models:
         pass
-    assert not called_models.wrong and not called_models.lost
+    assert not called_models.wrong_responses and not called_models.lost_count
 
 
 def test_a_stream_opens_many_sequences_and_ends_none(
@@ -238,4 +238,4 @@ def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server)
         assert add(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):
             add(other_client, 5, 1)
-    assert not called_models.wrong and not called_models.lost
+    assert not called_models.wrong_responses and not called_models.lost_count

@@ -100,10 +100,10 @@ class _Bytes:
     """The choices that an input makes, and its remaining bytes."""
 
     def __init__(self, data: bytes) -> None:
-        self.rest = data
+        self.remaining = data
 
     def number(self, size: int) -> int:
-        number_bytes, self.rest = self.rest[:size], self.rest[size:]
+        number_bytes, self.remaining = self.remaining[:size], self.remaining[size:]
         return int.from_bytes(number_bytes, "little")
 
 
@@ -120,21 +120,21 @@ def http(data: bytes) -> None:
         elif kind == 1:
             _compressed(drawn_bytes)
         elif kind == 2:
-            route = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
+            route = ROUTES.find(drawn_bytes.remaining.decode("latin-1"))
             assert route is None or len(route[1]) < 3
         elif kind == 3:
-            text = drawn_bytes.rest.decode("latin-1")
+            text = drawn_bytes.remaining.decode("latin-1")
             size = header_size(text, 1000)
             assert 0 <= size <= 1000
         else:
-            text = drawn_bytes.rest.decode("latin-1")
+            text = drawn_bytes.remaining.decode("latin-1")
             assert preferred_encoding(text) in ("identity", "gzip", "deflate")
             check_encoding(text)
 
 
 def _inference(drawn_bytes: _Bytes) -> None:
     tail_size = drawn_bytes.number(1)
-    body = drawn_bytes.rest
+    body = drawn_bytes.remaining
     signature = _SIGNATURES[tail_size % 3]
     if not body:
         raw_request(signature, bytes(tail_size))
@@ -217,8 +217,8 @@ def _compressed(drawn_bytes: _Bytes) -> None:
     step = drawn_bytes.number(1) + 1
     inflater = Inflater(_LIMIT)
     size = 0
-    for at in range(0, len(drawn_bytes.rest), step):
-        for piece in inflater.feed(drawn_bytes.rest[at : at + step]):
+    for at in range(0, len(drawn_bytes.remaining), step):
+        for piece in inflater.feed(drawn_bytes.remaining[at : at + step]):
             size += len(piece)
             assert size <= _LIMIT
     inflater.finish()
@@ -285,7 +285,7 @@ def ranges(data: bytes) -> None:
 def _spans(drawn_bytes: _Bytes) -> None:
     spans = WrittenRanges()
     used_spans: list[tuple[int, int]] = []
-    while drawn_bytes.rest:
+    while drawn_bytes.remaining:
         start, size = drawn_bytes.number(1), drawn_bytes.number(1) % 16 + 1
         span = (start, start + size)
         is_free = all(span[1] <= s or e <= span[0] for s, e in used_spans)
@@ -375,7 +375,7 @@ def native(data: bytes) -> None:
 def _check_decoding(drawn_bytes: _Bytes) -> None:
     """Check that any split of a stream is decoded to the same messages and to no more bytes."""
     step = drawn_bytes.number(1) + 1
-    stream = _HANDSHAKE * (drawn_bytes.number(1) % 2) + drawn_bytes.rest
+    stream = _HANDSHAKE * (drawn_bytes.number(1) % 2) + drawn_bytes.remaining
     uncut, cut_decoder = zmtp.Decoder(), zmtp.Decoder()
     frames_uncut = uncut.feed(stream)
     pieces = []

@@ -49,7 +49,7 @@ Bits = dict[tuple[int, int], bytes]  # the bits of the logits, by sample and num
 
 class PlannedRequest(NamedTuple):
     prompt: tuple[int, ...]
-    most: int
+    max_tokens: int
     samples: int
 
 
@@ -110,7 +110,7 @@ class ModelRig(EngineRig):
         return self.worker.engine.bits
 
     def submit_request(self, request: PlannedRequest) -> Generation[None]:
-        generation = self.submit(request.prompt, request.most, samples=request.samples)
+        generation = self.submit(request.prompt, request.max_tokens, samples=request.samples)
         assert generation is not None
         return generation
 
@@ -152,7 +152,7 @@ def run_alone(
             # Each sample computes the last token itself, after the shared prefix.
             rig.submit(request.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(request.prompt, request.most, {sample: _NO_TOKENS}, samples=1)
+        generation = rig.submit(request.prompt, request.max_tokens, {sample: _NO_TOKENS}, samples=1)
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]

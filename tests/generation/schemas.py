@@ -81,7 +81,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def problem(value: Any, schema: dict[str, Any]) -> str:
-    """Return why a value does not match a schema that was `drawn`, or ""."""
+    """Return why a value does not match a schema of `draw_schema`, or ""."""
     if "anyOf" in schema:
         problems = [problem(value, option) for option in schema["anyOf"]]
         return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"

@@ -110,7 +110,7 @@ class ClientLinks:
 class Client(Process):
     """A process that submits requests to the endpoints of its models.
 
-    With `slow`, it reads responses and releases their memory late.
+    With `is_slow`, it reads responses and releases their memory late.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Client(Process):
         )
         request = Request(submit.request_id, model, content, units, submit.deadline_ns, client=self)
         if earlier_requests is not None:
-            request.before, request.step = earlier_requests, len(earlier_requests)
+            request.earlier_requests, request.step = earlier_requests, len(earlier_requests)
         self.world_ledger.add(request)
         memory_range = data if isinstance(data, Range) else None
         pending = ClientRequest(self, request, submit, memory_range)

@@ -102,7 +102,7 @@ class Generator(Worker):
             self.world.after(self.world.between(least * US, max_us * US), self._finish_step, step)
 
     def _finish_step(self, step: g.Step) -> None:
-        if not self.alive or self._running is not step or self._up is None:
+        if not self.alive or self._running is not step or self._scheduler_link is None:
             return
         stepped = self._engine.step(step)
         known_sequences = self._engine.known
@@ -139,7 +139,7 @@ class Generator(Worker):
         if not self.alive or not self._jobs:
             return
         job, arguments = self._jobs[0]
-        if self._up is not None and self._up.connected:
+        if self._scheduler_link is not None and self._scheduler_link.connected:
             job(*arguments)
         self._jobs.popleft()
         if self._jobs:
@@ -156,7 +156,7 @@ class Generator(Worker):
             return
         request, engine = request_of(content), self._engine
         answer = self._streams[work.key] = Answer(work, content, request)
-        engine.prompts[work.key], engine.most[work.key] = request.prompt, request.most
+        engine.prompts[work.key], engine.most[work.key] = request.prompt, request.max_tokens
         if request.search is not None:
             engine.width[work.key] = request.search.width
         for sample in resumed_samples:
@@ -175,10 +175,10 @@ class Generator(Worker):
             g.Prepared(
                 work.key,
                 request.prompt.tobytes(),
-                request.most,
+                request.max_tokens,
                 request.samples,
                 request.priority,
-                request.whole,
+                request.is_whole,
                 beams=[] if request.search is None else [request.search],
             )
         )
@@ -282,5 +282,5 @@ class Generator(Worker):
         self._post_response(answer, "", body, final, *sent_news)
 
     def _post(self, message: Any) -> None:
-        if self._up is not None:
-            self._up.post(message)
+        if self._scheduler_link is not None:
+            self._scheduler_link.post(message)

@@ -32,7 +32,7 @@ class Model:
 
     Attributes:
         compute_us: The minimum and maximum duration of a batch.
-        large: Whether outputs are in the arena of the worker.
+        is_large: Whether outputs are in the arena of the worker.
         errs: The probability that a request fails.
         most_responses: The maximum number of responses of a decoupled model.
         joins: Whether the model reads IN2, too, if it is present.
@@ -47,7 +47,7 @@ class Model:
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     instances: int = 1
     compute_us: tuple[int, int] = (50, 2000)
-    large: bool = False
+    is_large: bool = False
     errs: float = 0.0
     most_responses: int = 4
     joins: bool = False
@@ -151,7 +151,7 @@ class Model:
         return [tensor["name"] for tensor in self.config["input"] if not tensor.get("optional")]
 
     def outputs_of(self, data: bytes, version: str) -> tuple[bytes, bytes]:
-        """Return OUT and WHO of a version for an input; two inputs must be `joined` first."""
+        """Return OUT and WHO of a version for an input; two inputs are joined by `join_inputs`."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
     def source(self, output_bytes: bytes, model_name: bytes) -> bytes | None:

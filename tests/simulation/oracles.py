@@ -31,7 +31,7 @@ class Request:
 
     Attributes:
         content: The input.
-        step: The index of the request in its sequence, after the requests `before`.
+        step: The index of the request in its sequence, after `earlier_requests`.
         ending: The message that ended the request.
         freed: Whether no process may read the input any more.
         expected: The announced number of responses of a decoupled model.
@@ -46,7 +46,7 @@ class Request:
     units: int
     deadline_ns: int = 0
     step: int = -1
-    before: tuple[Request, ...] = ()
+    earlier_requests: tuple[Request, ...] = ()
     cancelled: bool = False
     ending: Any = None
     freed: bool = False
@@ -104,7 +104,7 @@ class Request:
         executed_steps = [int(step) for step in steps]
         succeeded_steps = {
             earlier.step
-            for earlier in self.before
+            for earlier in self.earlier_requests
             if isinstance(earlier.ending, m.Finished) and not earlier.cancelled
         }
         if (
@@ -209,7 +209,7 @@ class Entry:
 
     Attributes:
         at: The worker that executes the request.
-        begun: The number of executions.
+        begin_count: The number of executions.
         died: The number of workers that died during an execution.
         ended: Whether the end was sent early, so that only `Settled` follows.
     """
@@ -217,7 +217,7 @@ class Entry:
     peer: bytes
     submit: m.Submit
     level: int
-    begun: int = 0
+    begin_count: int = 0
     died: int = 0
     at: bytes = b""
     ended: bool = False
@@ -226,7 +226,7 @@ class Entry:
 
 @dataclass(eq=False)
 class SchedulerTrace:
-    """The messages of a scheduler. `counted` contains the expected values of its counters."""
+    """The messages of a scheduler. `counts` contains the expected values of its counters."""
 
     world: World
     model: Model
@@ -237,11 +237,11 @@ class SchedulerTrace:
     waiting: dict[int, OrderedDict[Entry, None]] = field(default_factory=dict)
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
-    dead: set[int] = field(default_factory=set)
+    dead_pids: set[int] = field(default_factory=set)
     steps: dict[bytes, int] = field(default_factory=dict)
     retiring: set[bytes] = field(default_factory=set)
     succeeded_by_another: bool = False
-    counted: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def _fail(self, text: str) -> None:
         raise Violation(f"{self.title}: {text}")
@@ -252,7 +252,7 @@ class SchedulerTrace:
         """Record a client's message before the scheduler handles it."""
         key = (peer, getattr(message, "id", 0))
         if isinstance(message, m.Submit):
-            if leading_pid(peer) in self.dead:
+            if leading_pid(peer) in self.dead_pids:
                 return
             level = self.settings.policies.level(message.priority)
             entry = self.entries[key] = Entry(peer, message, level)
@@ -266,16 +266,16 @@ class SchedulerTrace:
         entry = self.entries.get((peer, getattr(message, "id", 0)))
         if self.model.steps:
             return
-        if isinstance(message, m.Submit) and entry is not None and not entry.begun:
+        if isinstance(message, m.Submit) and entry is not None and not entry.begin_count:
             self.waiting[entry.level][entry] = None
 
     def process_exited(self, pid: int) -> None:
         """Record that the scheduler has handled the notification of an exit."""
-        self.dead.add(pid)
+        self.dead_pids.add(pid)
         for (peer, _), entry in list(self.entries.items()):
             if leading_pid(peer) == pid:
                 if not entry.ended:
-                    self.counted["failed"] += 1
+                    self.counts["failed"] += 1
                 self._forget(entry)
 
     def record_lost_worker(self, peer: bytes) -> None:
@@ -296,7 +296,7 @@ class SchedulerTrace:
         execute = self.batches.pop((peer, message.batch), None)
         if execute is None:
             return
-        self.counted["executions"] += message.executed
+        self.counts["executions"] += message.executed
         ended_keys = {reply.key for reply in message.replies}
         for work in execute.requests:
             entry = self.by_uid.get(_uid(work.client_pid, work))
@@ -323,7 +323,7 @@ class SchedulerTrace:
             fit = self.model.fit(entry.submit.schema)
             shapes.add(fit.shape_key)
             units += fit.batch_size or 1
-            entry.begun += 1
+            entry.begin_count += 1
             entry.at = peer
             begun_entries.append(entry)
         if self.settings.padding is not None:
@@ -343,15 +343,17 @@ class SchedulerTrace:
             self._fail(f"request {work.request_id} begins, which nobody waits for")
             return
         self._may_begin(entry)
-        if entry.begun >= MAX_STARTS:
-            self._fail(f"request {work.request_id} has ended {entry.begun} workers, and begins")
-        entry.begun += 1
+        if entry.begin_count >= MAX_STARTS:
+            self._fail(
+                f"request {work.request_id} has ended {entry.begin_count} workers, and begins"
+            )
+        entry.begin_count += 1
         entry.at = peer
 
     def record_step(self, peer: bytes, message: generation.Stepped) -> None:
         """Record the result of a step."""
         if self.steps.pop(peer, 0) == message.step:
-            self.counted["executions"] += 1
+            self.counts["executions"] += 1
 
     def _check_padding(self, batch: list[m.Submit]) -> None:
         """Check a batch whose requests are padded to the same length."""
@@ -376,8 +378,8 @@ class SchedulerTrace:
         )
         if total > single_elements and total - true > pad.max_waste * total:
             self._fail(f"a batch begins with the lengths {lengths}, of {pad.max_waste} padding")
-        self.counted["elements"] += total
-        self.counted["padding"] += total - true
+        self.counts["elements"] += total
+        self.counts["padding"] += total - true
 
     def _may_begin(self, entry: Entry) -> None:
         uid = entry.submit.request_id
@@ -389,7 +391,7 @@ class SchedulerTrace:
             self._fail(f"request {uid} begins at two workers")
         if entry.died > 1:
             self._fail(f"request {uid} begins once more, after two workers died of it")
-        if entry.begun:
+        if entry.begin_count:
             return  # it was retried before all others, because its worker died
         if not self.model.sequences:
             self._check_order(entry)
@@ -414,7 +416,7 @@ class SchedulerTrace:
         ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
         if not ends or self.succeeded_by_another:
             return
-        if leading_pid(peer) in self.dead:
+        if leading_pid(peer) in self.dead_pids:
             self._fail(f"a dead client is told {type(message).__name__}")
         entry = self.entries.get((peer, message.id))
         if entry is None:
@@ -428,7 +430,7 @@ class SchedulerTrace:
         if isinstance(message, m.Finished | m.Responded):
             self._check_success(entry, message)
         elif isinstance(message, m.Failed):
-            self.counted["failed"] += message.code != "INVALID_ARG"
+            self.counts["failed"] += message.code != "INVALID_ARG"
         if isinstance(message, m.Failed) and message.early:
             entry.ended = True
             self.waiting[entry.level].pop(entry, None)
@@ -447,9 +449,9 @@ class SchedulerTrace:
     def _check_success(self, entry: Entry, message: Any) -> None:
         if getattr(message, "code", ""):
             return
-        self.counted["succeeded"] += 1
-        if entry.begun:
-            self.counted["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
+        self.counts["succeeded"] += 1
+        if entry.begin_count:
+            self.counts["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
         if self.model.ordered:
             for other_entry in self.entries.values():
                 if other_entry is entry:
@@ -505,8 +507,8 @@ class SchedulerTrace:
                 continue
             if name in ("executions", "inferences") and self.model.steps:
                 continue  # ensembles have no executions of their own
-            if value != self.counted[name]:
-                self._fail(f"counts {value} {name}, and has {self.counted[name]}")
+            if value != self.counts[name]:
+                self._fail(f"counts {value} {name}, and has {self.counts[name]}")
 
 
 def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:

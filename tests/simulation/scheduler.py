@@ -98,7 +98,7 @@ class SchedulerProcess(Process):
         self.version = version
         self._memory = memory
         self.endpoint = f"{model.name}.{number}"
-        self.first = not checkpoint
+        self.is_first = not checkpoint
         self._number = number
         settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         self.trace = SchedulerTrace(world, model, settings, self.title)

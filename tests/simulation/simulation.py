@@ -328,7 +328,7 @@ class Simulation:
     def _check_counters(self) -> None:
         (client, *_) = self.supervisor.clients
         first_schedulers = [
-            v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.first
+            v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.is_first
         ]
         for scheduler in first_schedulers:
             client.ask_statistics(scheduler.endpoint)

@@ -21,17 +21,17 @@ class TextRequest(NamedTuple):
     """A request. With `streams`, it has a response whenever there is new text."""
 
     prompt: array[int]
-    most: int
+    max_tokens: int
     samples: int
     streams: bool
     priority: int
-    whole: bool
+    is_whole: bool
     search: BeamSearch | None
 
     @property
     def fits(self) -> bool:
         """Return whether the request fits into any pool."""
-        return self.most < _TOO_MANY and self.samples == 1 and self.search is None
+        return self.max_tokens < _TOO_MANY and self.samples == 1 and self.search is None
 
 
 class Piece(NamedTuple):
@@ -85,12 +85,12 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
     request = request_of(content)
     if request.search is not None:
         generation: Generation[None] = Generation(
-            None, 0, 0, request.prompt, request.most, beams=request.search
+            None, 0, 0, request.prompt, request.max_tokens, beams=request.search
         )
         return reference_beam_search(generation)
     samples: list[tuple[list[int], str]] = []
     for sample in range(request.samples):
-        tokens, reason = generate_alone(request.prompt, sample, request.most)
+        tokens, reason = generate_alone(request.prompt, sample, request.max_tokens)
         if STOP_TOKEN in tokens:
             tokens, reason = tokens[: tokens.index(STOP_TOKEN) + 1], "stop"
         samples.append((tokens, reason))
@@ -100,8 +100,8 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
 def problem(content: bytes, received_positions: set[tuple[int, int]], packed: bytes) -> str:
     """Return the error in a response, or "".
 
-    `received` contains (sample, index of token) of earlier responses, with -1 for the end of a
-    sample. The entries of this response are added.
+    `received_positions` contains (sample, index of token) of earlier responses, with -1 for the
+    end of a sample. The entries of this response are added.
     """
     for piece in pieces(packed):
         tokens, reason = texts(content)[piece.sample]

@@ -59,7 +59,7 @@ class World:
         self.note("FAULT", kind, *words)
 
     def run(self, until_ns: int, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Run events up to a time, or until `over` returns True."""
+        """Run events up to a time, or until `is_over` returns True."""
         heap = self._heap
         while heap and heap[0][0] <= until_ns and not is_over():
             self.now_ns, _, call, arguments = heapq.heappop(heap)

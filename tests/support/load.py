@@ -31,7 +31,7 @@ class Answer:
 
     client: int
     started_at: float
-    ended: float
+    ended_at: float
     trouble: str
 
     @property
@@ -152,10 +152,10 @@ class Load:
                 self._stop.wait(_BREATH_S)
 
     def wait_answered(self, start_time: float, within_s: float = 10.0) -> float:
-        """Wait until every client has a correct response to a request that began after `since`.
+        """Wait until each client has a correct response to a request begun after `start_time`.
 
         Returns:
-            The elapsed seconds since `since`.
+            The elapsed seconds since `start_time`.
 
         Raises:
             AssertionError: The wait takes longer than `within_s` from now.

@@ -222,7 +222,7 @@ class Request:
             any thread.
         response_kinds: A cache of the schema and the destinations of outputs, by kind of response.
             Requests with equal schemas share this cache.
-        aliased: Whether an output is written over an input.
+        is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         shared: Whether an input may be in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
@@ -280,8 +280,8 @@ class _RequestProperties:
         input_count: The number of inputs.
         batch_size: The rows of each input; 0 if the model does not batch.
         requested: The requested outputs by name.
-        placed: The names of the requested outputs that have a range in the data.
-        strings: The names of the BYTES inputs.
+        placed_outputs: The names of the requested outputs that have a range in the data.
+        string_inputs: The names of the BYTES inputs.
         response_kinds: The cache of responses to requests with this schema (see
             `Request.response_kinds`).
     """

@@ -236,7 +236,7 @@ class Runner:
         _context: The instance.
         _signature: The model's inputs and outputs.
         _device: The instance's device.
-        _as_numpy: The inputs that become numpy arrays.
+        _numpy_inputs: The inputs that become numpy arrays.
         _ragged: The rules for generated inputs of a batch and for splitting flat outputs.
     """
 

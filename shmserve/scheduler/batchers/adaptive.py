@@ -176,12 +176,12 @@ class TrialState:
     """The state of an instance when a batch size is tried.
 
     Attributes:
-        own_ns: The time left to the oldest request.
+        oldest_left_ns: The time left to the oldest request.
         spare_ns: The time that new requests could wait longer.
         row_ns: The shortest duration per row.
-        per_ns: The rows that arrive per ns.
-        most_here: The recent maximum of requests that were not completed.
-        needed: Whether the known sizes do not keep up with the arrivals.
+        rows_per_ns: The rows that arrive per ns.
+        max_in_flight: The recent maximum of requests that were not completed.
+        is_overloaded: Whether the known sizes do not keep up with the arrivals.
     """
 
     oldest_left_ns: float

@@ -99,9 +99,9 @@ class RequestProperties(NamedTuple):
     Attributes:
         entries: The number of entries in the data.
         inputs: The name and kind of each input, and whether it is a condition.
-        absent: The inputs that the request omits.
+        absent_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
-        placed: The outputs with ranges of the client's memory.
+        placed_outputs: The outputs with ranges of the client's memory.
         parameters: The parameters that the request passes to its steps.
         own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
         units: The batch size.
@@ -122,7 +122,7 @@ class EnsembleRequest:
     """A request of an ensemble. Times are monotonic ns, durations ns.
 
     Attributes:
-        known: What follows from the request's schema.
+        properties: The properties that the request's schema determines.
         memory_ranges: The ranges of the client's memory for outputs, by the output's name.
         lookup: The result of the lookup in the response cache, if there was one.
         running: The numbers of the steps' requests in flight.
@@ -208,7 +208,7 @@ class EnsembleRequests:
     """The requests of an ensemble that have not ended.
 
     Attributes:
-        touched: The requests that have changed since the last turn.
+        changed: The requests that have changed since the last turn.
         timers: The deadlines.
         count: The number of requests.
     """

@@ -97,6 +97,7 @@ class Instances:
     labels: dict[str, list[str]] = field(init=False)
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
+    _abandoned_for: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
     # The number of instances of the version that this version replaces.
     _replaced_count: int = field(init=False, default=0)
@@ -372,6 +373,8 @@ class Instances:
                 if instance.child is not None:
                     instance.child.kill()
             self._scheduler.send(m.RetireInstance(instance.index))
+        if self._store_failure():
+            self._on_change()
 
     @staticmethod
     async def await_exits(retired: list[Instance]) -> None:
@@ -529,9 +532,16 @@ class Instances:
         instance.transition("abandon")
         logger.error("instance '%s' is not restarted: %s", instance.name, reason)
         self._send_instance_gone(instance)
-        if _DOWN_STATES.issuperset(self.states()):
-            self.failure = reason
+        self._abandoned_for = reason
+        self._store_failure()
         self._on_change()
+
+    def _store_failure(self) -> bool:
+        """Store the failure if no instance serves or will serve; return whether there is one."""
+        states = self.states()
+        if InstanceState.FAILED in states and _DOWN_STATES.issuperset(states):
+            self.failure = self._abandoned_for
+        return bool(self.failure)
 
     def _send_instance_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: its instances are not restarted"

@@ -200,7 +200,6 @@ class Lifecycle:
     def was_planned(self, order: Order, plan: LoadPlan) -> None:
         """Handle the plan of a load whose folder and configuration were read."""
         if order.phase is not OrderPhase.READING:  # the order was cancelled in the meantime
-            self._actions.discard(plan.specs)
             return
         model = order.model
         model.fingerprint = order.fingerprint = plan.fingerprint

@@ -107,7 +107,7 @@ SCRIPTS = [
         "a_missing_input_beside_an_optional_one",
         [model("missing", inputs=OPTIONAL_INPUTS)],
         [Send("a", "missing"), Send("none", "missing", None, inputs=EXTRA_INPUT), Drain()],
-        known=[
+        known_differences=[
             Known("batches", NOT_FOUND),
             Known("responses.none.error.*", NOT_FOUND),
             Known("statistics.*", NOT_FOUND),
@@ -117,13 +117,13 @@ SCRIPTS = [
         "one_of_a_batch_fails",
         [model("failing", method_body=FAILING_METHOD)],
         queued("failing", 1, 1, 1),
-        known=[Known("statistics.*", "a request that fails counts in fail")],
+        known_differences=[Known("statistics.*", "a request that fails counts in fail")],
     ),
     Script(
         "execute_raises",
         [model("raising", method_body='raise ValueError("all wrong")')],
         queued("raising", 1, 1),
-        known=[
+        known_differences=[
             Known("batches", "a batch that raises is executed again, each request alone"),
             Known("responses.*.error.1", "the text is without file and line"),
         ],

@@ -28,7 +28,7 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     recording_model = recorder(name, "", instances=instances)
     lines = recording_model.config.splitlines()
     kept_lines = [line for line in lines if "instance_group" not in line]
-    return Model(name, "\n".join([*kept_lines, group]), recording_model.one)
+    return Model(name, "\n".join([*kept_lines, group]), recording_model.method_body)
 
 
 def models_take_turns(name: str, resource: str) -> Script:

@@ -32,7 +32,7 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return the mount point of the small file system, which only processes below `small` see."""
+    """Return the mount point of the small file system of `small_mount_command`."""
     if not can_mount():
         pytest.skip("needs the right to mount a small file system (unshare -m)")
     return tmp_path

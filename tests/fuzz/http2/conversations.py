@@ -33,17 +33,17 @@ _REQUEST = b"\x83\x86\x84"
 class Step(NamedTuple):
     """The client sends a frame; or the server answers a stream, or resets it."""
 
-    what: str  # "send", "answer", "reset"
-    sent: bytes
+    action: str  # "send", "answer", "reset"
+    data: bytes
     stream: int = 0
 
     @property
     def name(self) -> str:
-        return _KINDS.get(self.sent[3], "UNKNOWN") if self.sent else self.what
+        return _KINDS.get(self.data[3], "UNKNOWN") if self.data else self.action
 
     @property
     def of(self) -> int:
-        return int.from_bytes(self.sent[5:9], "big") & 0x7FFFFFFF if self.sent else self.stream
+        return int.from_bytes(self.data[5:9], "big") & 0x7FFFFFFF if self.data else self.stream
 
 
 _KINDS = dict(

@@ -272,7 +272,7 @@ def count_generated(server: Server) -> float:
 
 
 def is_aborted(server: Server, generated_before: float, max_tokens: int) -> bool:
-    """Return whether the engine stops before it has generated `most` further tokens."""
+    """Return whether the engine stops before it has generated `max_tokens` further tokens."""
     time.sleep(FRESH_S)
     running_gauge = "vllm:num_requests_running{"
     until("nothing runs", lambda: gauge(server, running_gauge) == [0.0])

@@ -24,7 +24,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def window(stream: int, increment: int) -> bytes:
-    """Return a WINDOW_UPDATE frame of `more` bytes."""
+    """Return a WINDOW_UPDATE frame of `increment` bytes."""
     return frame(WINDOW, 0, stream, struct.pack(">I", increment))
 
 

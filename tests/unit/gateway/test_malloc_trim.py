@@ -19,10 +19,10 @@ async def test_large_requests_cost_one_trim_and_small_ones_none(
     trim = body_arrival.MallocTrim()
     for _ in range(50):
         trim.schedule(size)
-    trimmed = asyncio.Event()
+    was_trimmed = asyncio.Event()
     # Timers run in order, so this one comes last.
-    asyncio.get_running_loop().call_later(0.002, trimmed.set)
-    await trimmed.wait()
+    asyncio.get_running_loop().call_later(0.002, was_trimmed.set)
+    await was_trimmed.wait()
     assert calls == expected_trims
 
 

@@ -261,11 +261,11 @@ def test_each_token_has_a_chunk() -> None:
         choices = Choices(choice_format, "m", 1)
         deltas = [Delta(0, ""), Delta(0, ""), Delta(0, "é"), Delta(0, "", "stop")]
         chunks = [choices.add(0, delta)[member] for delta in deltas]
-        first = {"role": "assistant", "content": ""}
+        first_delta = {"role": "assistant", "content": ""}
         if member == "text":
             assert chunks == ["", "", "é", ""]
         else:
-            assert chunks == [first, {"content": ""}, {"content": "é"}, {}]
+            assert chunks == [first_delta, {"content": ""}, {"content": "é"}, {}]
 
 
 def test_a_chat_with_reasoning_and_calls() -> None:

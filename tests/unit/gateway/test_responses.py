@@ -57,8 +57,8 @@ def test_a_text_is_a_message_of_the_user() -> None:
 )
 def test_a_process_converts_the_input_of_a_large_body(items: Any, instructions: Any) -> None:
     body = {"model": "m", "input": items, "instructions": instructions}
-    found = convert_chat(**parse_large(body))
-    assert found.pop("messages").value() == convert_chat(**body).pop("messages")
+    converted = convert_chat(**parse_large(body))
+    assert converted.pop("messages").value() == convert_chat(**body).pop("messages")
 
 
 def test_the_gateway_converts_an_input_with_references() -> None:
@@ -77,9 +77,9 @@ def test_a_token_without_text_has_no_event_of_its_own() -> None:
         Delta(0, "é", logprobs=content[2]),
         Delta(0, "", "stop", content[3]),
     ]
-    found = events(ResponseObject({}), deltas)
-    sent = [event for event in found if event["type"] == "response.output_text.delta"]
-    assert [(event["delta"], event["logprobs"]) for event in sent] == [("é", entries[1:3])]
+    all_events = events(ResponseObject({}), deltas)
+    delta_events = [event for event in all_events if event["type"] == "response.output_text.delta"]
+    assert [(event["delta"], event["logprobs"]) for event in delta_events] == [("é", entries[1:3])]
 
 
 def test_items_are_messages_with_calls_and_results() -> None:

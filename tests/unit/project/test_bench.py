@@ -227,7 +227,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
+def test_the_load_for_peers_measures_requests_of_any_size() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     with contextlib.closing(server.socket):
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()

@@ -66,7 +66,7 @@ def test_the_readme_is_a_front_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link in links(page):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 

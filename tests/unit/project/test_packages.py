@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGE_NAMES = {"shmserve": "shmserve", "ipc": "shmserve.ipc", "workers": "shmserve.workers"}
 
 
-def test_exactly_the_packages_are_installed() -> None:
+def test_exactly_the_packages_of_the_tree_are_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     installed_packages = [
         ".".join((package, *path.parent.relative_to(ROOT / folder).parts))

@@ -206,6 +206,44 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
     assert not undocumented
 
 
+DOCUMENTED = re.compile(r"^(?:Attributes|Args):\n((?: {4}.*\n?|\n)+)", re.MULTILINE)
+DOCUMENTED_NAME = re.compile(r"^ {4}\*{0,2}(\w+)(?: \(.*?\))?: ", re.MULTILINE)
+
+
+def identifiers(node: ast.AST) -> set[str]:
+    """Return the names in a class or a function, without those of its base classes."""
+    fields = ("id", "attr", "arg", "name", "value")
+    values = (getattr(child, field, None) for child in ast.walk(node) for field in fields)
+    return {value for value in values if isinstance(value, str)}
+
+
+def test_documented_attributes_and_arguments_exist() -> None:
+    """A renamed attribute keeps its old name in the docstring otherwise."""
+    nodes = [
+        (path, node)
+        for path in files((*CODE_FOLDERS, "tests"), ".py")
+        for node in ast.walk(tree(path))
+    ]
+    names_by_class: dict[str, set[str]] = {}
+    for _, node in nodes:
+        if isinstance(node, ast.ClassDef):
+            names_by_class.setdefault(node.name, set()).update(identifiers(node))
+    missing = []
+    for path, node in nodes:
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        existing = identifiers(node)
+        if isinstance(node, ast.ClassDef):
+            bases = set().union(*map(identifiers, node.bases))
+            existing |= {name for base in bases for name in names_by_class.get(base, ())}
+        elif any("signature_of" in identifiers(decorator) for decorator in node.decorator_list):
+            continue  # its arguments are those of another function
+        sections = "".join(DOCUMENTED.findall(ast.get_docstring(node) or ""))
+        unknown = set(DOCUMENTED_NAME.findall(sections)) - existing
+        missing += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in unknown]
+    assert not missing
+
+
 # --- messages -----------------------------------------------------------------------------------
 
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}

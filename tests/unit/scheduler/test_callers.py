@@ -115,7 +115,7 @@ def test_malformed_callers_are_ignored(callers: str) -> None:
     assert failure_texts(caller_rig) == []
 
 
-def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
+def test_a_call_fails_if_its_callers_hold_the_resources() -> None:
     caller_rig = rig(rate_limited=True)
     caller_rig.submit(callers="50/1/holder")
     (check,) = caller_rig.to_supervisor(control_requests.CheckHolders)

@@ -85,7 +85,7 @@ def test_an_unwatched_pipe_does_not_wake(pipes: list[tuple[int, int]]) -> None:
 
 @pytest.mark.usefixtures("occupied_descriptors")
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
-def test_a_process_with_many_descriptors(pipes: list[tuple[int, int]], wait_ns: int) -> None:
+def test_descriptors_above_1023_are_watched(pipes: list[tuple[int, int]], wait_ns: int) -> None:
     waiter = DescriptorWaiter()
     assert waiter._epoll.fileno() > 1023
     (read_fd, writes), _ = pipes

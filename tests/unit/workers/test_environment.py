@@ -127,7 +127,9 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         ('[[3, 11, 2], "1.24.4"]', "has numpy 1.24.4, and a worker needs 1.26 or later.*pack"),
     ],
 )
-def test_the_requirements(script: Callable[[str], Path], printed_text: str, problem: str) -> None:
+def test_an_interpreter_must_meet_the_requirements(
+    script: Callable[[str], Path], printed_text: str, problem: str
+) -> None:
     python = script(f"#!/bin/sh\necho a line of a site package\necho '{printed_text}'\n")
     if not problem:
         assert _check_interpreter(python) == python

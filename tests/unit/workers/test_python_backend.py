@@ -771,7 +771,7 @@ def test_an_error_about_read_only_inputs_in_any_words(
     assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
 
 
-def test_an_error_that_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
+def test_an_error_that_persists_with_copies_is_reported(model: Model, region: Region) -> None:
     model.serve(
         """
         tries = []

@@ -360,11 +360,11 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     assert is_last
     assert outputs["text_output"] == b"abc"
     document = json.loads(outputs["logprobs"])
-    first, second, third = document["content"]
-    assert (first["token"], first["logprob"]) == ("<1>", None)
-    assert second["logprob"] == -9999.0
-    assert [tensor["token_id"] for tensor in second["top_logprobs"]] == [4]
-    assert (third["token"], third["logprob"]) == ("<3>", -1.0)
+    first_entry, second_entry, third_entry = document["content"]
+    assert (first_entry["token"], first_entry["logprob"]) == ("<1>", None)
+    assert second_entry["logprob"] == -9999.0
+    assert [tensor["token_id"] for tensor in second_entry["top_logprobs"]] == [4]
+    assert (third_entry["token"], third_entry["logprob"]) == ("<3>", -1.0)
     assert document["prompt"][0] is None
     assert document["prompt"][1]["rank"] == 5
 
@@ -372,7 +372,7 @@ def test_logprobs_of_an_echoed_prompt() -> None:
 def test_tokens_are_shown_by_their_ids() -> None:
     call = vllm_call(logprobs=1, return_tokens_as_token_ids=True)
     step = {3: logprob_entry(3, -1.0, 2), 4: logprob_entry(4, -0.5, 1)}
-    parts = output(sample("c", [3], finish_reason="stop", logprobs=[step]), finished=True)
+    parts = output(sample("c", [3], finish_reason="stop", logprobs=[step]), is_finished=True)
     (((logprobs,), _),) = VllmAnswer(call, ["logprobs"], []).responses(parts)
     (entry,) = json.loads(logprobs.data[0])["content"]
     assert (entry["token"], entry["token_id"], entry["rank"]) == ("token_id:3", 3, 2)

@@ -138,7 +138,8 @@ class BadWords:
 
     def __init__(self, words: Iterable[str], texts: TokenTexts) -> None:
         self._bytes_of = texts.bytes_of
-        self._words = [word.encode() for word in words]
+        # No text contains a lone surrogate.
+        self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
         # The tokens that contain a whole word, and those that complete a word, by its beginning.
         self._containing = [token for word in self._words for token in texts.containing(word)]

@@ -172,7 +172,7 @@ def _hermes_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 
 def _tagged_calls(lark: Lark, tag: str, rest_rule: str, separator: str) -> CallGrammar:
-    """Return the grammar of calls that begin with the same tag, followed by `rest`."""
+    """Return the grammar of calls that begin with the same tag, followed by `rest_rule`."""
     return CallGrammar([(tag, rest_rule)], lark.text(separator), f"{lark.text(tag)} {rest_rule}")
 
 

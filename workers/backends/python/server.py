@@ -36,8 +36,8 @@ class ServerApi:
     """The API of the server for the model of a worker.
 
     Attributes:
-        running: Whether the model may call others.
-        executing: The requests of the execution in this process, which may be several.
+        can_call: Whether the model may call other models.
+        executing_requests: The requests of the execution in this process, which may be several.
     """
 
     def __init__(self, context: ModelContext) -> None:

@@ -134,7 +134,7 @@ def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[floa
     run(run_dir, scenario)
 
 
-def test_a_viewer_that_missed_a_snapshot_receives_the_whole(
+def test_a_viewer_that_missed_a_snapshot_receives_a_whole_one(
     run_dir: Path, snapshots: list[float]
 ) -> None:
     async def scenario(feed: live.LiveFigures) -> None:

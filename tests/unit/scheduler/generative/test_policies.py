@@ -49,11 +49,11 @@ def test_the_order_of_sequences(
     numbers: tuple[int, int],
 ) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy}), NOW)
-    earlier, later = (
+    earlier_sequence, later_sequence = (
         sequence(number, **{"tokens": 9, **policy_value})
         for number, policy_value in zip(numbers, (first_values, second_values), strict=True)
     )
-    assert rank(earlier) < rank(later)
+    assert rank(earlier_sequence) < rank(later_sequence)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])

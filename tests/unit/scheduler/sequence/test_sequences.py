@@ -257,11 +257,11 @@ def test_3_3_the_timeout_also_rejects_restarted_sequences() -> None:
 def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
     expired_request = rig.request(1, timeout_ns=5 * MS)
-    later = rig.request(1)
+    later_request = rig.request(1)
     rig.pass_time(6 * MS)
     outcomes = rig.outcomes()
     assert outcomes[expired_request] == EXPIRED_TEXT
-    assert "an earlier request of the sequence" in outcomes[later]
+    assert "an earlier request of the sequence" in outcomes[later_request]
     rig.done()
     assert not rig.runs()
     rig.answers()

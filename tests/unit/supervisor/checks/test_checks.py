@@ -195,7 +195,7 @@ def config(*flags: str) -> ServerConfig:
     return server.from_flags(command_line.parse(flags), {}, models_needed=False)
 
 
-def test_facts_of_this_machine(tmp_path: Path) -> None:
+def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
     """No check fails, and known facts of this machine are found."""
     (tmp_path / "models").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as listener:

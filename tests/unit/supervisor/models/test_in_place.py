@@ -3,6 +3,7 @@ removed.
 """
 
 import asyncio
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models import instance_processes
 from shmserve.supervisor.models.instances import (
     Instance,
     InstanceState,
@@ -208,3 +210,27 @@ async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     states = model.instances.states()
     await processes.end()
     assert states == [InstanceState.READY]
+
+
+async def test_a_version_fails_when_the_last_starting_instance_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its other instances were abandoned before, while the addition could still have served."""
+    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
+    processes = Processes()
+    model = await start_version(processes, 1)
+    enlarged = update(model, 2)
+    processes.hanging = True
+    adding = asyncio.ensure_future(model.instances.add(enlarged))
+    await run_loop_turns()
+    processes.hanging = False
+    processes.at_start = lambda child: child.kill(signal.SIGABRT)
+    processes.started[0].kill(signal.SIGABRT)
+    await run_loop_turns()
+    states, failure = model.instances.states(), model.instances.failure
+    model.instances.retire(enlarged.added)
+    await asyncio.gather(adding, return_exceptions=True)
+    problem = model.problem
+    await processes.end()
+    assert (states, failure) == ([InstanceState.FAILED, InstanceState.LOADING], "")
+    assert "ended while loading" in problem

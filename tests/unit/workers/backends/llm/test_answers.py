@@ -578,7 +578,7 @@ def test_a_text_ends_with_its_grammar(scheduler: Scheduler, options: dict[str, A
     assert re.fullmatch("[0-9]{3}", scheduler.text(1))
 
 
-def test_tokens_that_no_grammar_allows_are_no_end(scheduler: Scheduler) -> None:
+def test_a_grammar_without_an_allowed_token_is_an_error(scheduler: Scheduler) -> None:
     (letter,) = TOKENIZER.encode("q").ids
     settings: dict[str, Any] = {"guided_regex": "[0-9]{3}", "allowed_token_ids": [letter]}
     scheduler.add(1, input_ids=PROMPT, temperature=0, **settings)

@@ -36,7 +36,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "message"),
+    ("name", "fields", "message"),
     [
         ("tokenizer_config.json", {"eos_token": ["x"]}, "eos_token: ['x'] is not a string or an"),
         ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
@@ -44,17 +44,18 @@ def edit(path: Path, name: str, **fields: Any) -> None:
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
         ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
         ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
+        ("generation_config.json", {"max_new_tokens": "5"}, "max_new_tokens: '5' is not an int"),
     ],
 )
 def test_a_field_of_another_type_is_refused(
-    tmp_path: Path, name: str, more: dict[str, Any], message: str
+    tmp_path: Path, name: str, fields: dict[str, Any], message: str
 ) -> None:
     path = write_folder(tmp_path / "m")
-    edit(path, name, **more)
-    with pytest.raises(InvalidArgument) as raised:
+    edit(path, name, **fields)
+    with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
-    assert f"{name}: {next(iter(more))}: " in raised.value.message
-    assert message in raised.value.message
+    assert f"{name}: {next(iter(fields))}: " in caught.value.message
+    assert message in caught.value.message
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:

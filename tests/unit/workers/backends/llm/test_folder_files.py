@@ -541,6 +541,13 @@ def test_one_of_several_templates_is_used(
     [
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, {}, "roles must alternate"),
         ("{{ 1 / 0 }}", MESSAGES, {}, "rejects them: division by zero"),
+        ("{{ 1 | tojson(1, 2, none, true, 5) }}", MESSAGES, {}, "rejects them: "),
+        (
+            ROLES,
+            [{"role": "user", "content": "\ud800"}],
+            {},
+            "the prompt has '\\ud800', which is a",
+        ),
         ("{{ messages.append(1) }}", MESSAGES, {}, "rejects them: "),
         ("{% nothing %}", MESSAGES, {}, "rejects them: Encountered unknown tag 'nothing'"),
         (

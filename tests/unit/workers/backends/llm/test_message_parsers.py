@@ -279,7 +279,7 @@ def test_reasoning_is_split(text: str, tools: dict[str, Any]) -> None:
         assert (content, reasoning) == REASONING_TEXTS[text]
 
 
-def test_reasoning_that_the_prompt_has_begun_and_calls() -> None:
+def test_reasoning_may_begin_in_the_prompt_before_calls() -> None:
     text = f"\nHm <tool_call>\n</think>\n\n<tool_call>{JSON}</tool_call>"
     for opening_tag in ("", "<think>"):
         for seed in range(5):

@@ -92,9 +92,9 @@ def test_a_conversation_with_many_objects_is_a_view_of_the_request(
     text = orjson.dumps([{"role": "user", "content": '{"a": 1}'}] * count)
     raw = len(text).to_bytes(4, "little") + text
     request = MagicMock(inputs={"messages": Input("messages", "BYTES", (1,), memoryview(raw))})
-    found = read_inputs(request, 1 << 30, limit)["messages"]
-    assert isinstance(found, memoryview if is_view else str)
-    assert read_whole("messages", found) == text.decode()
+    conversation = read_inputs(request, 1 << 30, limit)["messages"]
+    assert isinstance(conversation, memoryview if is_view else str)
+    assert read_whole("messages", conversation) == text.decode()
 
 
 def test_a_prompt_is_read_without_a_copy_of_its_text() -> None:

@@ -104,6 +104,11 @@ def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
     assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
 
 
+def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
+    texts = TokenTexts(VOCABULARIES["fallback"])
+    assert BadWords(["\ud800"], texts).forbidden_after([]) == []
+
+
 @pytest.mark.parametrize(
     "forbidden_words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]]
 )

@@ -167,11 +167,11 @@ WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", WHOLE_SCHEMAS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_validate_against_the_whole_schema(family: str, case: str) -> None:
-    schema, test_tokenizer, draw = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
+    schema, test_tokenizer, rng = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
     matcher, message_format = grammar(
         family, test_tokenizer, [function("f", schema)], tool_choice="required"
     )
-    texts = [random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(12)]
+    texts = [random_text(matcher.deep_copy(), test_tokenizer, rng) for _ in range(12)]
     assert any(texts)
     for text in filter(None, texts):
         content, calls = parse_calls(text, message_format)
@@ -183,9 +183,13 @@ def test_calls_validate_against_the_whole_schema(family: str, case: str) -> None
 def test_an_optional_text_of_xml_has_no_quotes() -> None:
     test_tokenizer = tokenizer()
     schema = {"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"]}
-    given = [function("f", schema)]
+    given_tools = [function("f", schema)]
     matcher, message_format = grammar(
-        "qwen3_coder", test_tokenizer, given, tool_choice="required", parallel_tool_calls=False
+        "qwen3_coder",
+        test_tokenizer,
+        given_tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
     )
     for value, text in (("fox", "fox"), ('"fox"', '"fox"'), (None, "null")):
         call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n"
@@ -195,7 +199,7 @@ def test_an_optional_text_of_xml_has_no_quotes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "schema", "found"),
+    ("family", "schema", "expected_error"),
     [
         ("pythonic", {"properties": {"a b": FLAG}, "required": ["a b"]}, "'a b'"),
         ("qwen3_coder", {"properties": {"a>b": FLAG}, "required": ["a>b"]}, "'a>b'"),
@@ -203,12 +207,12 @@ def test_an_optional_text_of_xml_has_no_quotes() -> None:
     ],
 )
 def test_schemas_that_a_format_cannot_enforce(
-    family: str, schema: dict[str, Any], found: str
+    family: str, schema: dict[str, Any], expected_error: str
 ) -> None:
-    given = [function("f", schema)]
-    with pytest.raises(InvalidArgument) as raised:
-        grammar(family, tokenizer(), given, tool_choice="required")
-    assert f"the parameters of 'f': {found}" in raised.value.message
+    given_tools = [function("f", schema)]
+    with pytest.raises(InvalidArgument) as caught:
+        grammar(family, tokenizer(), given_tools, tool_choice="required")
+    assert f"the parameters of 'f': {expected_error}" in caught.value.message
     optional = {**schema, "required": []}
     if "properties" in schema:  # an optional parameter is omitted instead
         grammar(family, tokenizer(), [function("f", optional)], tool_choice="required")
