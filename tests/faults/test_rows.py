@@ -313,7 +313,7 @@ def another_object_of_the_same_name(stage: Stage) -> None:
 
 
 def keys_with_tricks(stage: Stage) -> None:
-    """R6: every key names a plain shared memory object."""
+    """Every key names a plain shared memory object."""
     with SharedObject(SIZE) as shared_object:
         link = shared_object.path.with_name(shared_object.name + "-link")
         pipe = shared_object.path.with_name(shared_object.name + "-pipe")
@@ -352,7 +352,7 @@ def keys_with_tricks(stage: Stage) -> None:
 
 
 def objects_of_others(stage: Stage) -> None:
-    """R7: names of other libraries' internal objects are rejected.
+    """Names of other libraries' internal objects are rejected.
 
     The server's memory has no name.
     """

@@ -87,7 +87,7 @@ def test_leaf_modules_import_nothing_of_shmserve() -> None:
 
 
 def test_nothing_pickles() -> None:
-    """R1: no format that executes is imported anywhere."""
+    """No module that unpickles is imported anywhere."""
     files = [*sources("shmserve"), *(path for package in PACKAGES for path in sources(package))]
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)

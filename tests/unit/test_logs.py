@@ -95,7 +95,7 @@ MALICIOUS_TEXT = "x\nE 2026 forged\x1b[31m\u2028\x00\r\udc80" + "y" * (1 << 20)
 
 
 def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
-    """R23: text of a client is escaped and shortened: in messages, in ids and in tracebacks."""
+    """The text of a client is escaped and shortened in messages, ids and tracebacks."""
     logs.configure("role", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", MALICIOUS_TEXT, extra={"request_id": MALICIOUS_TEXT})

@@ -120,9 +120,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing_bytes = 0
         self._offers_upgrade = False  # whether the last request offers another protocol (`Upgrade`)
-        self._idle_start = (
-            loop.time()
-        )  # the end of the last request, or the start of the connection
+        # The end of the last request, or the start of the connection.
+        self._idle_start = loop.time()
         # --- back-pressure
         self.writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None

@@ -98,7 +98,7 @@ def test_streams(server: Server, name: str) -> None:
 
 
 def test_incomplete_messages(server: Server) -> None:
-    """R15: a hundred calls whose messages arrive byte by byte block no other call and leave no
+    """A hundred calls whose messages arrive byte by byte block no other call and leave no
     state.
     """
     partial_request = (

@@ -52,7 +52,7 @@ def infer_one(http: Http, model: str) -> Any:
 
 
 def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> None:
-    """Section 1.8: loading an ensemble loads its step models.
+    """Loading an ensemble loads its step models.
 
     Unloading a step model unloads the ensemble, and loading the model again restores it.
     """
@@ -70,7 +70,7 @@ def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> No
 
 
 def test_unload_dependents(http: Http) -> None:
-    """Section 1.8: without `unload_dependents` the step models stay loaded.
+    """Without `unload_dependents` the step models stay loaded.
 
     With it, models that were loaded only for the ensemble are unloaded.
     """

@@ -1,4 +1,4 @@
-"""Properties of an ensemble's request across all of its processes (section 3.7).
+"""Properties of an ensemble's request across all of its processes.
 
 The properties are its timeout, cancellation and limits, and the sequence parameters of its steps.
 """
@@ -130,7 +130,7 @@ def _add_gated_models(repository: Path) -> None:
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
     server: Server, model: str, expected: list[Any]
 ) -> None:
-    """Section 3.7: the `sequence_*` parameters of a step's response override the request's
+    """The `sequence_*` parameters of a step's response override the request's
     flags for all later steps, and are part of the response.
     """
     seen_fields, parameters = ask_sequence(server, model)
@@ -222,7 +222,7 @@ def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iter
 def test_the_requests_in_flight_of_a_step_are_limited(
     server: Server, model: str, max_requests: int
 ) -> None:
-    """Section 3.7, max_inflight_requests: limits the concurrent requests of a step for all
+    """`max_inflight_requests`: limits the concurrent requests of a step for all
     requests of the ensemble together, also after a decoupled step.
     """
     with ThreadPoolExecutor() as pool:

@@ -198,7 +198,7 @@ def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerCl
 def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
-    """R6: a region is usable over the other listener in the next call, and removed there, too."""
+    """A region is usable over the other listener in the next call, and removed there, too."""
     with SharedObject(2 * SIZE) as shared_object:
         shared_object.write(VALUES)
         for _ in range(5):
@@ -237,7 +237,7 @@ def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
 
 @needs_users
 def test_users(server: Server, client: triton.InferenceServerClient) -> None:
-    """R5: over gRPC on loopback a user sees and uses only its own regions."""
+    """Over gRPC on loopback a user sees and uses only its own regions."""
     with contextlib.ExitStack() as stack:
         alice, bob = (
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
@@ -298,7 +298,7 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 def test_without_a_token_there_is_only_health(
     tokenless_client: triton.InferenceServerClient,
 ) -> None:
-    """R18: without a token every API except health is refused."""
+    """Without a token every API except health is refused."""
     assert tokenless_client.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for send_call in (
@@ -398,7 +398,7 @@ def test_a_restricted_protocol_needs_its_header(
 def test_other_hosts_have_no_regions(
     guarded_server: Server, tokenless_client: triton.InferenceServerClient
 ) -> None:
-    """R3: a listener for other hosts has no regions, not even for a client that has some over
+    """A listener for other hosts has no regions, not even for a client that has some over
     HTTP.
     """
     headers = bearer(TOKEN)

@@ -1,4 +1,4 @@
-"""R15: clients that keep the gRPC gateway waiting for a preface or a request are disconnected."""
+"""Clients that keep the gRPC gateway waiting for a preface or a request are disconnected."""
 
 import contextlib
 import socket

@@ -197,7 +197,7 @@ def test_the_servers_user_needs_no_token(server: Server, folder: Path) -> None:
 
 @needs_users
 def test_a_client_is_identified_by_its_uid(server: Server, folder: Path) -> None:
-    """R18: its regions are its own, and their objects must be."""
+    """A client sees only its own regions, and registers only objects that it owns."""
     path, options = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
     status = pb.SystemSharedMemoryStatusRequest()
     with pytest.raises(PermissionError):

@@ -66,7 +66,7 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
-    """R18: without a token every API except health is refused."""
+    """Without a token every API except health is refused."""
     assert http.get("/v2/health/ready").status == 200
     for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
         for reply in (
@@ -140,7 +140,7 @@ def test_metrics_have_their_own_scope(guarded_server: Server) -> None:
 
 
 def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
-    """R5: register and unregister answer with Triton's text; there is nothing to see or to use."""
+    """Register and unregister respond with Triton's text, and no region is listed or usable."""
     headers = bearer(TOKEN)
     text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to"
     body = {"key": "/nothing", "byte_size": 64}
@@ -210,7 +210,7 @@ def test_the_unix_socket_admits_the_group_with_a_token(
     ],
 )
 def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_error: str) -> None:
-    """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
+    """An address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
     ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
     completed = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
     assert completed.returncode == 2
@@ -219,7 +219,7 @@ def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_e
 
 
 def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
-    """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
+    """Only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
     with socket.socket(socket.AF_UNIX) as stale_socket:
@@ -252,7 +252,7 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
-    """R21: what a browser sends for a name that was made to point here is refused."""
+    """A browser's request for a host name that was made to resolve to this address is refused."""
     with server.http() as http:
         for host in ("evil", f"evil.example:{server.http_port}"):
             assert http.get("/v2", {"Host": host}).status == 421

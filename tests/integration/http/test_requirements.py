@@ -65,7 +65,7 @@ def refusal(send_call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
 
 
 def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
-    """R3: processes communicate over sockets in the run directory, and not over abstract names."""
+    """Processes communicate over sockets in the run directory, and not over abstract names."""
     names = {
         str(connection.laddr)
         for process in server.tree()
@@ -80,7 +80,7 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
 
 
 def test_only_configured_listeners_exist(server: Server) -> None:
-    """R3, R4: on loopback alone, too."""
+    """Holds for a server that listens on loopback only."""
     listening = {
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
         for process in server.tree()
@@ -118,7 +118,7 @@ HEADERS = {
 
 
 def test_headers_only_become_parameters(http: Http, call: Any) -> None:
-    """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
+    """A header that matches the pattern becomes a parameter. A reserved parameter name is
     refused, and other headers are ignored.
     """
     request = request_of("echo_request", ROW, "INT32")
@@ -152,7 +152,7 @@ RESERVED_NAMES = [
 
 @pytest.mark.parametrize("key", RESERVED_NAMES)
 def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
-    """R16: names that start with triton_ are reserved, except for one that gRPC clients may
+    """Names that start with triton_ are reserved, except for one that gRPC clients may
     send."""
     reply = http.infer("echo_request", {**CONSTANT_BODY, "parameters": {key: True}})
     assert reply.status == 400
@@ -177,7 +177,7 @@ UNKNOWN_NAMES = [*LOADABLE_NAMES, "constant\n", "", "x" * 256]
 def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
-    """R17: any model name, in any encoding, names only a folder of the repository."""
+    """Any model name, in any encoding, names only a folder of the repository."""
     titles_before = server.titles()
     escaped_name = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
@@ -209,7 +209,6 @@ def test_a_model_name_cannot_leave_the_repository(
     "version", ["..", "../1", "1/..", "-1", "0x1", "1e0", " 1", "1\x00", "9" * 30]
 )
 def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
-    """R17."""
     escaped_version = "".join(f"%{byte:02x}" for byte in version.encode())
     for path in ("config", "infer", "ready"):
         for version_text in (escaped_version, version if version.isalnum() else escaped_version):
@@ -232,7 +231,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
 def test_files_of_a_load_request_stay_in_their_folder(
     http: Http, call: Any, folder: Path, path: str
 ) -> None:
-    """R17: over both listeners; and what a configuration names must be there too."""
+    """Holds for both listeners; the files that a configuration names must be in the folder, too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
     load_parameters = {
@@ -255,7 +254,7 @@ def test_files_of_a_load_request_stay_in_their_folder(
 
 
 def test_foreign_host_headers_are_refused_at_every_port(server: Server) -> None:
-    """R21: also where metrics are."""
+    """Holds for the metrics port, too."""
     for port, path in ((server.http_port, "/v2"), (server.metrics_port, "/metrics")):
         with contextlib.closing(Http(port)) as http:
             assert http.get(path, {"Host": f"evil.example:{port}"}).status == 421
@@ -279,7 +278,7 @@ def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
 
 
 def test_no_secret_is_seen_anywhere(folder: Path) -> None:
-    """R22: not in the log, a command line, an environment, the run directory, or an answer; and
+    """Not in the log, a command line, an environment, the run directory, or an answer; and
     not when processes start again."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"

@@ -120,7 +120,7 @@ def listener(request: pytest.FixtureRequest) -> str:
 
 @needs_users
 def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
-    """R5: over the Unix socket and over loopback, a user has access only to its own objects."""
+    """Over the Unix socket and over loopback, a user has access only to its own objects."""
     own_user, alice, bob = (User(server, folder, listener, uid) for uid in (OWN_UID, ALICE, BOB))
     with (
         alice.object() as alices_object,
@@ -225,7 +225,7 @@ def maps(worker: psutil.Process) -> str:
 def test_memory_that_others_can_truncate_is_never_mapped(
     server: Server, folder: Path, http: Http
 ) -> None:
-    """R9: memory of untrusted users is read and written by system calls; memory of the server's
+    """Memory of untrusted users is read and written by system calls; memory of the server's
     user is mapped.
     """
     alice = User(server, folder, "unix", ALICE)
@@ -260,7 +260,7 @@ def chaos(shared: SharedObject, size: int, stop: threading.Event) -> None:
 
 @needs_users
 def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folder: Path) -> None:
-    """R9: during 200 requests, the client truncates, extends and punches the object.
+    """During 200 requests, the client truncates, extends and punches the object.
 
     Requests fail or succeed, and no process exits.
     """
@@ -294,7 +294,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
 def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
     server: Server, http: Http
 ) -> None:
-    """R9: a trusted client that truncates its object kills a worker, and possibly the worker of
+    """A trusted client that truncates its object kills a worker, and possibly the worker of
     the retry. Both are replaced, and the region is unregistered as the cause.
     """
     other_pids = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
@@ -325,7 +325,7 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
 
 
 def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
-    """R10: pages that the server must allocate count until the object is removed.
+    """Pages that the server must allocate count until the object is removed.
 
     Pages that the client has allocated do not count.
     """
@@ -365,7 +365,7 @@ def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def test_registrations_have_a_limit(server: Server, http: Http) -> None:
-    """R10: of ten thousand registrations, those beyond the limit fail with 400.
+    """Of ten thousand registrations, those beyond the limit fail with 400.
 
     No descriptor and no object in /dev/shm is leaked.
     """
@@ -427,7 +427,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
 
 
 def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> None:
-    """R11: another thread rewrites the length prefixes of BYTES.
+    """Another thread rewrites the length prefixes of BYTES.
 
     Each request succeeds with consistent lengths or fails.
     """
@@ -473,7 +473,7 @@ with open(os.environ["PICKLED"], "a") as seen:
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    """R1: no process of a server that starts, serves and stops unpickles anything."""
+    """No process of a server that starts, serves and stops unpickles anything."""
     (tmp_path / "sitecustomize.py").write_text(PREEXEC_HOOK)
     repositories.add(tmp_path / "models", "identity")
     seen_file = tmp_path / "seen"

@@ -1,6 +1,4 @@
-"""Implicit state: outputs that become inputs, with every backend that supports it (reference
-3.5).
-"""
+"""Implicit state: outputs that become inputs, with every backend that supports it."""
 
 import warnings
 from collections.abc import Iterator

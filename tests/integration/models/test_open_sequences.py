@@ -1,4 +1,4 @@
-"""Sequences that are open when their server or their model ends (reference 3.3, shutdown)."""
+"""Sequences that are open when their server or their model ends."""
 
 import threading
 from collections import Counter

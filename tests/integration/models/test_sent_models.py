@@ -1,4 +1,4 @@
-"""R18: files in a load request are executed as code; only permitted clients may send them."""
+"""Files in a load request are executed as code; only permitted clients may send them."""
 
 import base64
 import contextlib

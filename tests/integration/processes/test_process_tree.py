@@ -46,7 +46,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, "--gateways=2")
 
 
-def test_workers_end_first_where_memory_is_short(server: Server) -> None:
+def test_workers_are_killed_first_when_memory_is_short(server: Server) -> None:
     def score(title: str) -> int:
         return int(Path(f"/proc/{server.find_one(title).pid}/oom_score_adj").read_text())
 
@@ -73,7 +73,7 @@ def test_every_process_has_a_descriptive_title(server: Server) -> None:
 
 
 def test_nothing_of_the_server_has_a_name_in_shared_memory(server: Server) -> None:
-    """R7: internal memory has no name, so it cannot be registered."""
+    """Internal memory has no name, so it cannot be registered."""
     with Load(server, simple=1, memory=0):
         mapped = {m.path for process in server.tree() for m in process.memory_maps()}
         assert not [path for path in mapped if path.startswith("/dev/shm/")]
@@ -109,7 +109,7 @@ def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
 
 
 def test_no_process_can_gain_privileges(server: Server) -> None:
-    """R24: setuid programs that models run have no more rights than the server."""
+    """Setuid programs that models run have no more rights than the server."""
     for process in server.tree()[1:]:
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "NoNewPrivs:\t1\n" in status, process.cmdline()

@@ -55,7 +55,7 @@ def stats(http: Http, model: str) -> dict[str, Any]:
 def test_a_repeated_request_is_answered_from_the_cache(
     server: Server, http: Http, model: str, size: int
 ) -> None:
-    """Section 3.8: the response is the same, its id the new request's."""
+    """A cached response is the same except for its id, which is that of the new request."""
     array = np.arange(size, dtype=np.float32)
     statistics_before = stats(http, model)
     first_result = infer(server, model, array, request_id="one")
@@ -82,7 +82,6 @@ def test_other_parameters_are_another_request(server: Server) -> None:
 
 
 def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
-    """Section 3.8."""
     for size in (3, LARGE_COUNT):
         array = np.ones(size, np.float32)
         first_output = infer(server, "pipeline", array).as_numpy("OUT")
@@ -160,7 +159,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
 
 
 def test_only_models_with_a_cache_have_cache_metrics(server: Server) -> None:
-    """Section 4: hits, misses and their times, and no summary of whole requests."""
+    """Hits, misses and their times, and no summary of whole requests."""
     array = np.full(3, 11, np.float32)
     for _ in range(3):
         infer(server, "other", array)

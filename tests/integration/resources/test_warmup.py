@@ -1,4 +1,4 @@
-"""Warm-up of real models: what they have seen before the first client's request (section 3.9)."""
+"""Warm-up of real models: what they have seen before the first client's request."""
 
 import json
 import struct

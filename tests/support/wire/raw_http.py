@@ -38,7 +38,7 @@ _DATATYPE = {dtype: name for name, dtype in _NUMPY.items()}
 
 @dataclass(frozen=True)
 class Reply:
-    """A complete response. Its error must not contain internal details of the server (R7)."""
+    """A complete response. Its error must not contain internal details of the server."""
 
     status: int
     headers: http.client.HTTPMessage

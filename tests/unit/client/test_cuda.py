@@ -108,7 +108,7 @@ class SupervisorContext:
     def serve(self, is_answered: Callable[[], bool]) -> None:
         """Play scheduler and worker until a condition holds."""
         while not is_answered():
-            self.drop()
+            self.unmap_dropped()
             self.link.wait(0.05)
             for peer, message in self.link.receive():
                 checked_message = self.listener.check(peer, message, time.monotonic_ns())
@@ -124,7 +124,7 @@ class SupervisorContext:
             return m.Failed(submit.id, worker_reply.code, worker_reply.message, 0, False)
         return m.Finished(submit.id, worker_reply.schema, worker_reply.data)
 
-    def drop(self) -> None:
+    def unmap_dropped(self) -> None:
         """Take the news that a worker gets from the supervisor."""
         while self.processes.workers:
             dropped: MemoryDropped = self.processes.workers.pop(0)
@@ -304,7 +304,7 @@ def test_workers_unmap_the_region_when_the_connection_ends(
     with pytest.raises(shmserve.client.Released, match="closed"):
         region.view("x")
     until("workers are told", lambda: bool(context.processes.workers))
-    context.drop()
+    context.unmap_dropped()
     assert cuda.opened == 0
     # A request that a worker had not begun by then is not run, since no process would close the
     # handle.
@@ -352,7 +352,7 @@ def test_pinned_host_memory(
         with pytest.raises(InvalidArgument, match="has not shared"):
             context.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged_memory, 0, 16))
     until("workers are told", lambda: bool(context.processes.workers))
-    context.drop()
+    context.unmap_dropped()
     assert not cuda.pinned
     client.allocate(TENSORS, pin=True)
     for wrong_value in ({"pin": True}, {"huge_pages": True}):

@@ -102,7 +102,7 @@ def test_without_tokens_every_scope_is_granted() -> None:
 
 
 def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
-    """R22: no token is stored by the server, passed to its processes, or printable."""
+    """No token is stored by the server, passed to its processes, or printable."""
     digests = read_tokens(tokens_file)
     assert set(digests) == {hashlib.sha256(t.encode()).hexdigest() for t in (ADMIN, LIMITED)}
     assert ADMIN not in repr(digests)

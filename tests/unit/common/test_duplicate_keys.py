@@ -1,4 +1,4 @@
-"""R12: a duplicate name in a JSON object is rejected in every JSON body."""
+"""A duplicate name in a JSON object is rejected in every JSON body."""
 
 import json
 from collections.abc import Iterator

@@ -171,7 +171,7 @@ OWN_PEER = Peer(os.geteuid(), groups_of(os.geteuid()))
 def test_which_listeners_have_shared_memory(
     kind: ListenerKind, allows_shm: bool | None, peer: Peer | type[ShmserveError]
 ) -> None:
-    """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
+    """Shared memory is enabled for clients of this host, and for others only by a flag."""
     with tcp_pair() as (server_socket, _):
         assert (
             peer_or_error(
@@ -233,7 +233,7 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
     ],
 )
 def test_foreign_host_names_are_refused_on_loopback(host: str, is_own: bool) -> None:
-    """R21: a web page whose host name resolves to this address must not be served."""
+    """A web page whose host name resolves to this address must not be served."""
     for kind in ListenerKind:
         listener = ListenerRules(
             kind, OPEN_ACCESS, None, frozenset({"box", "*.corp.test", "proxy.example"})

@@ -52,7 +52,7 @@ def policy(**limits: int) -> ShmPolicy:
 def test_the_owner_of_an_object(
     peer: Peer, uid: int, gid: int, mode: int, group: int, owner: Ownership | None
 ) -> None:
-    """R5, row 16: the object must be the client's, or its group the configured one."""
+    """An object must belong to the client or to the configured group."""
     if owner is None:
         with pytest.raises(PermissionDenied) as caught:
             ownership(peer, "/k", uid, gid, mode, group)
@@ -73,7 +73,7 @@ def test_which_clients_may_use_a_region() -> None:
 
 
 def test_regions_are_counted_by_user_and_in_total() -> None:
-    """R10: exceeding the limit is a clear error, and closed regions no longer count."""
+    """Exceeding the limit is a clear error, and closed regions no longer count."""
     quota = RegionQuota(policy(max_regions=3, max_regions_per_uid=2))
     for inode in (1, 2):
         quota.count(1001, 10, (0, inode))
@@ -87,7 +87,7 @@ def test_regions_are_counted_by_user_and_in_total() -> None:
 
 
 def test_bytes_are_counted_by_user_and_in_total() -> None:
-    """R10: bytes are limited, too."""
+    """The number of bytes is limited, too."""
     quota = RegionQuota(policy(max_byte_size=100, max_byte_size_per_uid=60))
     quota.count(1001, 60, (0, 1))
     with pytest.raises(InvalidArgument, match=r"60 of the 60 bytes .*--shm-max-byte-size-per-uid"):
@@ -125,7 +125,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
 
 
 def test_the_quota_is_charged_until_the_object_is_removed() -> None:
-    """R10: unregistering frees no pages and therefore no quota; removing the object does."""
+    """Unregistering frees no pages and therefore no quota; removing the object does."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     with SharedObject(4096) as shared_object:
         status = os.fstat(shared_object.fd)
@@ -145,7 +145,7 @@ def test_the_quota_is_charged_until_the_object_is_removed() -> None:
 
 
 def test_an_unlinked_object_that_is_registered_is_not_gone() -> None:
-    """R10: its memory is held by the registration."""
+    """The registration keeps the memory of the object."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     quota.count(1001, 80, (0, 7))
     quota.charge("/not-there", (0, 7), 80)

@@ -37,7 +37,6 @@ def test_the_size_of_the_cache() -> None:
 def test_wrong_cache_flags_are_refused(
     configs: list[str], byte_size: int | None, expected_error: str
 ) -> None:
-    """Section 3.8."""
     with pytest.raises(InvalidArgument, match=expected_error):
         cache_byte_size(configs, byte_size)
 

@@ -143,7 +143,7 @@ SCOPES = {
 
 
 def test_every_route_has_a_scope() -> None:
-    """R18: each route belongs to one API, the right one, and the way to its handler asks for it."""
+    """Each route belongs to the right API, and its handler is called only with that permission."""
     for route in ROUTES.routes:
         assert route.scope in (*auth_tokens.RESTRICTABLE, auth_tokens.SIGNATURE), route
         (path_end,) = [path_end for path_end in SCOPES if route.path.endswith(path_end)] or [

@@ -115,7 +115,7 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 
 
 def test_corrupted_frames_are_refused() -> None:
-    """R2: a message, schema or memory with changed or missing bytes is a different one, or
+    """A message, schema or memory with changed or missing bytes is a different one, or
     malformed.
     """
     rng = random.Random(3)

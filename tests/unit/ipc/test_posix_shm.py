@@ -37,7 +37,7 @@ def test_a_key_has_one_leading_slash(key: str) -> None:
     ["", "/", "///", "/.", "/..", "/a/b", "/x\0y", "a b", "/" + "a" * 251, "/ünicode", "/../etc"],
 )
 def test_keys_of_other_objects_are_refused(key: str) -> None:
-    """R6: a key names a plain shared memory object."""
+    """A key names a plain shared memory object."""
     with pytest.raises(InvalidArgument, match="invalid shm key"):
         posix_shm.normalize_key("r", key)
 

@@ -1,6 +1,4 @@
-"""Shape keys: requests with equal keys may share a batch (reference sections 3.1 rule 2 and
-3.6).
-"""
+"""Shape keys: requests with equal keys may share a batch."""
 
 from typing import Any
 

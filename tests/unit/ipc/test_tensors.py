@@ -23,7 +23,7 @@ NEAR = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 
 
 @given(NEAR, NEAR, st.integers(0, 2**63 - 1))
 def test_a_range_fits_exactly_when_its_bytes_do(offset: int, size: int, limit: int) -> None:
-    """R8: one function decides whether a range fits."""
+    """One function decides whether a range fits."""
     assert is_within(offset, size, limit) == (offset >= 0 and size >= 0 and offset + size <= limit)
 
 

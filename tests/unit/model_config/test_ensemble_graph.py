@@ -1,4 +1,4 @@
-"""The load-time checks of an ensemble's graph and its step models (section 3.7), with Triton's
+"""The load-time checks of an ensemble's graph and its step models, with Triton's
 texts.
 """
 
@@ -163,7 +163,7 @@ def test_an_optional_input_need_not_be_mapped() -> None:
 
 
 def test_batching_models_and_other_models_may_be_mixed() -> None:
-    """Section 3.7: a composing model's max_batch_size is 0 or at least the ensemble's."""
+    """A composing model's max_batch_size is 0 or at least the ensemble's."""
     build_ensemble(
         step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), fields="max_batch_size: 2"
     )

@@ -459,7 +459,7 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["default_model_filename", "runtime"])
 @pytest.mark.parametrize("file", ["../2/model.py", "/etc/passwd", "a/../../x.py", "..", "a\\0b"])
 def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
-    """R17: a configuration names no file outside of the model."""
+    """A configuration names no file outside of the model."""
     text = f'{PYTHON} {TENSORS} @{field}: "{file}"'
     errors = problems(text)
     expected = f"'{field}' for m must be inside the version folder, got: "

@@ -240,7 +240,7 @@ def test_the_load_for_peers_measures_requests_of_any_size() -> None:
         server.shutdown()
 
 
-def test_each_peer_has_a_request_of_each_model_and_a_program() -> None:
+def test_every_peer_has_a_program_and_a_request_of_each_model() -> None:
     for name, peer in PEERS.items():
         assert peer.request("image").startswith(b"POST ")
         assert bool(peer.request("simple")) == (name != "shmserve, shared memory")

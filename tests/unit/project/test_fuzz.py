@@ -99,7 +99,7 @@ def test_an_unexplained_difference_is_a_finding() -> None:
 @pytest.mark.parametrize("name", targets.TARGETS)
 @given(st.binary(max_size=300))
 def test_any_bytes(name: str, data: bytes) -> None:
-    """R2, R6, R8, R12: any bytes are refused with a text for clients, or parsed to what was
+    """Any bytes are refused with a text for clients, or parsed to what was
     sent.
     """
     targets.TARGETS[name](data)
@@ -107,7 +107,7 @@ def test_any_bytes(name: str, data: bytes) -> None:
 
 @given(requests | tree, st.integers(0, 20))
 def test_any_request(request: Any, tail_size: int) -> None:
-    """R12, R14: any JSON of the protocol's words is refused or adds up."""
+    """Any JSON with the protocol's names is refused or is consistent."""
     targets.http(b"\0" + bytes([tail_size]) + json.dumps(request).encode())
 
 
@@ -123,7 +123,7 @@ def test_any_request(request: Any, tail_size: int) -> None:
 )
 @example("..", {"key": "/..", "byte_size": 1})
 def test_any_registration(name: str, body: dict[str, Any]) -> None:
-    """R6: no registration names anything but a plain object."""
+    """No registration names anything but a plain object."""
     targets.register(name.encode() + b"\n" + json.dumps(body).encode())
 
 
@@ -144,7 +144,7 @@ msgpack_bytes = st.recursive(
 
 @given(st.sampled_from([b"i", b"a", b"m"]), msgpack_bytes)
 def test_any_message(kind: bytes, value: Any) -> None:
-    """R2: data that unpacks as MessagePack is a complete message, or malformed."""
+    """Data that unpacks as MessagePack is a complete message, or malformed."""
     if kind == b"m" and type(value) is list:
         value = [frames.VERSION, *value]
     targets.wire(kind + msgpack.packb(value))
@@ -152,7 +152,7 @@ def test_any_message(kind: bytes, value: Any) -> None:
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_any_host_and_any_token(host: str, token: str) -> None:
-    """R18, R21: no header opens anything by being odd."""
+    """A malformed header gives no access."""
     rules = Authorisation({"ab" * 32: ("inference",)}, {})
     for kind in (ListenerKind.LOOPBACK, ListenerKind.REMOTE):
         access_error = ClientIdentity(ListenerRules(kind, rules, None), None).find_access_error(

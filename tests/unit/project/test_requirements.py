@@ -35,7 +35,7 @@ def find_calls(folder: str) -> list[tuple[Path, ast.Call]]:
 
 @pytest.mark.parametrize("folder", ["shmserve", "workers", "ipc"])
 def test_weights_are_loaded_as_weights_only(folder: str) -> None:
-    """R19: torch.load reads nothing but tensors, in workers alone."""
+    """`torch.load` is called only in workers, and reads only tensors."""
     for path, call in find_calls(folder):
         if ast.unparse(call.func) == "torch.load":
             assert folder == "workers", path
@@ -44,7 +44,7 @@ def test_weights_are_loaded_as_weights_only(folder: str) -> None:
 
 
 def test_the_server_fetches_nothing() -> None:
-    """R20: only the command and its protocol clients send HTTP requests, and Ray's replica, which
+    """Only the command and its protocol clients send HTTP requests, and Ray's replica, which
     asks its own server."""
     for folder in ("shmserve", "workers", "ipc"):
         for path, _, names in os.walk(ROOT / folder):
@@ -64,7 +64,7 @@ def test_the_server_fetches_nothing() -> None:
 
 
 def test_requests_are_parsed_by_the_strict_parser() -> None:
-    """R12: requests are parsed by aiohttp's parser in C, because most smuggling was possible in
+    """Requests are parsed by aiohttp's parser in C, because most smuggling was possible in
     its Python fallback.
     """
     assert HttpRequestParser is not HttpRequestParserPy
@@ -96,7 +96,7 @@ def tensor(name: str, **members: Any) -> dict[str, Any]:
     ],
 )
 def test_numbers_and_names_are_checked_before_memory_is_allocated(inputs: list[Any]) -> None:
-    """R12: doubled names, booleans and floats for numbers, huge numbers, two sources."""
+    """Repeated names, booleans or floats as integers, and huge integers are refused."""
     with pytest.raises((InvalidArgument, JsonFault)):
         read_request({"inputs": inputs})
 
@@ -105,7 +105,7 @@ def test_numbers_and_names_are_checked_before_memory_is_allocated(inputs: list[A
     "key", ["triton_enable_empty_final_response", "triton_final_response", "triton_x"]
 )
 def test_reserved_parameters_are_refused(key: str) -> None:
-    """R16: a client cannot set parameters that the server adds to a request."""
+    """A client cannot set parameters that the server adds to a request."""
     with pytest.raises(ShmserveError, match="reserved for Triton usage"):
         read_request({"inputs": [tensor("INPUT0"), tensor("INPUT1")], "parameters": {key: True}})
 
@@ -114,7 +114,7 @@ def test_reserved_parameters_are_refused(key: str) -> None:
     "spelled_name", ["..", "%2e%2e", "%2E.", "a%2Fb", "..%2Fetc", "%5c..%5c", "a%00b", "."]
 )
 def test_model_names_cannot_escape_their_folder(spelled_name: str) -> None:
-    """R17: however a path is spelled, the repository is not left."""
+    """No spelling of a path leads out of the repository."""
     route = ROUTES.find(f"/v2/repository/models/{spelled_name}/load")
     if route is not None:
         name = route[1][1]

@@ -1,4 +1,4 @@
-"""Several responses to one request (section 3.10).
+"""Several responses to one request.
 
 The worker's slot becomes free independently of the end of the request.
 """

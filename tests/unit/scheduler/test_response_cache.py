@@ -133,7 +133,7 @@ def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
 
 
 def test_hits_keep_the_order_of_requests() -> None:
-    """Section 3.8: with preserve_ordering, hits are ordered, too."""
+    """With preserve_ordering, cached responses are sent in order, too."""
     rig = cached_rig(dynamic_batching={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
@@ -315,7 +315,7 @@ def test_without_a_cache_nothing_is_counted() -> None:
 
 
 def test_arrays_of_other_shapes_have_other_keys() -> None:
-    """Section 3.8: the same bytes with the shapes [1, 4] and [4] are two entries."""
+    """The same bytes with the shapes [1, 4] and [4] are two entries."""
     rig = cached_rig()
     peer = rig.start()
     data = np.arange(4, dtype=np.int8).tobytes()

@@ -28,7 +28,6 @@ def limited_rig(
 
 
 def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
-    """Section 3.9."""
     rig = limited_rig({})
     rig.submit()
     assert (take_messages(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])

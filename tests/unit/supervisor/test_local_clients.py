@@ -54,7 +54,7 @@ def folder() -> Iterator[Path]:
 async def test_one_user_cannot_take_all_connections(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R15: three quarters are for one user, however many come; and again once one has left."""
+    """A user may have three quarters of the connections, and a new one once another has ended."""
     monkeypatch.setattr(fd_limits, "for_local_clients", lambda: MAX_CLIENTS)
     unused: Any = None
     disconnected = asyncio.Event()

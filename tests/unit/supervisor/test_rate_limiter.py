@@ -1,4 +1,4 @@
-"""The rate limiter (section 3.9), and the shares of the response cache."""
+"""The rate limiter, and the shares of the response cache."""
 
 import random
 from collections.abc import Callable

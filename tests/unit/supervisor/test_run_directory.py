@@ -149,7 +149,7 @@ def test_a_second_server_names_the_run_directory_of_the_first(
 
 
 def test_folders_that_are_not_private_are_refused(tmp_path: Path) -> None:
-    """R3: a link, a foreign folder and a folder that others can enter are refused."""
+    """A link, a foreign folder and a folder that others can enter are refused."""
     shared_folder = tmp_path / "shared"
     shared_folder.mkdir(mode=0o755)
     link = tmp_path / "link"

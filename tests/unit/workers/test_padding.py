@@ -41,7 +41,7 @@ def config(padding: dict[str, Any] = PADDING, **fields: Any) -> dict[str, Any]:
     )
 
 
-TORCH = """
+TORCH_MODEL = """
 import torch
 class Net(torch.nn.Module):
     def forward(self, IMAGE, LENGTHS, MASK):
@@ -99,7 +99,7 @@ def test_images_of_224_and_336_share_a_batch(worker: Rig, model_kind: str) -> No
     """
     path = worker.context.version_dir / "model.py"
     if model_kind == "pytorch":
-        path.write_text(TORCH)
+        path.write_text(TORCH_MODEL)
         worker.serve(PytorchBackend(worker.context), config())
     elif model_kind == "python":
         path.write_text(PYTHON_MODEL)
@@ -192,7 +192,7 @@ def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
 def test_a_batch_that_is_padded_is_gathered_without_another_copy(worker: Rig) -> None:
     path = worker.context.version_dir / "model.py"
     path.write_text(
-        TORCH.replace("(3, 3, 336, 336)", "IMAGE.shape").replace("        assert L", "#")
+        TORCH_MODEL.replace("(3, 3, 336, 336)", "IMAGE.shape").replace("        assert L", "#")
     )
     worker.serve(PytorchBackend(worker.context), config())
     images = [np.ones((1, 3, size, size), F32) for size in (224, 336)]

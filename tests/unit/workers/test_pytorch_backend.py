@@ -258,7 +258,7 @@ class Trap:
 
 @pytest.mark.parametrize("file_name", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
 def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, file_name: str) -> None:
-    """R19: no member of an archive is unpickled, whether the whole file or a part is a pickle."""
+    """No member of an archive is unpickled, whether the whole file or a part is a pickle."""
     sprung_marker = tmp_path / "sprung"
     name = "model" + Path(file_name).suffix
     path = worker.context.version_dir / name
@@ -675,12 +675,12 @@ def test_a_write_before_an_exception_is_detected(worker: Rig) -> None:
     )
     serve(worker, vectors({"x": 1}, {"y": 1}))
     region = Region(4096)
-    changed_regions = []
+    was_changed = []
     for value in (0, -9, -9):
         memory_range = region.write(0, data := np.full((1, 1), value, F32))
         worker.batch(inference(tensor("x", data, memory_range)))
-        changed_regions.append(region.read(0, 4) != data.tobytes())
-    assert changed_regions == [
+        was_changed.append(region.read(0, 4) != data.tobytes())
+    assert was_changed == [
         False,
         True,
         False,

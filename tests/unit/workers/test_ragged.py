@@ -1,4 +1,4 @@
-"""Ragged batches (reference section 3.6): the inputs of the model, and how outputs are split."""
+"""Ragged batches: the inputs of the model, and how outputs are split."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def scatter_config(**fields: Any) -> dict[str, Any]:
     return config("BATCH_ACCUMULATED_ELEMENT_COUNT", **fields) | {"batch_output": [split]}
 
 
-TORCH = """
+TORCH_MODEL = """
 import torch
 class Net(torch.nn.Module):
     def forward(self, X, T):
@@ -127,7 +127,7 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model
     """
     path = worker.context.version_dir / "model.py"
     if model_kind == "pytorch":
-        path.write_text(TORCH)
+        path.write_text(TORCH_MODEL)
         worker.serve(PytorchBackend(worker.context), scatter_config())
     else:
         path.write_text(NATIVE_MODEL)

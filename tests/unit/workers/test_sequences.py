@@ -1,4 +1,4 @@
-"""Control inputs and implicit state in a worker (reference 3.3 and 3.5)."""
+"""Control inputs and implicit state in a worker."""
 
 import itertools
 from collections.abc import Iterator

@@ -102,7 +102,7 @@ class Model:
     def predict(self, X: FP32[ndarray, 262144]) -> FP32[ndarray, 262144]:
         return np.add(X, 1, out=self.out[: len(X)])
 """
-TORCH = """
+TORCH_MODEL = """
 import torch
 class Net(torch.nn.Module):
     def __init__(self):
@@ -144,7 +144,7 @@ def test_a_steady_stream_allocates_nothing(
         backend = NativeBackend(worker.context)
         worker.serve(backend, backend.complete_config(model_config([], [])))
     else:
-        path.write_text(TORCH)
+        path.write_text(TORCH_MODEL)
         worker.serve(PytorchBackend(worker.context), config((ROW_SIZE,), 4))
         assert "weights 0.00, inputs" in caplog.text
     assert "is planned at 8.39 MB" in caplog.text
@@ -233,7 +233,7 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
 ) -> None:
     """Uses a fake recorder; a real GPU is not tested here."""
     caplog.set_level(logging.INFO)
-    (worker.context.version_dir / "model.py").write_text(TORCH)
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     fake_recorder = FakeRecorder()
     worker.serve(RecordedBackend(worker.context, fake_recorder), config((3,), 5, **GRAPHS))
     assert (
@@ -255,7 +255,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
         def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    (worker.context.version_dir / "model.py").write_text(TORCH)
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     worker.serve(RecordedBackend(worker.context, FailingRecorder()), config((3,), 5, **GRAPHS))
     assert "runs without CUDA graphs: " in caplog.text and "capturing" in caplog.text
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
@@ -265,7 +265,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
 def test_an_impossible_static_plan_is_reported(
     worker: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (worker.context.version_dir / "model.py").write_text(TORCH)
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text
     RecordedBackend(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
@@ -273,7 +273,7 @@ def test_an_impossible_static_plan_is_reported(
 
 
 def test_graphs_are_recorded_only_on_request(worker: Rig) -> None:
-    (worker.context.version_dir / "model.py").write_text(TORCH)
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     fake_recorder = FakeRecorder()
     worker.serve(RecordedBackend(worker.context, fake_recorder), config((3,), 5))
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))

@@ -182,10 +182,8 @@ class _Sample:
             index, function = call["index"], {"arguments": call["arguments"]}
             head: dict[str, Any] = {}
             if "id" in call:
-                head, function = (
-                    {"id": call["id"], "type": "function"},
-                    {"name": call["name"], **function},
-                )
+                head = {"id": call["id"], "type": "function"}
+                function = {"name": call["name"], **function}
                 self.tool_calls.append({**head, "function": {**function}})
             else:
                 self.tool_calls[index]["function"]["arguments"] += call["arguments"]

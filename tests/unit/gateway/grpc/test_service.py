@@ -26,7 +26,7 @@ ALL_RPCS = {
 
 
 def test_every_rpc_has_a_scope() -> None:
-    """R17: what the protocol has is what the table has, and each belongs to an API."""
+    """The table has exactly the methods of the protocol, and each belongs to an API."""
     assert len(ALL_RPCS) == 22
     assert set(RPCS) == {*ALL_RPCS, *REFLECTION_METHODS}
     for path, rpc in RPCS.items():

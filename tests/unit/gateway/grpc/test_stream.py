@@ -89,7 +89,7 @@ def test_a_queued_refusal_keeps_no_references() -> None:
 
 
 def test_a_client_that_does_not_read_is_disconnected() -> None:
-    """R15: what waits behind a response that is not taken is given up."""
+    """Responses that wait behind one that the client does not read are dropped."""
     cancelled_ids: list[str] = []
 
     class Inferences(FakeInferences):

@@ -1,4 +1,4 @@
-"""R15: the number of connections of one peer is limited, without effect on other peers."""
+"""The number of connections of one peer is limited, without effect on other peers."""
 
 import contextlib
 import os

@@ -149,7 +149,7 @@ def is_closed(connection: socket.socket) -> bool:
     ],
 )
 def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> None:
-    """R12: doubled and odd lengths smuggle nothing."""
+    """Repeated or malformed lengths are refused, so that they smuggle no second request."""
     connection.sendall(raw)
     reply = read_reply(connection)
     assert reply.status == 400 and reply.error.startswith("malformed HTTP request: ")
@@ -199,7 +199,7 @@ def test_heads_that_are_not_utf8_receive_a_response(
 def test_a_huge_content_length_is_no_request_smuggling(
     connection: socket.socket, size: int
 ) -> None:
-    """R12: what follows is neither taken for no body nor for another request."""
+    """The bytes that follow are taken as a body, and not as another request."""
     connection.sendall(head(size) + head(0))
     reply = read_reply(connection)
     assert (reply.status, reply.headers["Connection"]) == (400, "close")
@@ -368,7 +368,7 @@ def test_an_incomplete_head_ends_the_connection(
 
 
 def test_a_slow_head_ends_the_connection(impatient_gateway: Rig) -> None:
-    """R15: headers have a deadline."""
+    """Headers have a deadline."""
     start_s = time.monotonic()
     with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
@@ -431,7 +431,7 @@ def test_small_bodies_have_the_body_timeout(
 
 
 def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
-    """R15: bodies have a deadline."""
+    """Bodies have a deadline."""
     start_s = time.monotonic()
     with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(head(1_000_000))
@@ -452,7 +452,7 @@ def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
 def test_a_client_that_does_not_read_is_disconnected(
     impatient_gateway: Rig, read_size: int
 ) -> None:
-    """R15: responses have a deadline, also for a client that reads a few bytes from time to
+    """Responses have a deadline, also for a client that reads a few bytes from time to
     time.
     """
     large_output = bytes(64 * MIB)
@@ -548,7 +548,7 @@ def make_bomb(name: str) -> bytes:
 
 @pytest.mark.parametrize("name", ["gzip", "deflate"])
 def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
-    """R13: what inflates to more than the limit is given up there."""
+    """Inflating a body stops at the size limit."""
     body = make_bomb(name)
     assert 10_000_000 < len(body) < 11_000_000
     memory_before = memory_of(gateway.process.pid)
@@ -560,7 +560,7 @@ def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
 
 
 def test_failures_leak_no_memory(gateway: Rig) -> None:
-    """R13, R14: memory of a refused body, received or inflated, is released."""
+    """Memory of a refused body, received or inflated, is released."""
     truncated = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
     wrong_cases: list[tuple[bytes, dict[str, str]]] = [
         (truncated, {"Content-Encoding": "gzip"}),
@@ -584,7 +584,7 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
 def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
-    """R12: nesting has a limit."""
+    """The depth of nested values is limited."""
     reply = gateway.http.infer("simple", text.encode())
     assert (reply.status, reply.error) == (
         400,
@@ -593,7 +593,7 @@ def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
 
 
 def test_huge_numbers_of_strings_are_refused(gateway: Rig) -> None:
-    """R12: element counts are checked before memory is taken."""
+    """Element counts are checked before memory is taken."""
     data = (2**31).to_bytes(4, "little")
     reply = gateway.http.infer_binary("text", [("IN", "BYTES", [2**40], data)])
     assert reply.status in (200, 400)  # the worker counts; nothing here is allocated for it
@@ -651,7 +651,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("known_head", [False, True])
 def test_idle_connections_are_evicted(patient_gateway: Rig, known_head: bool) -> None:
-    """R15: many idle or incomplete connections keep no client out, and close no active
+    """Many idle or incomplete connections keep no client out, and close no active
     connection.
     """
     body = simple_body()

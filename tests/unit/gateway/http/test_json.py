@@ -800,7 +800,7 @@ def test_arbitrary_bytes_are_inflated_or_refused(raw: bytes) -> None:
 
 
 def test_compressed_bodies_without_output_are_refused() -> None:
-    """R13: members, or blocks, with nothing in them are not read for ever."""
+    """Reading stops after a limited number of empty members or blocks."""
     empty_streams = gzip.compress(b"") * 100
     with pytest.raises(InvalidArgument, match="mostly overhead"):
         list(Inflater(LIMIT).feed(empty_streams))

@@ -1,4 +1,4 @@
-"""An ensemble's decisions, message by message (section 3.7)."""
+"""An ensemble's decisions, message by message."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_steps_run_one_after_the_other() -> None:
 
 
 def test_every_step_has_the_priority_of_the_request() -> None:
-    """Section 3.7: a step receives any priority, even if its model has no such level."""
+    """A step receives any priority, even if its model has no such level."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit(priority=7)
     for endpoint in ("a", "b"):
@@ -62,7 +62,7 @@ def test_every_step_has_the_priority_of_the_request() -> None:
 
 
 def test_an_error_waits_for_the_steps_that_run() -> None:
-    """Section 3.7: the error is sent once all running steps have ended; no new step begins."""
+    """The error is sent once all running steps have ended; no new step begins."""
     rig = EnsembleRig(FORKED_STEPS, MODELS)
     rig.submit()
     running_steps = rig.runs()
@@ -100,7 +100,7 @@ def test_the_first_error_counts() -> None:
 
 
 def test_a_cancelled_request_begins_no_step() -> None:
-    """Section 3.7: cancellation is checked before each step. Running steps are cancelled."""
+    """Cancellation is checked before each step. Running steps are cancelled."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     running_steps = rig.runs()
@@ -127,7 +127,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
 
 
 def test_a_missing_output_is_a_deadlock() -> None:
-    """Section 3.7: the error text is Triton's."""
+    """The error text is Triton's."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
     plain_rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     for core in (rig, plain_rig):
@@ -184,7 +184,7 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
 
 
 def test_requests_of_a_step_are_limited() -> None:
-    """Section 3.7: max_inflight_requests limits all requests together, in order.
+    """`max_inflight_requests` limits all requests together, in order.
 
     Unlike in Triton, a request waits without a time limit.
     """

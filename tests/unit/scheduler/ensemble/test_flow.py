@@ -83,7 +83,7 @@ def expected_results(graph: Graph, false_tensors: set[str]) -> tuple[set[int], s
 
 @given(graphs(), st.data())
 def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
-    """Section 3.7: holds for every order in which steps end; each value is released once."""
+    """In every order in which steps end, each value is released once."""
     tensor_names = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
     false_tensors = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
     freed_values: list[str] = []

@@ -102,7 +102,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
 
 
 def test_no_step_that_waited_begins_after_a_failure() -> None:
-    """Section 3.7: no new step begins; the failed request frees its place for another request."""
+    """No new step begins; the failed request frees its place for another request."""
     rig, number = begin_stream(max_inflight=1)
     rig.respond("a", number, b"0000")
     rig.respond("a", number, b"0001")

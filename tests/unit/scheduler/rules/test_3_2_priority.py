@@ -106,7 +106,7 @@ def test_a_bound_of_zero_leaves_only_the_servers_bound() -> None:
     assert rig.answers() == []
 
 
-def test_delayed_requests_count_for_their_levels_bound() -> None:
+def test_delayed_requests_count_towards_the_bound_of_their_level() -> None:
     """Rule 3.2.2."""
     rig, _, _ = busy_rig({"default_queue_policy": {**DELAY_POLICY, "max_queue_size": 2}})
     rig.submit(1)

@@ -1,4 +1,4 @@
-"""Very many sequences that are begun and never ended (reference 3.3, idle sequences).
+"""Very many sequences that are begun and never ended.
 
 The table of sequences stays bounded, and other clients are served.
 """

@@ -1,4 +1,4 @@
-"""Rules for both sequence strategies (reference 3.3): ids, slots, backlog, idle sequences."""
+"""Rules for both sequence strategies: ids, slots, backlog, idle sequences."""
 
 from typing import Any
 

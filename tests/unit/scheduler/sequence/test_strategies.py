@@ -1,4 +1,4 @@
-"""The strategies "direct" and "oldest" (reference 3.3, 3.4, 3.5), without processes."""
+"""The strategies "direct" and "oldest", without processes."""
 
 import pytest
 
@@ -157,7 +157,7 @@ def test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch() -> None:
 
 
 def test_delay_scheduler_counts_slots_and_backlog() -> None:
-    """TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER (reference 3)."""
+    """Batches wait for the numbers of slots and of waiting requests that the settings demand."""
     rig = SequenceRig(rows=2, delay_scheduler=3, backlog_delay_scheduler=2)
     rig.request(1, START)
     rig.request(2, START)

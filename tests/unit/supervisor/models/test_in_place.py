@@ -46,7 +46,7 @@ def spec(config_dict: dict[str, Any], files: str = "") -> VersionSpec:
 
 
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
-    """Reference 2: nothing else avoids a full reload."""
+    """Changes of other settings cause a full reload."""
     old_spec = spec(config(group("m_0", 1)))
     assert differ_in_instances_only(old_spec, spec(config(group("m_0", 2), group("g", 1, 0))))
     assert differ_in_instances_only(

@@ -313,7 +313,7 @@ def test_workers_on_the_device_check_the_handle() -> None:
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
-    """R24: an answer of a worker about a handle that other workers were asked about."""
+    """A worker responds about a handle for which only other workers were asked."""
     workers = Workers({0: [10]}, {10: ""})
     send = workers.handles._send
 
