@@ -99,10 +99,10 @@ def _compare(arguments: list[str]) -> int:
     parser.add_argument("after", type=Path, metavar="B.json")
     options = parser.parse_args(arguments)
     try:
-        before, after = results.load(options.before), results.load(options.after)
+        results_before, results_after = results.load(options.before), results.load(options.after)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    sys.stdout.write(rendering.compare(before, after))
+    sys.stdout.write(rendering.compare(results_before, results_after))
     return 0
 
 

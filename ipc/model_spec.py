@@ -442,7 +442,7 @@ class ModelSpec(Document):
     def padding(self) -> Padding | None:
         """Return the padding of the inputs; None: inputs are not padded."""
         text = self.parameters.get(PADDING, "")
-        return Padding.of(text, {each.name: each.dims for each in self.input}) if text else None
+        return Padding.of(text, {entry.name: entry.dims for entry in self.input}) if text else None
 
     @property
     def environment(self) -> str:

@@ -264,16 +264,16 @@ class SchedulerClient(Generic[R]):
         for message in messages:
             self._links.defer(endpoint, message)
 
-    def discard(self, endpoint: str, message: Response, own: Container[int] = ()) -> None:
+    def discard(self, endpoint: str, message: Response, own_memories: Container[int] = ()) -> None:
         """Release the outputs of a response that is not read, which occupy a worker's memory.
 
         Args:
             endpoint: The endpoint of the scheduler that sent the response.
             message: The response.
-            own: The ids of the requester's own memories, for which no `Release` is sent.
+            own_memories: The ids of the requester's own memories, for which no `Release` is sent.
         """
         if not isinstance(message, Failed) and message.data:
-            self.release(endpoint, unread_releases(message.data, own))
+            self.release(endpoint, unread_releases(message.data, own_memories))
 
     # --- from schedulers
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.support.outcomes import Outcomes
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 # The lanes, and the number of pieces of each folder. Pieces are small enough for the lanes to end
 # together, and large enough that shared servers and torch are not started too often. Folders that
 # mostly wait are combined with folders that mostly compute. A lane without pieces takes those of
@@ -44,7 +44,7 @@ MAX_RETRIED = 20
 
 _TEXT_LINES = 12
 # pytest's exit statuses: all tests passed, some failed, no tests were collected.
-_RAN = (0, 1, 5)
+_EXPECTED_STATUSES = (0, 1, 5)
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors")
 _showing = threading.Lock()
 
@@ -57,7 +57,7 @@ class Suite:
 
     def __init__(
         self,
-        folder: Path = HERE,
+        folder: Path = FOLDER,
         lanes: Sequence[dict[str, int]] = LANES,
         options: Sequence[str] = (),
     ) -> None:
@@ -128,7 +128,7 @@ class Suite:
             plugin = ("-p", "tests.support.outcomes", f"--outcomes={file}")
             result = subprocess.run(
                 [*_PYTEST, *plugin, *tests, *self._options],
-                cwd=HERE.parent,
+                cwd=FOLDER.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -137,7 +137,7 @@ class Suite:
                 check=False,
             )
             outcomes = Outcomes.read(file)
-        outcomes.complete &= result.returncode in _RAN
+        outcomes.complete &= result.returncode in _EXPECTED_STATUSES
         with _showing:
             names = " ".join(map(self._shown, tests))
             print(f"== {names}: {time.monotonic() - start_s:.0f} s\n{result.stdout}", flush=True)
@@ -175,7 +175,7 @@ def compile_server() -> None:
     every server that is started would compile it all for half a second.
     """
     for folder in ("shmserve", "shmserve/ipc", "shmserve/workers"):  # two are links: not followed
-        compileall.compile_dir(HERE.parent / folder, quiet=1, workers=0)
+        compileall.compile_dir(FOLDER.parent / folder, quiet=1, workers=0)
 
 
 if __name__ == "__main__":

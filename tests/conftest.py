@@ -137,9 +137,9 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def token_guard() -> Iterator[None]:
     """The code of the server has dropped no memory that it was to hand on, or back."""
-    tokens.LOST.clear()
+    tokens.LOST_TOKENS.clear()
     yield
-    assert not tokens.LOST
+    assert not tokens.LOST_TOKENS
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -164,7 +164,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Add the logs of the running servers to the report of a failure; skip what needs torch."""
     report: pytest.TestReport = yield  # type: ignore[assignment]
     if report.failed:
-        for server in servers.RUNNING:
+        for server in servers.RUNNING_SERVERS:
             report.sections.append((f"log of server {server.pid}", server.log()[-_LOG_END:]))
         _skip_without_torch(report, *(text for _, text in report.sections))
     return report  # type: ignore[return-value]

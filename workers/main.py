@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -144,7 +143,6 @@ class _Worker:
         self._control.send(ConfigCompleted(completed))
 
     def _load(self, config: ModelSpec) -> None:
-        start = time.monotonic()
         backend = self._make_backend(config)
         if config.sequence_batching is not None:
             # Called early, because it raises if a data file cannot be read.
@@ -156,8 +154,7 @@ class _Worker:
         # pages.
         gc.collect()
         gc.freeze()
-        seconds = time.monotonic() - start
-        self._control.send(InstanceLoaded(seconds, backend.checks_ready, _device_byte_size()))
+        self._control.send(InstanceLoaded(backend.checks_ready, _device_byte_size()))
 
     def _make_backend(self, config: ModelSpec) -> Backend:
         if self._environment_error is not None:
@@ -220,9 +217,8 @@ def _set_signals() -> int:
     """Ignore termination signals; return the descriptor to which SIGUSR2 writes stacks."""
     faulthandler.enable()
     stacks_fd = os.memfd_create("stacks", os.MFD_CLOEXEC)
-    fcntl.fcntl(
-        stacks_fd, fcntl.F_SETFL, os.O_APPEND
-    )  # the supervisor truncates the file before it reads it
+    # The supervisor truncates the file before it reads it.
+    fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=stacks_fd, all_threads=True)
     # The supervisor decides when to exit. A handler, because child processes of a model would
     # inherit SIG_IGN.

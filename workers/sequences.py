@@ -374,7 +374,10 @@ class SequenceExecutor(Executor):
 
     def _run(self, open_requests: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
         pairs = zip(open_requests, requests, strict=True)
-        by_key = {open_request.key: _RowRequest(open_request, it) for open_request, it in pairs}
+        by_key = {
+            open_request.key: _RowRequest(open_request, iterator)
+            for open_request, iterator in pairs
+        }
         by_shape: dict[Any, list[_RowRequest]] = {}
         for row in self._rows:
             row_request = by_key.get(row.key)

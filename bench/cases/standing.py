@@ -196,6 +196,8 @@ def _use(server: Server, model: str, instances: int) -> None:
 
 
 def _note_shared_torch(server: Server, notes: list[str]) -> None:
-    others = processes.outsiders_mapping("libtorch_cpu.so", server.pid)
-    if others and server.name == "shmserve":
-        notes.append(f"{others} other processes share torch's pages: memory alone would be higher")
+    other_count = processes.outsiders_mapping("libtorch_cpu.so", server.pid)
+    if other_count and server.name == "shmserve":
+        notes.append(
+            f"{other_count} other processes share torch's pages: memory alone would be higher"
+        )

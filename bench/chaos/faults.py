@@ -64,9 +64,9 @@ class Stage:
             The fault. Its `since` may be set to the time at which the cause was removed.
         """
         fault = self.ledger.begin(fault_name)
-        began = fault.since
+        started_at = fault.since
         yield fault
-        since, fault.since = fault.since, began
+        since, fault.since = fault.since, started_at
         self.ledger.wait_recovered(fault, since, RECOVERY_LIMIT_S, self._is_ready)
 
     def _is_ready(self) -> bool:

@@ -100,16 +100,16 @@ class Fault:
     since: float
     until: float | None = None
 
-    def overlaps(self, began: float, ended: float) -> bool:
+    def overlaps(self, started_at: float, ended: float) -> bool:
         """Return whether the fault may have affected a request between these times."""
-        return self.since <= ended and (self.until is None or began <= self.until)
+        return self.since <= ended and (self.until is None or started_at <= self.until)
 
 
 @dataclass
 class Ledger:
     """The record of a test run, shared by all threads of the run."""
 
-    began: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     correct: Counter[str] = field(default_factory=Counter)
     total_s: dict[str, float] = field(default_factory=dict)
     slowest_s: dict[str, float] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Ledger:
 
     def note(self, text: str) -> None:
         """Record an event for the report."""
-        self.events.append(f"{time.monotonic() - self.began:9.3f}  {text}")
+        self.events.append(f"{time.monotonic() - self.started_at:9.3f}  {text}")
 
     def fail(self, text: str) -> None:
         """Record a failure of the run."""
@@ -148,27 +148,31 @@ class Ledger:
         with self._changed:
             self._served[client] = 0.0
 
-    def record_response(self, load: str, client: str, began: float) -> None:
+    def record_response(self, load: str, client: str, started_at: float) -> None:
         """Record a correct response to a request that began at this time."""
-        duration_s = time.monotonic() - began
+        duration_s = time.monotonic() - started_at
         with self._changed:
             self.correct[load] += 1
             self.total_s[load] = self.total_s.get(load, 0.0) + duration_s
             self.slowest_s[load] = max(duration_s, self.slowest_s.get(load, 0.0))
-            self._served[client] = max(began, self._served[client])
+            self._served[client] = max(started_at, self._served[client])
             self._changed.notify_all()
 
-    def record_error(self, load: str, client: str, began: float, error: str) -> None:
+    def record_error(self, load: str, client: str, started_at: float, error: str) -> None:
         """Record an incorrect or missing response, which is a failure unless a fault allows it."""
         ended = time.monotonic()
         with self._changed:
-            fault_names = [fault.name for fault in self._faults if fault.overlaps(began, ended)]
+            fault_names = [
+                fault.name for fault in self._faults if fault.overlaps(started_at, ended)
+            ]
         rule = next(filter(None, (is_allowed(name, load, error) for name in fault_names)), "")
-        self.note(f"{client}: {error} (asked {ended - began:.3f} s ago)")
+        self.note(f"{client}: {error} (asked {ended - started_at:.3f} s ago)")
         if rule:
             self.refused[load, rule] += 1
         else:
-            self.fail(f"{client}: {error}; asked {ended - began:.3f} s ago, under {fault_names}")
+            self.fail(
+                f"{client}: {error}; asked {ended - started_at:.3f} s ago, under {fault_names}"
+            )
 
     # --- faults
 
@@ -188,32 +192,34 @@ class Ledger:
         A response counts if its request was sent after `since`: the time of the fault, or the time
         at which its cause was removed.
         """
-        last = ""
+        last_late_client = ""
 
         def all_served() -> bool:
-            nonlocal last
-            late = [client for client, began in self._served.items() if began < since]
-            last = late[0] if late else last
-            return self.failed or not late
+            nonlocal last_late_client
+            late_clients = [
+                client for client, started_at in self._served.items() if started_at < since
+            ]
+            last_late_client = late_clients[0] if late_clients else last_late_client
+            return self.failed or not late_clients
 
         with self._changed:
             served = self._changed.wait_for(all_served, within_s)
         while served and not self.failed and not ready():
-            served, last = time.monotonic() < since + within_s, "readiness"
+            served, last_late_client = time.monotonic() < since + within_s, "readiness"
             time.sleep(_STEP_S)
         recovery_s = time.monotonic() - since
         fault.until = time.monotonic() + _GRACE_S
-        self.note(line := f"served after {recovery_s:.3f} s, {last} last: {fault.name}")
+        self.note(line := f"served after {recovery_s:.3f} s, {last_late_client} last: {fault.name}")
         if recovery_s > _SLOW_S:
-            self.slow.append(f"{fault.since - self.began:9.3f}  {line}")
+            self.slow.append(f"{fault.since - self.started_at:9.3f}  {line}")
         if not served:
-            self.fail(f"not served within {within_s:g} s after {fault.name}: {last}")
+            self.fail(f"not served within {within_s:g} s after {fault.name}: {last_late_client}")
         elif not self.failed:
             self.recoveries.setdefault(_kind(fault.name), []).append(recovery_s)
 
 
 def _kind(fault_name: str) -> str:
     """Return the kind of a fault: the first two words of its name, or the kind of a zygote."""
-    first, *words = fault_name.split()
+    first_word, *words = fault_name.split()
     kind = words[-1:] if words[-1:] == ["zygote"] and words[0] != "spare" else words[:1]
-    return " ".join([first, *kind])
+    return " ".join([first_word, *kind])

@@ -146,18 +146,18 @@ OpenClient = Callable[[Server], AbstractContextManager[Infer]]
 # --- the loads
 
 
-def sums(open_client: OpenClient, model: str = "simple") -> OpenLoad:
+def open_sums(open_client: OpenClient, model: str = "simple") -> OpenLoad:
     """Send requests for INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
         def send() -> None:
             rows = rng.randint(1, 4)
-            first = _numbers(rng, np.int32, rows, 16)
-            second = _numbers(rng, np.int32, rows, 16)
-            outputs = infer(model, {"INPUT0": first, "INPUT1": second})
-            expect(outputs["OUTPUT0"], first + second)
-            expect(outputs["OUTPUT1"], first - second)
+            first_input = _numbers(rng, np.int32, rows, 16)
+            second_input = _numbers(rng, np.int32, rows, 16)
+            outputs = infer(model, {"INPUT0": first_input, "INPUT1": second_input})
+            expect(outputs["OUTPUT0"], first_input + second_input)
+            expect(outputs["OUTPUT1"], first_input - second_input)
 
         with open_client(server) as infer:
             yield send
@@ -169,7 +169,7 @@ def _numbers(rng: random.Random, dtype: Any, *shape: int) -> Any:
     return np.random.default_rng(rng.getrandbits(32)).integers(0, 1 << 20, shape).astype(dtype)
 
 
-def function(
+def open_function(
     open_client: OpenClient,
     model: str,
     expected_of: Callable[[Any], Any],
@@ -202,7 +202,7 @@ def function(
     return load
 
 
-def sequences(open_client: OpenClient, model: str) -> OpenLoad:
+def open_sequences(open_client: OpenClient, model: str) -> OpenLoad:
     """Send a complete sequence, and check the sum in each response."""
 
     @contextmanager
@@ -296,7 +296,7 @@ def text(stream: bool) -> OpenLoad:
             )
             if reply.status != 200:
                 raise ErrorResponse(f"{reply.status}: {reply.body.decode()}")
-            generated = _streamed(reply) if stream else reply.json()["choices"][0]["text"]
+            generated = _streamed_text(reply) if stream else reply.json()["choices"][0]["text"]
             expect(generated, _TEXTS.setdefault((prompt, tokens), generated))
 
         with server.http(REQUEST_TIMEOUT_S) as connection:
@@ -305,7 +305,7 @@ def text(stream: bool) -> OpenLoad:
     return load
 
 
-def _streamed(reply: Reply) -> str:
+def _streamed_text(reply: Reply) -> str:
     events = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
     events_json = [json.loads(event) for event in events if event != "[DONE]"]
     for event in events_json:
@@ -364,7 +364,7 @@ def _truncated_region() -> Iterator[None]:
 
 
 @contextmanager
-def in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+def open_in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Send requests whose tensors are in memory of the native client, and check the responses."""
 
     def send() -> None:
@@ -381,7 +381,7 @@ def in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
 
 
 @contextmanager
-def vanishing(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+def open_disconnecting(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Disconnect in the middle of a request, or before its response."""
     body = json.dumps(
         {"inputs": [json_input(f"INPUT{n}", np.ones((1, 16), np.int32)) for n in (0, 1)]}
@@ -408,33 +408,34 @@ class Load(NamedTuple):
 
 
 LOADS = (
-    Load("http-json", sums(_open_json_client)),
-    Load("http-binary", sums(_open_binary_client), 2),
-    Load("grpc-batched", sums(_open_grpc_client)),
-    Load("native-batched", sums(_open_native_client)),
-    Load("http-swap", sums(_open_binary_client, "swap")),
-    Load("native-swap", sums(_open_native_client, "swap")),
+    Load("http-json", open_sums(_open_json_client)),
+    Load("http-binary", open_sums(_open_binary_client), 2),
+    Load("grpc-batched", open_sums(_open_grpc_client)),
+    Load("native-batched", open_sums(_open_native_client)),
+    Load("http-swap", open_sums(_open_binary_client, "swap")),
+    Load("native-swap", open_sums(_open_native_client, "swap")),
     Load(
-        "http-ensemble", function(_open_binary_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT")
+        "http-ensemble",
+        open_function(_open_binary_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT"),
     ),
     Load(
         "native-ensemble",
-        function(_open_native_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT"),
+        open_function(_open_native_client, "pipeline", lambda x: (x + 1) * 2, "IN OUT"),
     ),
-    Load("http-cached", function(_open_json_client, "cached", lambda x: x + 1, different=50)),
-    Load("grpc-limited", function(_open_grpc_client, "limited", lambda x: x * 3)),
-    Load("native-rival", function(_open_native_client, "rival", lambda x: x * 3)),
-    Load("http-sequence", sequences(_open_json_client, "sums_oldest")),
-    Load("grpc-sequence", sequences(_open_grpc_client, "sums_direct")),
-    Load("native-sequence", sequences(_open_native_client, "sums_direct")),
+    Load("http-cached", open_function(_open_json_client, "cached", lambda x: x + 1, different=50)),
+    Load("grpc-limited", open_function(_open_grpc_client, "limited", lambda x: x * 3)),
+    Load("native-rival", open_function(_open_native_client, "rival", lambda x: x * 3)),
+    Load("http-sequence", open_sequences(_open_json_client, "sums_oldest")),
+    Load("grpc-sequence", open_sequences(_open_grpc_client, "sums_direct")),
+    Load("native-sequence", open_sequences(_open_native_client, "sums_direct")),
     Load("native-stream", native_stream),
     Load("grpc-stream", grpc_stream),
     Load("http-text", text(stream=False)),
     Load("http-text-stream", text(stream=True)),
     Load("http-region", in_registered_region(cut=False)),
     Load("http-cut-region", in_registered_region(cut=True)),
-    Load("native-in-place", in_place),
-    Load("http-vanishing", vanishing),
+    Load("native-in-place", open_in_place),
+    Load("http-vanishing", open_disconnecting),
 )
 
 
@@ -514,9 +515,9 @@ class Clients:
                 self._failed(load, name, start_s, error)
             self._stop.wait(_MAX_PAUSE_S)
 
-    def _failed(self, load: Load, name: str, began: float, error: Exception) -> None:
+    def _failed(self, load: Load, name: str, started_at: float, error: Exception) -> None:
         try:
-            self._ledger.record_error(load.name, name, began, as_text(error))
+            self._ledger.record_error(load.name, name, started_at, as_text(error))
         except Exception as unknown:
             self._ledger.fail(f"{name}: {unknown!r}")
             self._stop.set()

@@ -40,16 +40,16 @@ class Connections:
     def run(self, count: int) -> None:
         """Send `count` requests and receive all their responses. Raises RequestFailed."""
         keys = list(self._selector.get_map().values())
-        sent = min(count, len(keys))
-        for key in keys[:sent]:
+        sent_count = min(count, len(keys))
+        for key in keys[:sent_count]:
             _send(key)
         received = 0
         while received < count:
             for key, _ in self._selector.select():
                 _receive(key)
                 received += 1
-                if sent < count:
-                    sent += 1
+                if sent_count < count:
+                    sent_count += 1
                     _send(key)
 
 

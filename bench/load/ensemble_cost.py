@@ -109,10 +109,14 @@ class Chain:
                     {
                         "model_name": name,
                         "model_version": -1,
-                        "input_map": {"X": before},
-                        "output_map": {"Y": after},
+                        "input_map": {"X": input_name},
+                        "output_map": {"Y": output_name},
                     }
-                    for name, before, after in (("a", "I", "s"), ("b", "s", "t"), ("c", "t", "O"))
+                    for name, input_name, output_name in (
+                        ("a", "I", "s"),
+                        ("b", "s", "t"),
+                        ("c", "t", "O"),
+                    )
                 ]
             },
         }

@@ -118,10 +118,10 @@ class Serving:
 
     def run(self) -> float:
         """Run until all generations have ended, and return the seconds that this took."""
-        began = self.clock
+        start_s = self.clock
         while self.step():
             pass
-        return self.clock - began
+        return self.clock - start_s
 
 
 def _scale_to_cpu_time(stepped: Stepped, share: float) -> Stepped:
@@ -170,7 +170,7 @@ def late(rounds: int) -> dict[str, Any]:
             key = served.add(prompt(LATE), 1)
             served.run()
         waits.append(served.times[key][1] - arrived)
-        times = [[t for t in served.times[other] if t >= arrived] for other in other_keys]
+        times = [[t for t in served.times[other_key] if t >= arrived] for other_key in other_keys]
         gaps += [max(b - a for a, b in itertools.pairwise(token_times)) for token_times in times]
     alone = Serving(model())
     alone.add(prompt(LATE), 1)

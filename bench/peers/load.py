@@ -23,7 +23,7 @@ class _Connection:
     socket: socket.socket
     unsent: memoryview
     received: bytes = b""
-    began: float = 0.0
+    started_at: float = 0.0
 
     def send(self) -> bool:
         """Send as much as the socket accepts; return whether bytes are left."""
@@ -59,7 +59,7 @@ def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
             connections[sock.fileno()] = _Connection(
-                sock, memoryview(request), began=time.perf_counter()
+                sock, memoryview(request), started_at=time.perf_counter()
             )
             poll.register(sock, select.EPOLLIN | select.EPOLLOUT)
         end_s = time.perf_counter() + seconds
@@ -74,9 +74,9 @@ def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list
                     poll.modify(descriptor, select.EPOLLIN)
                 if event & ~select.EPOLLOUT and connection.receive():
                     now = time.perf_counter()
-                    times_s.append(now - connection.began)
+                    times_s.append(now - connection.started_at)
                     connection.unsent, connection.received = memoryview(request), b""
-                    connection.began = now
+                    connection.started_at = now
                     if now >= end_s:
                         active -= 1
                     elif connection.send():

@@ -145,9 +145,11 @@ def install(name: str) -> tuple[float, float]:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [str(folder / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
-        before, start_s = size_mb(folder), time.perf_counter()
+        size_before, start_s = size_mb(folder), time.perf_counter()
         subprocess.run([*pip, *PEERS[name].packages], check=True, stderr=subprocess.DEVNULL)
-        record.write_text(json.dumps([time.perf_counter() - start_s, size_mb(folder) - before]))
+        record.write_text(
+            json.dumps([time.perf_counter() - start_s, size_mb(folder) - size_before])
+        )
         # The runtime of the network, which is not a dependency of the server.
         subprocess.run([*pip, "onnxruntime", "numpy"], check=True, stderr=subprocess.DEVNULL)
     seconds, size = json.loads(record.read_text())
@@ -172,10 +174,10 @@ def measure(name: str, model: str, seconds: float) -> list[float]:
         figures = []
         for in_flight in _IN_FLIGHT:
             latencies(port, request, in_flight, _WARM_UP_S)
-            before, start_s = processes.cpu_s(root), time.perf_counter()
+            cpu_before, start_s = processes.cpu_s(root), time.perf_counter()
             times = latencies(port, request, in_flight, seconds)
             rate = len(times) / (time.perf_counter() - start_s)
-            cpu_us = (processes.cpu_s(root) - before) / len(times) * 1e6
+            cpu_us = (processes.cpu_s(root) - cpu_before) / len(times) * 1e6
             figures += [rate, *np.percentile(times, [50, 99]) * 1e3, cpu_us]
         return [processes.pss_mb(root), *figures]
 

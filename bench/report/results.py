@@ -69,12 +69,16 @@ class Row:
 
     def ratio(self) -> Spread | None:
         """Return shmserve / Triton: of the medians, and the extremes of consecutive pairs."""
-        ours, theirs = self.of(US), self.of(PEER)
-        if ours is None or theirs is None or theirs.median <= 0:
+        own_spread, peer_spread = self.of(US), self.of(PEER)
+        if own_spread is None or peer_spread is None or peer_spread.median <= 0:
             return None
         pairs = zip(self.samples[US], self.samples[PEER], strict=False)
         ratios = [a / b for a, b in pairs if b > 0]
-        return Spread(ours.median / theirs.median, min(ratios), max(ratios)) if ratios else None
+        return (
+            Spread(own_spread.median / peer_spread.median, min(ratios), max(ratios))
+            if ratios
+            else None
+        )
 
     def verdict(self) -> str:
         """Return `aim`, `must` or `BELOW`, or "" without a target or a measurement."""

@@ -81,7 +81,9 @@ def _pss_kib(pid: int, kind: str) -> int:
 
 def shm_files(members: list[Process]) -> set[Path]:
     """Return the files of /dev/shm that these processes have mapped and that still have a name."""
-    mapped = {path for p in members for path in _mapped(p.pid) if path.startswith("/dev/shm/")}
+    mapped = {
+        path for p in members for path in _mapped_paths(p.pid) if path.startswith("/dev/shm/")
+    }
     return {Path(path) for path in mapped if os.path.exists(path)}
 
 
@@ -92,7 +94,9 @@ def outsiders_mapping(library: str, root: int) -> int:
     """
     pids = {p.pid for p in tree(root)}
     return sum(
-        any(path.endswith(library) for path in _mapped(pid)) for pid in _pids() if pid not in pids
+        any(path.endswith(library) for path in _mapped_paths(pid))
+        for pid in _pids()
+        if pid not in pids
     )
 
 
@@ -124,7 +128,7 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
 
 
-def _mapped(pid: int) -> set[str]:
+def _mapped_paths(pid: int) -> set[str]:
     try:
         rows = (_PROC / str(pid) / "maps").read_text().splitlines()
     except OSError:

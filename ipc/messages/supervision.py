@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Document):
         return value.source
-    return {each.name: getattr(value, each.name) for each in fields(value)}
+    return {entry.name: getattr(value, entry.name) for entry in fields(value)}
 
 
 def decode_start(cls: type[T], data: bytes) -> T:
@@ -466,7 +466,6 @@ class InstanceLoaded:
     `CheckReady`. `device_byte_size`: its accelerator memory, as far as torch reports it.
     """
 
-    load_s: float
     checks_ready: bool = False
     device_byte_size: int = 0
 

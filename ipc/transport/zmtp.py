@@ -206,11 +206,11 @@ class Connection:
             self.push()
             return
         try:
-            sent = self.sock.send(data)
+            sent_bytes = self.sock.send(data)
         except BlockingIOError:
-            sent = 0
-        if sent < size:
-            self.unsent += data[sent:]
+            sent_bytes = 0
+        if sent_bytes < size:
+            self.unsent += data[sent_bytes:]
             self._update_events()
 
     def push(self) -> None:
@@ -218,8 +218,8 @@ class Connection:
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 with memoryview(self.unsent) as view:
-                    sent = self.sock.send(view[:_READ_SIZE])
-                del self.unsent[:sent]
+                    sent_bytes = self.sock.send(view[:_READ_SIZE])
+                del self.unsent[:sent_bytes]
         self._update_events()
 
     def _update_events(self) -> None:

@@ -308,8 +308,8 @@ class Server:
         Args:
             memory: A name in /dev/shm, an open descriptor (of a memfd, for instance), a
                 `multiprocessing.shared_memory.SharedMemory`, or a region of another process.
-            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. By default a
-                region has its own tensors, and other memory one UINT8 tensor "data".
+            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. By default the
+                tensors of a region, or for other memory one UINT8 tensor "data" of all bytes.
             **options: `offset` in bytes and `pin`, as for `shmserve.client.Server.attach`.
 
         Returns:

@@ -136,18 +136,18 @@ class EventReader:
                 yield from self._report_losses(header, events)
                 continue
             is_silent = False
-            lost = self._gaps.count_before(topic, header.sequence)
+            lost_count = self._gaps.count_before(topic, header.sequence)
             for event in events:
-                yield ReceivedEvent(topic, event, header.time_ns, lost)
-                lost = 0
+                yield ReceivedEvent(topic, event, header.time_ns, lost_count)
+                lost_count = 0
 
     def _report_losses(
         self, header: EventHeader, events: list[SequenceReached]
     ) -> Iterator[ReceivedEvent]:
         for reached in events:
-            lost = self._gaps.count_up_to(reached.topic, reached.sequence)
-            if lost and reached.topic in self._topics:
-                yield ReceivedEvent(reached.topic, None, header.time_ns, lost)
+            lost_count = self._gaps.count_up_to(reached.topic, reached.sequence)
+            if lost_count and reached.topic in self._topics:
+                yield ReceivedEvent(reached.topic, None, header.time_ns, lost_count)
 
     def _next(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]] | None:
         poller = zmq.Poller()

@@ -206,10 +206,10 @@ class Session:
         connects. It is also retried if the on-demand model was unloaded before the request reached
         it. Raises Disconnected.
         """
-        once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
-        if not once and packed is not None and connection.models.needs_load(*packed.model.key):
+        is_once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
+        if not is_once and packed is not None and connection.models.needs_load(*packed.model.key):
             return True
-        if once or not connection.has_successor():
+        if is_once or not connection.has_successor():
             return False
         self._reconnect(connection)
         return True

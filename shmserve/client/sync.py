@@ -237,9 +237,9 @@ class Server:
         Args:
             memory: A name in /dev/shm, an open descriptor (of a memfd, for instance), a
                 `multiprocessing.shared_memory.SharedMemory`, or a region of another process.
-            tensors: Shape and datatype of each tensor, {name: (shape, datatype)}, at multiples of
-                64 bytes from `offset` on. By default a region has its own tensors, and other
-                memory one UINT8 tensor "data".
+            tensors: Shape and datatype of each tensor: {name: (shape, datatype)}. The first tensor
+                begins at `offset`, the others at the next multiple of 64 bytes. By default the
+                tensors of a region, or for other memory one UINT8 tensor "data" of all bytes.
             offset: The position of the first tensor in the memory, in bytes.
             pin: Whether workers on CUDA devices pin the memory.
 

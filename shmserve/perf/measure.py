@@ -29,16 +29,16 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
     return [
-        (after.requests - before.requests) * 1e9 / (after.at_ns - before.at_ns)
-        for before, after in itertools.pairwise(marks)
+        (end_mark.requests - start_mark.requests) * 1e9 / (end_mark.at_ns - start_mark.at_ns)
+        for start_mark, end_mark in itertools.pairwise(marks)
     ]
 
 
 def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
     """Return the mean latency in each window in nanoseconds; 0 for a window without completions."""
     mean_values = []
-    for before, after in itertools.pairwise(marks):
-        window = latencies(records, before, after)
+    for start_mark, end_mark in itertools.pairwise(marks):
+        window = latencies(records, start_mark, end_mark)
         mean_values.append(float(window.mean()) if window.size else 0.0)
     return mean_values
 

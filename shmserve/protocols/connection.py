@@ -113,16 +113,16 @@ class ClientConnection:
             self._unsent.append(memoryview(data))
             return
         try:
-            sent = self._sock.send(data)
+            sent_bytes = self._sock.send(data)
         except _WOULD_BLOCK:
-            sent = 0
+            sent_bytes = 0
         except OSError as error:
             self.close()
             # Deferred, because a callback may send the next request while this one is being sent.
             self._poller.call_soon(partial(self._on_lost, error.strerror or "it failed"))
             return
-        if sent < len(data):
-            self._unsent.append(memoryview(data)[sent:])
+        if sent_bytes < len(data):
+            self._unsent.append(memoryview(data)[sent_bytes:])
             self._poller.change(self._sock.fileno(), READ | WRITE)
 
     def _on_ready(self, events: int) -> None:
@@ -135,9 +135,9 @@ class ClientConnection:
         unsent = self._unsent
         try:
             while unsent:
-                sent = self._sock.send(unsent[0])
-                if sent < len(unsent[0]):
-                    unsent[0] = unsent[0][sent:]
+                sent_bytes = self._sock.send(unsent[0])
+                if sent_bytes < len(unsent[0]):
+                    unsent[0] = unsent[0][sent_bytes:]
                 else:
                     unsent.popleft()
             self._poller.change(self._sock.fileno(), READ)

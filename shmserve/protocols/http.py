@@ -446,12 +446,10 @@ class HttpLane:
 
     def lost(self, reason: str) -> None:
         """Report the exchange in flight, if any, as failed."""
-        was_busy, self._is_busy, self._in_body, self._partial_data = (
-            self._is_busy,
-            False,
-            False,
-            b"",
-        )
+        was_busy = self._is_busy
+        self._is_busy = False
+        self._in_body = False
+        self._partial_data = b""
         if was_busy:
             self.observer.on_end(reason)
 

@@ -240,7 +240,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 )
             case State.EXECUTING | State.RESPONDING:
                 if not keeps_reading:
-                    request.meet(Event.CANCEL)
+                    request.transition(Event.CANCEL)
                 self.executions.cancel(request, keeps_reading)
             case _:
                 pass  # the outcome is decided already

@@ -337,7 +337,9 @@ class ExecutionStats(Table):
         rows = {int(size): [int(n) for n in row] for size, *row in snapshot["batch_sizes"]}
         super().restore({**snapshot, "batch_sizes": {}})
         self.batch_sizes = rows
-        self._copied_bytes = [int(snapshot["copied_bytes"][way]) for way in ("in", "out")]
+        self._copied_bytes = [
+            int(snapshot["copied_bytes"][direction]) for direction in ("in", "out")
+        ]
 
     def last_ms(self, now_ns: int, wall_ns: int) -> int:
         """Return the time of the last execution in ms since the epoch, or 0."""

@@ -93,9 +93,12 @@ class SupervisorContext:
         Returns:
             The number that the receivers acknowledge, except stopped local clients.
         """
+
+        def numbered(number: int) -> ModelPublication | ModelWithdrawn:
+            return replace(message, acknowledge=number)
+
         serves = isinstance(message, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
-        numbered = partial(_with_number, message)
         number = self.control.announce(numbered, *roles, beside=self.local_clients.numbers())
         self.local_clients.announce(numbered(number))
         if isinstance(message, ModelWithdrawn):
@@ -125,9 +128,3 @@ class SupervisorContext:
         except TimeoutError:
             child.kill()
             await child.until_exit()
-
-
-def _with_number(
-    message: ModelPublication | ModelWithdrawn, number: int
-) -> ModelPublication | ModelWithdrawn:
-    return replace(message, acknowledge=number)

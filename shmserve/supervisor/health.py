@@ -110,12 +110,12 @@ class Watchdog:
 
     async def run(self) -> None:
         """Send signs of life until the task is cancelled."""
-        limit_s = self._manager.watchdog_s
+        limit_s, acknowledgements = self._manager.watchdog_s, self._control.acknowledgements
         while limit_s:
             number = self._control.announce(Ping, "gateway", "host")
             try:
                 async with asyncio.timeout(limit_s / 4):
-                    await self._control.until_acknowledged(number)
+                    await acknowledgements.until_acknowledged(number)
             except TimeoutError:
                 logger.error(
                     "the service manager is not notified, and ends this server %g s after the "
@@ -123,7 +123,7 @@ class Watchdog:
                     limit_s,
                     ", ".join(self._missing(number)),
                 )
-                await self._control.until_acknowledged(number)
+                await acknowledgements.until_acknowledged(number)
                 logger.warning("all processes respond again")
             self._manager.alive()
             await asyncio.sleep(limit_s / 2)

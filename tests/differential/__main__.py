@@ -41,7 +41,7 @@ def main(names: list[str]) -> int:
             if isinstance(own_record, str) or isinstance(triton_record, str):
                 texts = [text for text in (own_record, triton_record) if isinstance(text, str)]
             else:
-                texts = judge(differences(own_record, triton_record), script.known)
+                texts = judge(differences(own_record, triton_record), script.known_differences)
             mismatch_count += bool(texts)
             print(f"{'differs' if texts else 'agrees '}  {group.name}/{script.name}", flush=True)
             for text in texts:

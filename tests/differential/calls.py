@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from tests.differential.script import Send
 
-_TIMES = {"ns", "last_inference", "memory_usage"}
+_TIME_FIELDS = {"ns", "last_inference", "memory_usage"}
 
 
 class Call:
@@ -20,7 +20,7 @@ class Call:
         self._client = grpc.InferenceServerClient(address)
         self._messages: list[Any] = []
         self._request = request
-        self.done = False
+        self.is_done = False
         outputs = [grpc.InferRequestedOutput(name) for name in request.outputs] or None
         options: dict[str, Any] = {
             "request_id": request.label,
@@ -45,7 +45,7 @@ class Call:
     ) -> None:
         if result is None:
             self._messages.append({"error": _error(error)})
-            self.done = True
+            self.is_done = True
             return
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
@@ -55,12 +55,12 @@ class Call:
         }
         description["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
         self._messages.append(description | ({"final": final} if self._request.stream else {}))
-        self.done = final or not self._request.stream
+        self.is_done = final or not self._request.stream
 
     def cancel(self) -> None:
         if self._request.stream:
             self._client.stop_stream(cancel_requests=True)
-            self.done = True
+            self.is_done = True
         else:
             self._context.cancel()
 
@@ -125,7 +125,9 @@ def _without_times(source: Any) -> Any:
     omit.
     """
     if isinstance(source, dict):
-        counts = {key: _without_times(value) for key, value in source.items() if key not in _TIMES}
+        counts = {
+            key: _without_times(value) for key, value in source.items() if key not in _TIME_FIELDS
+        }
         return {key: value for key, value in counts.items() if value not in ({}, [], "0", 0)}
     if isinstance(source, list):
         return [_without_times(part) for part in source]

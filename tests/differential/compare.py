@@ -8,7 +8,7 @@ from typing import Any
 from tests.differential.player import Record
 from tests.differential.script import Known
 
-_NOTHING = "(nothing)"
+_NO_VALUE = "(nothing)"
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Difference:
     """One different value; `where` is its path in the record, as in `responses.a.error`."""
 
     where: str
-    ours: Any
-    theirs: Any
+    own_value: Any
+    triton_value: Any
 
     def __str__(self) -> str:
         own_text, triton_text = (
-            _format_value(self.where, side) for side in (self.ours, self.theirs)
+            _format_value(self.where, side) for side in (self.own_value, self.triton_value)
         )
         return f"{self.where}:\n    shmserve {own_text}\n    Triton   {triton_text}"
 
@@ -59,7 +59,7 @@ def _compare_values(where: str, own_value: Any, triton_value: Any) -> Iterator[D
         for key in sorted(own_value.keys() | triton_value.keys()):
             child_path = f"{where}.{key}".lstrip(".")
             yield from _compare_values(
-                child_path, own_value.get(key, _NOTHING), triton_value.get(key, _NOTHING)
+                child_path, own_value.get(key, _NO_VALUE), triton_value.get(key, _NO_VALUE)
             )
     elif (
         isinstance(own_value, list)

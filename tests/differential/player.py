@@ -13,7 +13,7 @@ from tests.support.gates import Gate, Visit
 
 _PATIENCE_S = 20.0
 # How long a state must last to be taken for settled, in looks that wait so long for an execution.
-_LOOKS, _LOOK_S = 4, 0.02
+_STEADY_LOOKS, _LOOK_S = 4, 0.02
 _SETTLED_S = 5.0
 _PENDING = re.compile(
     r'^nv_inference_pending_request_count\{[^}]*model="([^"]+)"[^}]*\} ([0-9.]+)', re.MULTILINE
@@ -68,7 +68,7 @@ class Player:
         return self._record
 
     def _outcomes(self) -> dict[str, Any]:
-        return {label: call.outcome() for label, call in self._calls.items() if call.done}
+        return {label: call.outcome() for label, call in self._calls.items() if call.is_done}
 
     def _take(self, step: Step) -> None:
         match step:
@@ -88,19 +88,19 @@ class Player:
                 self._calls[step.label].cancel()
                 self._settle("")  # Triton counts it until it next looks at its queue
             case Responded():
-                self._until(lambda: self._calls[step.label].done, str(step), hold=True)
+                self._until(lambda: self._calls[step.label].is_done, str(step), hold=True)
             case Elapse():
                 time.sleep(step.seconds)
                 self._settle("")
 
     def _all_done(self) -> bool:
-        return all(call.done for call in self._calls.values())
+        return all(call.is_done for call in self._calls.values())
 
     def _until(self, is_over: Callable[[], bool], awaited: str, hold: bool = False) -> None:
         end = time.monotonic() + _PATIENCE_S
         while not is_over():
             if time.monotonic() > end:
-                unanswered = [label for label, call in self._calls.items() if not call.done]
+                unanswered = [label for label, call in self._calls.items() if not call.is_done]
                 raise TimeoutError(f"{awaited}: no response to {unanswered}")
             if not hold:
                 while self._held:
@@ -122,11 +122,11 @@ class Player:
 
     def _settle(self, step: str) -> None:
         """Wait until each request waits, executes or is done, and that lasts."""
-        end = time.monotonic() + (_SETTLED_S if step else 3 * _LOOKS * _LOOK_S)
+        end = time.monotonic() + (_SETTLED_S if step else 3 * _STEADY_LOOKS * _LOOK_S)
         previous_state, steady_looks = (-1, -1, -1), 0
-        while steady_looks < _LOOKS:
+        while steady_looks < _STEADY_LOOKS:
             self._look()
-            answered_count = sum(call.done for call in self._calls.values())
+            answered_count = sum(call.is_done for call in self._calls.values())
             held_labels = {label for visit in self._held for label in _labels(visit)}
             state = (self._pending(), len(held_labels), answered_count)
             steady_looks = (

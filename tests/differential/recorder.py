@@ -73,9 +73,9 @@ class TritonPythonModel:
     def one(self, request):
 {one}
 '''
-_COPY = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
+_COPY_INPUT = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
 
 
 def text(model: Model) -> str:
-    body = textwrap.dedent(model.one or _COPY).strip("\n")
+    body = textwrap.dedent(model.method_body or _COPY_INPUT).strip("\n")
     return _TEXT.replace("{one}", textwrap.indent(body, " " * 8))

@@ -9,14 +9,15 @@ from tests.support.repositories import DATATYPES
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a script. `one` is the body of `one(self, request)` (recorder.py), none for what
-    copies inputs to outputs; `config` is its config.pbtxt behind the name; `files` are more of
-    its folder.
+    """A model of a script.
+
+    `method_body` is the body of `one(self, request)` in recorder.py; "" copies inputs to outputs.
+    `config` is the model's config.pbtxt behind the name, `files` are further files of its folder.
     """
 
     name: str
     config: str
-    one: str = ""
+    method_body: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -93,14 +94,14 @@ class Known:
 class Script:
     """One scene.
 
-    Each of the `known` differences must occur; one that does not is to be removed. In `unordered`
+    Each of the `known_differences` must occur; one that does not is to be removed. In `unordered`
     scenes several executions run at once in random order.
     """
 
     name: str
     models: Sequence[Model]
     steps: Sequence[Step]
-    known: Sequence[Known] = ()
+    known_differences: Sequence[Known] = ()
     unordered: bool = False
 
 

@@ -16,7 +16,7 @@ from tests.differential.player import Player, Record
 from tests.differential.script import Group, Model
 from tests.support.gates import Gate
 
-PEERS = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-peers"))
+PEERS_FOLDER = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-peers"))
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Watched:
     """A product with additional variables, one of which is the path of the gate."""
 
     product: servers.Product
-    more: Mapping[str, str]
+    variables: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -35,12 +35,12 @@ class Watched:
 
     def environment(self) -> dict[str, str]:
         """Return the product's environment and the additional variables."""
-        return self.product.environment() | {"CUDA_VISIBLE_DEVICES": ""} | dict(self.more)
+        return self.product.environment() | {"CUDA_VISIBLE_DEVICES": ""} | dict(self.variables)
 
 
 def triton() -> TritonFiles:
     """Return the folder of Triton; raise `Missing` if there is none."""
-    return find_triton(PEERS)
+    return find_triton(PEERS_FOLDER)
 
 
 def products() -> list[servers.Product]:

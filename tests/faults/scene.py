@@ -160,7 +160,7 @@ def assert_is_as_it_was(server: Server, state_before: State, more_memory: int) -
 
 
 def assert_recovers(stage: Scene, fault_time: float, within_s: float = RECOVERY_S) -> None:
-    """Check that each client soon has a correct response to a request sent after `since`.
+    """Check that each client soon has a correct response to a request sent after `fault_time`.
 
     No response may have been wrong.
     """

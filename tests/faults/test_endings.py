@@ -72,7 +72,7 @@ def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:
     server = serve()
     with Load(server) as load:
         os.kill(server.pid, signal.SIGSTOP)
-        load.wait_answered(load.answers[-1].ended, 1.0)
+        load.wait_answered(load.answers[-1].ended_at, 1.0)
         victim = server.find_one("worker simple.0")
         victim.kill()
         os.kill(server.pid, signal.SIGCONT)

@@ -21,10 +21,10 @@ from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
 
-ELEMENTS = 50_000
+ELEMENT_COUNT = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
 ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
-LOADS = """\
+INITIALIZE_METHOD = """\
     def initialize(self, args):
         import fcntl
         with open(os.environ["GO"]) as go:
@@ -49,9 +49,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = repository / "first" / "1" / "model.py"
     _, separator, code_after = code.read_text().partition("    def initialize(")
     code.write_text(
-        code.read_text().replace(separator + code_after.partition("execute(")[0], LOADS, 1)
+        code.read_text().replace(
+            separator + code_after.partition("execute(")[0], INITIALIZE_METHOD, 1
+        )
     )
-    fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
+    fixed = [tensor("X", dims=[ELEMENT_COUNT])], [tensor("Y", dims=[ELEMENT_COUNT])]
     add_model(repository, "second", ADD_ONE, *fixed)
     add_model(repository, "third", ADD_ONE)
     steps = [xy_step("first", "IN", "a"), xy_step("second", "a", "b"), xy_step("third", "b", "OUT")]
@@ -81,8 +83,8 @@ class Asking:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._stopped = threading.Event()
-        self.right: list[list[float]] = [[] for _ in range(CLIENTS)]
-        self.wrong: list[str] = []
+        self.response_times: list[list[float]] = [[] for _ in range(CLIENTS)]
+        self.wrong_responses: list[str] = []
         self._threads = [
             threading.Thread(target=self._send_requests, args=(i,)) for i in range(CLIENTS)
         ]
@@ -99,25 +101,25 @@ class Asking:
             thread.join()
 
     def _send_requests(self, client_index: int) -> None:
-        values = np.arange(ELEMENTS, dtype=np.float32) * (client_index + 1)
-        tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
+        values = np.arange(ELEMENT_COUNT, dtype=np.float32) * (client_index + 1)
+        tensors = [("IN", "FP32", [ELEMENT_COUNT], values.tobytes())]
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
             while not self._stopped.is_set():
                 sent_at = time.monotonic()
                 reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
                 if reply.status != 200:
-                    self.wrong.append(f"{reply.status} {reply.error}")
+                    self.wrong_responses.append(f"{reply.status} {reply.error}")
                 elif (reply.tensors()["OUT"] != values + 3).any():
-                    self.wrong.append("wrong values")
+                    self.wrong_responses.append("wrong values")
                 else:
-                    self.right[client_index].append(sent_at)
+                    self.response_times[client_index].append(sent_at)
 
     def wait_right(self, fault_time: float, within_s: float = 10.0) -> None:
-        """Wait until each client has a correct response to a request sent after `since`."""
+        """Wait until each client has a correct response to a request sent after `fault_time`."""
         until(
             "every client has a right answer",
-            lambda: all(times and times[-1] > fault_time for times in self.right),
+            lambda: all(times and times[-1] > fault_time for times in self.response_times),
             within_s,
         )
 
@@ -147,7 +149,7 @@ def test_a_process_dies(server: Server, separate_server: Server, mode: str, vict
             killed_at = time.monotonic()
             wait_replaced(server, old_process, victim, 5.0)
             asking_clients.wait_right(killed_at)
-    assert asking_clients.wrong == []
+    assert asking_clients.wrong_responses == []
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
     assert_is_as_it_was(server, state_before, 0)
 
@@ -203,4 +205,4 @@ def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
     until("it is ready again", lambda: server.answers(ready), RECOVERY_S)
     with Asking(server) as asking_clients:
         pass
-    assert asking_clients.wrong == []
+    assert asking_clients.wrong_responses == []

@@ -509,7 +509,7 @@ CRIMES: dict[str, Crime] = {
 
 @pytest.mark.parametrize("name", CRIMES)
 @pytest.mark.usefixtures("state_before")
-def test_crime(server: Server, name: str) -> None:
+def test_recovery_from_a_crime(server: Server, name: str) -> None:
     crime = CRIMES[name]
     with scene(server, crime.more_memory) as stage:
         crime.commit(stage)

@@ -16,8 +16,14 @@ from tests.support.request_pool import RequestPool, request_pool, values
 from tests.support.servers import Server, Start, wait_exited
 from tests.support.waiting import until
 
-LOADING = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
-DRAINING = ("worker gated.0", "scheduler gated", "gateway http 0", "worker zygote", "front zygote")
+LOADING_VICTIMS = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
+DRAINING_VICTIMS = (
+    "worker gated.0",
+    "scheduler gated",
+    "gateway http 0",
+    "worker zygote",
+    "front zygote",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +45,7 @@ def server(repository: Path, start: Start) -> Server:
     return start(repository, *flags)
 
 
-@pytest.mark.parametrize("victim", LOADING)
+@pytest.mark.parametrize("victim", LOADING_VICTIMS)
 @pytest.mark.parametrize("moment", ["loading", "reloading"])
 def test_while_loading(server: Server, moment: str, victim: str) -> None:
     """Other models are served. The load returns a correct result and can be repeated."""
@@ -121,7 +127,7 @@ def ask_slow(server: Server, pool: RequestPool, value: int) -> list[int]:
     return values(pending.result())
 
 
-@pytest.mark.parametrize("victim", DRAINING)
+@pytest.mark.parametrize("victim", DRAINING_VICTIMS)
 def test_while_draining(repository: Path, victim: str) -> None:
     """The server exits in time with status 0 and leaves no resources."""
     flags = ("--model-control-mode=explicit", "--load-model=simple", "--load-model=gated")

@@ -13,7 +13,7 @@ from tests.support.servers import Server, running
 from tests.support.wire.raw_http import json_input
 
 _LARGE = 250_000  # number of elements, 1 MB in total
-_TIMES = 40
+_REPETITIONS = 40
 
 
 def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> None:
@@ -41,16 +41,16 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(send_request, range(8)))
             bytes_before = resident_bytes(server)["scheduler large"]
-            list(pool.map(send_request, range(_TIMES)))
+            list(pool.map(send_request, range(_REPETITIONS)))
             assert resident_bytes(server)["scheduler large"] < bytes_before + (16 << 20)
         assert server.metric("shmserve_cache_entries", model="large") == 0
-        assert server.metric("nv_cache_num_misses_per_model", model="large") == 8 + _TIMES
+        assert server.metric("nv_cache_num_misses_per_model", model="large") == 8 + _REPETITIONS
         for _ in range(2):
             send_request(1, size=4)
         assert server.metric("nv_cache_num_hits_per_model", model="large") == 1
 
 
-_LIMITED = """
+_LIMITED_GROUP = """
 instance_group [ { kind: KIND_CPU count: 1
   rate_limiter { resources [ { name: "R" count: 1 } ] } } ]
 """
@@ -64,7 +64,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
     for name in ("holder", "other"):
         config = repositories.add_as(repository, name, "gated") / "config.pbtxt"
         lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
-        config.write_text("\n".join([*lines, _LIMITED]))
+        config.write_text("\n".join([*lines, _LIMITED_GROUP]))
 
     def send_request(server: Server, model: str, value: int) -> int:
         with server.http() as http:

@@ -268,7 +268,7 @@ def killed_servers_leave_nothing(stage: Stage) -> None:
         assert not created_since(names_before)
 
 
-ATTACH = """
+ATTACH_SCRIPT = """
 import sys
 from multiprocessing import shared_memory
 shared_memory.SharedMemory(sys.argv[1]).close()
@@ -278,7 +278,9 @@ shared_memory.SharedMemory(sys.argv[1]).close()
 def somebody_attaches_and_unlinks(stage: Stage) -> None:
     """Attach with Python before 3.13, which unlinks an object when the attached program exits."""
     with stage.region("r") as region:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", ATTACH, region.name], check=True)
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", ATTACH_SCRIPT, region.name], check=True
+        )
         with contextlib.suppress(FileNotFoundError):
             region.path.unlink()
         assert stage.infer_in_region("r") == 200
@@ -311,7 +313,7 @@ def another_object_of_the_same_name(stage: Stage) -> None:
 
 
 def keys_with_tricks(stage: Stage) -> None:
-    """R6: every key names a plain shared memory object."""
+    """Every key names a plain shared memory object."""
     with SharedObject(SIZE) as shared_object:
         link = shared_object.path.with_name(shared_object.name + "-link")
         pipe = shared_object.path.with_name(shared_object.name + "-pipe")
@@ -350,7 +352,7 @@ def keys_with_tricks(stage: Stage) -> None:
 
 
 def objects_of_others(stage: Stage) -> None:
-    """R7: names of other libraries' internal objects are rejected.
+    """Names of other libraries' internal objects are rejected.
 
     The server's memory has no name.
     """
@@ -544,7 +546,7 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.parametrize(
     "number", ROWS, ids=[f"row {number}: {row.__name__}" for number, row in ROWS.items()]
 )
-def test_row(server: Server, folder: Path, number: int) -> None:
+def test_recovery_from_a_region_fault(server: Server, folder: Path, number: int) -> None:
     with server.http() as http, request_pool(server) as pool:
         try:
             ROWS[number](Stage(server, http, pool, folder / "socket", folder / "models"))

@@ -26,18 +26,18 @@ from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 IDLE_S = 3
-IDLE = f"max_sequence_idle_microseconds: {IDLE_S}000000"
-DIES = -99  # the model exits when it receives this value
-MANY = 8_000
-STREAMED = 400
-MEMORY = 160 << 20  # bytes that this many requests may leave allocated in three processes
+IDLE_TIME = f"max_sequence_idle_microseconds: {IDLE_S}000000"
+FATAL_VALUE = -99  # the model exits when it receives this value
+SEQUENCE_COUNT = 8_000
+STREAMED_COUNT = 400
+MEMORY_TOLERANCE = 160 << 20  # bytes that this many requests may leave allocated in three processes
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server of a model with two instances of two slots."""
     repository = tmp_path_factory.mktemp("sequences")
-    config = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(2)}"
+    config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls()} }} {instances(2)}"
     repositories.add_as(repository, "summing", "sequencer", config)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
         started.gate.close()
@@ -58,24 +58,24 @@ def add(
 
 
 class CalledModels:
-    """A client that sums up one sequence after the other; `wrong` contains unexpected results."""
+    """A client that sums up one sequence after the other; `wrong_responses` are unexpected."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._stop = threading.Event()
-        self.wrong: list[Any] = []
-        self.lost = 0  # number of sequences whose worker died
-        self.done = 0
+        self.wrong_responses: list[Any] = []
+        self.lost_count = 0  # number of sequences whose worker died
+        self.done_count = 0
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> CalledModels:
         self._thread.start()
-        until("the others are served", lambda: self.done > 3)
+        until("the others are served", lambda: self.done_count > 3)
         return self
 
     def __exit__(self, *_: object) -> None:
-        done_before = self.done
-        until("the others are served", lambda: self.done > done_before + 3)
+        done_before = self.done_count
+        until("the others are served", lambda: self.done_count > done_before + 3)
         self._stop.set()
         self._thread.join()
 
@@ -87,13 +87,13 @@ class CalledModels:
                 try:
                     sums = [add(client, sequence, at + 1, at == 0, at == 3) for at in range(4)]
                 except ShmserveError as error:
-                    self.lost += 1
+                    self.lost_count += 1
                     if "is lost with it" not in str(error) and "was lost when" not in str(error):
-                        self.wrong.append(error)
+                        self.wrong_responses.append(error)
                     continue
-                self.done += 1
+                self.done_count += 1
                 if sums != [1, 3, 6, 10]:
-                    self.wrong.append(sums)
+                    self.wrong_responses.append(sums)
 
 
 @pytest.fixture
@@ -102,7 +102,9 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     state_before = State.of(server)
     with shmserve.client.connect(server.run_dir) as native_client:
         yield native_client
-    until("all is as it was", lambda: not state_before.differences(State.of(server), MEMORY))
+    until(
+        "all is as it was", lambda: not state_before.differences(State.of(server), MEMORY_TOLERANCE)
+    )
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 
@@ -113,7 +115,7 @@ def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.clie
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert add(client, sequence, sequence, start=True) == sequence
     with pytest.raises(ShmserveError) as error_info:
-        add(client, 1, DIES)
+        add(client, 1, FATAL_VALUE)
     assert (
         "the model's worker died, and the state of sequence 1 is lost with it: begin the sequence "
         "again, with the START flag"
@@ -141,7 +143,7 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
         assert add(client, 70, 3, start=True, end=True) == 3
         wait_replaced(server, victim, "worker summing.0")
         until("it is ready", lambda: server.answers("/v2/health/ready"), within_s=RECOVERY_S * 5)
-    assert not called_models.wrong and called_models.lost <= 2
+    assert not called_models.wrong_responses and called_models.lost_count <= 2
 
 
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
@@ -158,7 +160,7 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
     assert [add(client, 80, 1, start=True), add(client, 80, 1, end=True)] == [1, 2]
 
 
-def test_a_client_opens_very_many_and_ends_none(
+def test_a_client_opens_many_sequences_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
@@ -167,7 +169,7 @@ def test_a_client_opens_very_many_and_ends_none(
     with shmserve.client.connect(server.run_dir) as greedy:
         futures: list[Future[Result]] = []
         total = 1
-        for sequence in range(MANY):
+        for sequence in range(SEQUENCE_COUNT):
             futures.append(
                 greedy.infer_async("summing", arrays, sequence=10_000 + sequence, start=True)
             )
@@ -185,10 +187,10 @@ def test_a_client_opens_very_many_and_ends_none(
     until("nothing of it waits", lambda: server.metric("nv_inference_pending_request_count") == 0)
     with CalledModels(server) as called_models:
         pass
-    assert not called_models.wrong and not called_models.lost
+    assert not called_models.wrong_responses and not called_models.lost_count
 
 
-def test_a_stream_opens_very_many_and_ends_none(
+def test_a_stream_opens_many_sequences_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
@@ -200,7 +202,7 @@ def test_a_stream_opens_very_many_and_ends_none(
         http.InferenceServerClient(server.url.removeprefix("http://")) as other_client,
     ):
         greedy.start_stream(lambda result, error: results.put(error))
-        for sequence in range(1, STREAMED):
+        for sequence in range(1, STREAMED_COUNT):
             greedy.async_stream_infer(
                 "summing", [tensor], sequence_id=sequence, sequence_start=True
             )
@@ -236,4 +238,4 @@ def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server)
         assert add(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):
             add(other_client, 5, 1)
-    assert not called_models.wrong and not called_models.lost
+    assert not called_models.wrong_responses and not called_models.lost_count

@@ -14,7 +14,7 @@ from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.streams import count_responses, final_error, send_repeat, stream
 
-LONG = [0] * 3000
+LONG_VALUES = [0] * 3000
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def live(server: Server) -> float:
 )
 def test_a_process_dies(repeating_server: Server, process: str, expected_error: str) -> None:
     with stream(repeating_server) as (client, results):
-        send_repeat(client, LONG, delay_ms=10)
+        send_repeat(client, LONG_VALUES, delay_ms=10)
         results.get(timeout=30)
         victim = repeating_server.find_one(process)
         victim.kill()
@@ -64,14 +64,14 @@ def test_a_disconnecting_client_does_not_affect_another_stream(repeating_server:
         send_repeat(client, list(range(200)), delay_ms=5)
         results.get(timeout=30)
         with stream(repeating_server) as (other_stream, other_results):
-            send_repeat(other_stream, LONG, delay_ms=10)
+            send_repeat(other_stream, LONG_VALUES, delay_ms=10)
             other_results.get(timeout=30)
             assert live(repeating_server) == 2
         until("its request has ended at the worker", lambda: live(repeating_server) == 1)
         assert count_responses(results) == 199
 
 
-def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(
+def test_a_client_that_does_not_read_blocks_only_its_own_stream(
     repeating_server: Server,
 ) -> None:
     gate = threading.Event()
@@ -103,7 +103,7 @@ def test_unloading_waits_for_the_last_response(repeating_server: Server) -> None
 
 def test_stopping_the_server_ends_a_stream(repeating_server: Server) -> None:
     with stream(repeating_server) as (client, results):
-        send_repeat(client, LONG, delay_ms=20)
+        send_repeat(client, LONG_VALUES, delay_ms=20)
         results.get(timeout=30)
         members = repeating_server.tree()
         repeating_server.stop(20)

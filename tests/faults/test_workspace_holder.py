@@ -8,7 +8,7 @@ from tests.support.waiting import until
 from tests.support.workspace_models import add, request_body
 
 MB = 1 << 20
-DEATHS = 3
+DEATH_COUNT = 3
 
 
 def test_the_holder_of_a_workspace_dies(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_holder_of_a_workspace_dies(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(4) as pool:
             futures = [pool.submit(send_requests, 40) for _ in range(4)]
-            for _ in range(DEATHS):
+            for _ in range(DEATH_COUNT):
                 with server.http() as http:
                     assert http.infer("holder", request_body(-9)).status in (500, 503)
                 until("it is ready again", is_ready)

@@ -43,13 +43,13 @@ def main() -> None:
 
 
 def _by_chance(name: str, seconds: int, seed: int) -> None:
-    from tests.fuzz.http2.target import MET
+    from tests.fuzz.http2.target import DIFFERENCE_COUNTS
     from tests.fuzz.targets import TARGETS
 
     corpus = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     count = search(TARGETS[name], corpus, seconds, seed)
     print(f"{count} inputs")
-    for explained, times in MET.most_common():
+    for explained, times in DIFFERENCE_COUNTS.most_common():
         print(f"{times:10} {explained}")
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_LONGEST = 200
+_MAX_INPUT_LENGTH = 200
 
 
 def search(
@@ -34,7 +34,7 @@ def _inputs(corpus: list[bytes], chance: random.Random) -> Iterator[bytes]:
     """Yield random bytes and slightly changed corpus inputs in turn."""
     for number in itertools.count():
         if number % 2 or not corpus:
-            yield chance.randbytes(chance.randrange(1, _LONGEST))
+            yield chance.randbytes(chance.randrange(1, _MAX_INPUT_LENGTH))
             continue
         data = bytearray(chance.choice(corpus))
         for _ in range(chance.randrange(1, 6)):

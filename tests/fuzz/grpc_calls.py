@@ -54,9 +54,9 @@ class _Client:
         self._at = 0
         self._next = 1
         self._open: list[int] = []
-        self.sent: dict[int, list[bytes]] = {}  # whole messages
-        self.rest: dict[int, bytearray] = {}  # bytes that are to be sent
-        self.received: dict[int, bytearray] = {}
+        self.sent_messages: dict[int, list[bytes]] = {}  # whole messages
+        self.unsent_bytes: dict[int, bytearray] = {}  # bytes that are to be sent
+        self.received_bytes: dict[int, bytearray] = {}
 
     def number(self) -> int:
         at = self._at
@@ -80,8 +80,8 @@ class _Client:
 
     def begin(self, path: str) -> None:
         stream, self._next = self._next, self._next + 2
-        self.sent[stream], self.rest[stream] = [], bytearray()
-        self.received[stream] = bytearray()
+        self.sent_messages[stream], self.unsent_bytes[stream] = [], bytearray()
+        self.received_bytes[stream] = bytearray()
         self._open.append(stream)
         block = post(path, *_FIELDS[self.number() % len(_FIELDS)])
         self.scene.send(frame(HEADERS, END_HEADERS, stream, block))
@@ -91,20 +91,20 @@ class _Client:
         stream, choice = self._stream(), self.number()
         data = _MESSAGES[choice % len(_MESSAGES)]
         if choice > 0xF0:
-            self.rest.setdefault(stream, bytearray()).extend(b"\x07" + bytes(4))
+            self.unsent_bytes.setdefault(stream, bytearray()).extend(b"\x07" + bytes(4))
         elif choice > 0xD0:
             compressed = gzip.compress(data, 1)
-            self.rest.setdefault(stream, bytearray()).extend(
+            self.unsent_bytes.setdefault(stream, bytearray()).extend(
                 struct.pack(">BI", 1, len(compressed)) + compressed
             )
         else:
-            self.rest.setdefault(stream, bytearray()).extend(message(data))
-        self.sent.setdefault(stream, []).append(data)
+            self.unsent_bytes.setdefault(stream, bytearray()).extend(message(data))
+        self.sent_messages.setdefault(stream, []).append(data)
 
     def send(self) -> None:
         stream, choice = self._stream(), self.number()
         size = (1, 5, 6, 100, 16384, 16384, 16384)[choice % 7]
-        unsent = self.rest.get(stream, bytearray())
+        unsent = self.unsent_bytes.get(stream, bytearray())
         piece, unsent[:size] = bytes(unsent[:size]), b""
         if choice > 0xE0:
             self._end(stream)
@@ -148,7 +148,7 @@ class _Client:
 
     def _answer(self) -> None:
         for raw, call in self.scene.calls:
-            assert raw == self.sent[call._stream.id][0]
+            assert raw == self.sent_messages[call._stream.id][0]
             call.finish(raw)
         self.scene.calls.clear()
 
@@ -156,9 +156,9 @@ class _Client:
         """Check that the responses equal the requests."""
         for kind, _, stream, payload in self.scene.transport.frames():
             if kind == DATA:
-                self.received[stream] += payload
-        for stream, received_bytes in self.received.items():
-            assert b"".join(map(message, self.sent[stream])).startswith(received_bytes)
+                self.received_bytes[stream] += payload
+        for stream, received_bytes in self.received_bytes.items():
+            assert b"".join(map(message, self.sent_messages[stream])).startswith(received_bytes)
 
 
 async def _run_scenario(data: bytes) -> None:

@@ -67,13 +67,18 @@ from tests.fuzz.http2.target import http2
 
 _LIMIT = 1 << 16
 _INTERNALS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
-_TENSOR = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
+_TENSOR_CONFIG = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
 _MODEL = {"name": "m", "backend": "python", "max_batch_size": 4, "output": []}
 _SIGNATURES = [
-    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR, {**_TENSOR, "name": "INPUT1"}]}), "1"),
-    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR]}), "1"),
     Signature(
-        ModelSpec.of({**_MODEL, "input": [{**_TENSOR, "data_type": "TYPE_STRING", "dims": [1]}]}),
+        ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG, {**_TENSOR_CONFIG, "name": "INPUT1"}]}),
+        "1",
+    ),
+    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG]}), "1"),
+    Signature(
+        ModelSpec.of(
+            {**_MODEL, "input": [{**_TENSOR_CONFIG, "data_type": "TYPE_STRING", "dims": [1]}]}
+        ),
         "1",
     ),
 ]
@@ -95,10 +100,10 @@ class _Bytes:
     """The choices that an input makes, and its remaining bytes."""
 
     def __init__(self, data: bytes) -> None:
-        self.rest = data
+        self.remaining = data
 
     def number(self, size: int) -> int:
-        number_bytes, self.rest = self.rest[:size], self.rest[size:]
+        number_bytes, self.remaining = self.remaining[:size], self.remaining[size:]
         return int.from_bytes(number_bytes, "little")
 
 
@@ -115,21 +120,21 @@ def http(data: bytes) -> None:
         elif kind == 1:
             _compressed(drawn_bytes)
         elif kind == 2:
-            route = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
+            route = ROUTES.find(drawn_bytes.remaining.decode("latin-1"))
             assert route is None or len(route[1]) < 3
         elif kind == 3:
-            text = drawn_bytes.rest.decode("latin-1")
+            text = drawn_bytes.remaining.decode("latin-1")
             size = header_size(text, 1000)
             assert 0 <= size <= 1000
         else:
-            text = drawn_bytes.rest.decode("latin-1")
+            text = drawn_bytes.remaining.decode("latin-1")
             assert preferred_encoding(text) in ("identity", "gzip", "deflate")
             check_encoding(text)
 
 
 def _inference(drawn_bytes: _Bytes) -> None:
     tail_size = drawn_bytes.number(1)
-    body = drawn_bytes.rest
+    body = drawn_bytes.remaining
     signature = _SIGNATURES[tail_size % 3]
     if not body:
         raw_request(signature, bytes(tail_size))
@@ -212,8 +217,8 @@ def _compressed(drawn_bytes: _Bytes) -> None:
     step = drawn_bytes.number(1) + 1
     inflater = Inflater(_LIMIT)
     size = 0
-    for at in range(0, len(drawn_bytes.rest), step):
-        for piece in inflater.feed(drawn_bytes.rest[at : at + step]):
+    for at in range(0, len(drawn_bytes.remaining), step):
+        for piece in inflater.feed(drawn_bytes.remaining[at : at + step]):
             size += len(piece)
             assert size <= _LIMIT
     inflater.finish()
@@ -243,13 +248,13 @@ def register(data: bytes) -> None:
 
 # --- ranges
 
-_EDGES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
+_EDGE_VALUES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
 
 
 def _edge(drawn_bytes: _Bytes) -> int:
     kind = drawn_bytes.number(1)
     if kind < 200:
-        return _EDGES[kind % len(_EDGES)] + (kind // len(_EDGES)) % 5 - 2
+        return _EDGE_VALUES[kind % len(_EDGE_VALUES)] + (kind // len(_EDGE_VALUES)) % 5 - 2
     return drawn_bytes.number(9)
 
 
@@ -280,7 +285,7 @@ def ranges(data: bytes) -> None:
 def _spans(drawn_bytes: _Bytes) -> None:
     spans = WrittenRanges()
     used_spans: list[tuple[int, int]] = []
-    while drawn_bytes.rest:
+    while drawn_bytes.remaining:
         start, size = drawn_bytes.number(1), drawn_bytes.number(1) % 16 + 1
         span = (start, start + size)
         is_free = all(span[1] <= s or e <= span[0] for s, e in used_spans)
@@ -344,8 +349,8 @@ def _check_place(data: bytes | Range) -> None:
 
 # --- messages of local clients to a scheduler
 
-_SEALS = Capabilities(b"k" * KEY_SIZE)
-_GUEST = FIRST_LOCAL_CLIENT + 7
+_CAPABILITIES = Capabilities(b"k" * KEY_SIZE)
+_GUEST_NUMBER = FIRST_LOCAL_CLIENT + 7
 _HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"fuzz")
 
 
@@ -355,8 +360,8 @@ def native(data: bytes) -> None:
     if kind == b"z":
         _check_decoding(_Bytes(content))
     elif kind == b"i":
-        number = _SEALS.local_client(content)
-        assert not number or content.startswith(f"{number}.{_SEALS.token(number)}".encode())
+        number = _CAPABILITIES.local_client(content)
+        assert not number or content.startswith(f"{number}.{_CAPABILITIES.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):
             _check_local_request(Submit(1, *_unpack_message(content), 0, 0, 0, 0))
@@ -370,7 +375,7 @@ def native(data: bytes) -> None:
 def _check_decoding(drawn_bytes: _Bytes) -> None:
     """Check that any split of a stream is decoded to the same messages and to no more bytes."""
     step = drawn_bytes.number(1) + 1
-    stream = _HANDSHAKE * (drawn_bytes.number(1) % 2) + drawn_bytes.rest
+    stream = _HANDSHAKE * (drawn_bytes.number(1) % 2) + drawn_bytes.remaining
     uncut, cut_decoder = zmtp.Decoder(), zmtp.Decoder()
     frames_uncut = uncut.feed(stream)
     pieces = []
@@ -392,11 +397,11 @@ def _check_local_request(submit: Submit) -> None:
     schema.
     """
     for signature in _SIGNATURES:
-        rules = LocalClientRules(_SEALS, signature)
+        rules = LocalClientRules(_CAPABILITIES, signature)
         counted = []
         for _ in range(2):
             with _check_error_text(submit.schema), contextlib.suppress(MalformedMessage):
-                counted.append(rules.validate(_GUEST, submit, 0))
+                counted.append(rules.validate(_GUEST_NUMBER, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
             assert (checked.id, checked.schema, checked.data) == (
@@ -409,12 +414,12 @@ def _check_local_request(submit: Submit) -> None:
             for tensor in inference.inputs:
                 _check_place(tensor.data)
                 if isinstance(tensor.data, Range):
-                    assert _SEALS.owns(_GUEST, tensor.data.memory)
+                    assert _CAPABILITIES.owns(_GUEST_NUMBER, tensor.data.memory)
                 elif item := ITEM_SIZE[tensor.datatype]:
                     assert len(tensor.data) == item * math.prod(tensor.shape)
             for output in inference.outputs:
-                assert output.memory_range is None or _SEALS.owns(
-                    _GUEST, output.memory_range.memory
+                assert output.memory_range is None or _CAPABILITIES.owns(
+                    _GUEST_NUMBER, output.memory_range.memory
                 )
 
 

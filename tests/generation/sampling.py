@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chi2_contingency
 from transformers import AutoModelForCausalLM
 
-from tests.generation.speculation import LEAST
+from tests.generation.speculation import MIN_P_VALUE
 from tests.rigs.llm_rig import llm_rig
 from tests.support.hf_folders import write_folder
 
@@ -24,25 +24,25 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.5, "min_p": 0.05},
     {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
 )
-_SAMPLES = 128  # samples of one request
-_FEWEST = 10  # texts with fewer occurrences in both samples are counted together
+_SAMPLE_COUNT = 128  # samples of one request
+_MIN_OCCURRENCES = 10  # texts with fewer occurrences in both samples are counted together
 # Without these values transformers uses its presets.
-_OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+_NO_FILTERS = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 def sample_here(
     path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int
 ) -> list[Any]:
-    engine = {"kv_cache_blocks": 4 * _SAMPLES}
+    engine = {"kv_cache_blocks": 4 * _SAMPLE_COUNT}
     p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
-        for key in range(1, -(-texts // _SAMPLES) + 1):
+        for key in range(1, -(-texts // _SAMPLE_COUNT) + 1):
             request: dict[str, Any] = {
                 "input_ids": PROMPT,
                 "max_tokens": LENGTH,
                 "ignore_eos": True,
             }
-            scheduler.add(key, **request, **settings, n=_SAMPLES, seed=seed + key)
+            scheduler.add(key, **request, **settings, n=_SAMPLE_COUNT, seed=seed + key)
             scheduler.run()
             tokens = scheduler.tokens(key)
             p_values += zip(*[iter(tokens)] * LENGTH, strict=True)
@@ -57,7 +57,7 @@ def sample_with_transformers(
     model.generation_config.eos_token_id = None
     ids = torch.tensor([PROMPT])
     options = {
-        **_OFF,
+        **_NO_FILTERS,
         **settings,
         "max_new_tokens": LENGTH,
         "num_return_sequences": texts,
@@ -78,7 +78,7 @@ def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: in
     own_counts = Counter(sample_here(path, rig, settings, texts, seed))
     reference_counts = Counter(sample_with_transformers(path, settings, texts, seed))
     total_counts = own_counts + reference_counts
-    likely = [text for text, count in total_counts.items() if count >= _FEWEST]
+    likely = [text for text, count in total_counts.items() if count >= _MIN_OCCURRENCES]
     table = [[counts[text] for text in likely] for counts in (own_counts, reference_counts)]
     table = [[*row, texts - sum(row) + 1] for row in table]
     assert len(likely) >= 5, f"{settings}: texts are too various to be compared"
@@ -93,6 +93,6 @@ def run(size: int, first_seed: int = 0) -> str:
         for number, settings in enumerate(SETTINGS):
             p_value = chance(path, Path(folder) / f"rig{number}", settings, size, first_seed)
             p_values[str(settings)] = p_value
-            assert p_value > LEAST, f"{settings}: p = {p_value:g}"
+            assert p_value > MIN_P_VALUE, f"{settings}: p = {p_value:g}"
     summary = ", ".join(f"{settings} {p_value:.3f}" for settings, p_value in p_values.items())
     return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {summary}"

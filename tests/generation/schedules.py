@@ -33,12 +33,12 @@ from tests.support.generative_worker import GenerativeWorker
 from tests.support.hf_folders import write_folder
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-_ENDS = (0,)
+_END_TOKENS = (0,)
 _TOKENS = range(3, 320)
-_REQUESTS = 120  # number of requests from which the schedules draw
-_LONGEST, _MAX_NEW_TOKENS = 48, 8  # tokens of a prompt, and behind it
-_NOTHING = array("i")
-_SAMPLED: tuple[dict[str, Any], ...] = (
+_REQUEST_COUNT = 120  # number of requests from which the schedules draw
+_MAX_PROMPT_TOKENS, _MAX_NEW_TOKENS = 48, 8  # tokens of a prompt, and behind it
+_NO_TOKENS = array("i")
+_SAMPLED_SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9},
     {"temperature": 1.4, "top_k": 40, "top_p": 0.9},
@@ -49,7 +49,7 @@ Bits = dict[tuple[int, int], bytes]  # the bits of the logits, by sample and num
 
 class PlannedRequest(NamedTuple):
     prompt: tuple[int, ...]
-    most: int
+    max_tokens: int
     samples: int
 
 
@@ -91,9 +91,9 @@ class ModelWorker(GenerativeWorker):
                 parameters = GenerationParameters(
                     max_tokens=self.most[begin.key],
                     seed=sum(tokens),
-                    **_SAMPLED[sum(tokens) % len(_SAMPLED)],
+                    **_SAMPLED_SETTINGS[sum(tokens) % len(_SAMPLED_SETTINGS)],
                 )
-                self._prompts[begin.key] = Prompt(begin.key, tokens, parameters, _ENDS)
+                self._prompts[begin.key] = Prompt(begin.key, tokens, parameters, _END_TOKENS)
         return self.engine.step(step)
 
 
@@ -110,7 +110,7 @@ class ModelRig(EngineRig):
         return self.worker.engine.bits
 
     def submit_request(self, request: PlannedRequest) -> Generation[None]:
-        generation = self.submit(request.prompt, request.most, samples=request.samples)
+        generation = self.submit(request.prompt, request.max_tokens, samples=request.samples)
         assert generation is not None
         return generation
 
@@ -126,11 +126,14 @@ def model(family: str) -> Transformer:
 def requests() -> list[PlannedRequest]:
     """Return all requests of the schedules, many with a common prefix."""
     draw = random.Random(1)
-    prompt_beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
+    prompt_beginnings = [draw.choices(_TOKENS, k=_MAX_PROMPT_TOKENS) for _ in range(4)]
     requests: list[PlannedRequest] = []
-    for _ in range(_REQUESTS):
+    for _ in range(_REQUEST_COUNT):
         begin = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
-        prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
+        prompt = [
+            *begin,
+            *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(begin))),
+        ]
         max_tokens = draw.randint(1, _MAX_NEW_TOKENS)
         requests.append(PlannedRequest(tuple(prompt), max_tokens, draw.choice((1, 1, 1, 2, 4))))
     return requests
@@ -149,7 +152,7 @@ def run_alone(
             # Each sample computes the last token itself, after the shared prefix.
             rig.submit(request.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(request.prompt, request.most, {sample: _NOTHING}, samples=1)
+        generation = rig.submit(request.prompt, request.max_tokens, {sample: _NO_TOKENS}, samples=1)
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]
@@ -171,7 +174,7 @@ class Schedule:
         self._family = draw.choice(FAMILIES)
         self._seats = draw.choice((8, 8, 8, 32))
         block_size = draw.choice((1, 4, 16))
-        all_blocks = self._seats * -(-(_LONGEST + _MAX_NEW_TOKENS) // block_size)
+        all_blocks = self._seats * -(-(_MAX_PROMPT_TOKENS + _MAX_NEW_TOKENS) // block_size)
         settings = EngineSettings(
             block_size=block_size,
             max_batch_size=self._seats,
@@ -202,7 +205,7 @@ class Schedule:
                 key = draw.choice(list(submitted))
                 cancelled.add(key)
                 rig.engine.cancel(rig.generations[key])
-            rig.turn()
+            rig.run_turn()
         rig.drain()
         for key, request in submitted.items():
             self._compare(key, request, key in cancelled)

@@ -10,11 +10,11 @@ from typing import Any
 from tests.rigs.llm_rig import llm_rig
 from tests.support.hf_folders import write_folder
 
-_DEEPEST = 4
-_TOGETHER = 20
+_MAX_DEPTH = 4
+_CONCURRENT_REQUESTS = 20
 _MAX_TOKENS = 480  # tokens of an answer: a random model takes its time
 _WORDS = ("red", "green", "naïve", 'a "b"', "東京", "")
-_NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
+_NGRAM_SETTINGS = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
 
 
 def draw_schema(draw: random.Random, depth: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def problem(value: Any, schema: dict[str, Any]) -> str:
-    """Return why a value does not match a schema that was `drawn`, or ""."""
+    """Return why a value does not match a schema of `draw_schema`, or ""."""
     if "anyOf" in schema:
         problems = [problem(value, option) for option in schema["anyOf"]]
         return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"
@@ -132,7 +132,7 @@ def answers(
     path: Path, rig: Path, schemas: list[dict[str, Any]], speculates: bool
 ) -> tuple[list[str], int]:
     """Return the answer to each schema, generated concurrently, and the number of tokens."""
-    engine = {"kv_cache_blocks": 128 * len(schemas), **(_NGRAM if speculates else {})}
+    engine = {"kv_cache_blocks": 128 * len(schemas), **(_NGRAM_SETTINGS if speculates else {})}
     with llm_rig(rig, path, engine, draft=3 if speculates else 0) as scheduler:
         for key, schema in enumerate(schemas, 1):
             form = {"type": "json_schema", "json_schema": {"schema": schema}}
@@ -150,16 +150,16 @@ def answers(
 def run(size: int, first_seed: int = 0) -> str:
     """Check this number of schemas. Raises AssertionError for an invalid answer."""
     draw = random.Random(first_seed)
-    expected = [draw_schema(draw, number % (_DEEPEST + 1)) for number in range(size)]
+    expected = [draw_schema(draw, number % (_MAX_DEPTH + 1)) for number in range(size)]
     tokens = 0
     with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:
         path = write_folder(Path(folder) / "model")
-        for begin in range(0, size, _TOGETHER):
-            schemas = expected[begin : begin + _TOGETHER]
+        for begin in range(0, size, _CONCURRENT_REQUESTS):
+            schemas = expected[begin : begin + _CONCURRENT_REQUESTS]
             rig = Path(folder) / f"rig{begin}"
-            texts, count = answers(path, rig, schemas, begin // _TOGETHER % 2 == 1)
+            texts, count = answers(path, rig, schemas, begin // _CONCURRENT_REQUESTS % 2 == 1)
             tokens += count
             for schema, text in zip(schemas, texts, strict=True):
                 violation = problem(json.loads(text), schema)
                 assert not violation, f"{violation}: {text} by {schema}"
-    return f"{size} schemas up to {_DEEPEST} deep: all answers are valid ({tokens} tokens)"
+    return f"{size} schemas up to {_MAX_DEPTH} deep: all answers are valid ({tokens} tokens)"

@@ -34,8 +34,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_k": 2},
     {"temperature": 1.5, "min_p": 0.2},
 )
-_TOGETHER = 10_000  # texts
-LEAST = 1e-4  # smallest accepted p-value
+_BATCH_TEXTS = 10_000  # texts
+MIN_P_VALUE = 1e-4  # smallest accepted p-value
 
 
 def chain(seed: int) -> torch.Tensor:
@@ -86,8 +86,8 @@ def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
     target, draft = chain(1), chain(2)
     parameters = GenerationParameters(**settings)
     counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(first_seed, first_seed + texts, _TOGETHER):
-        seeds = range(seed, min(seed + _TOGETHER, first_seed + texts))
+    for seed in range(first_seed, first_seed + texts, _BATCH_TEXTS):
+        seeds = range(seed, min(seed + _BATCH_TEXTS, first_seed + texts))
         counts.update(speculate_texts(target, draft, parameters, seeds))
     step = distribution(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS).double().tolist()
     joint = {
@@ -109,7 +109,7 @@ def run(size: int, first_seed: int = 0) -> str:
     """Check this number of texts at each of the settings. Raises AssertionError."""
     p_values = {str(settings): chance(settings, size, first_seed) for settings in SETTINGS}
     for settings, figures in p_values.items():
-        assert figures > LEAST, f"{settings}: p = {figures:g}"
+        assert figures > MIN_P_VALUE, f"{settings}: p = {figures:g}"
     summary = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
     return (
         f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {summary}"

@@ -21,11 +21,11 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
 
-_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generation"
+_EXAMPLE_FOLDER = Path(__file__).resolve().parents[2] / "examples" / "generation"
 _MAX_INCREASE = 0.01  # the allowed increase of perplexity
 _ROWS, _LENGTH = 24, 128  # the size of the text for perplexity
 _PROMPTS, _MAX_TOKENS = 4, 24  # the number and length of greedy texts
-_CLOSE = 1e-4
+_TOLERANCE = 1e-4
 
 
 def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
@@ -64,14 +64,14 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
             ]
         best_logits = logits.amax(-1)
         chosen_logits = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
-        assert bool((best_logits - chosen_logits < _CLOSE).all()), (
+        assert bool((best_logits - chosen_logits < _TOLERANCE).all()), (
             f"a greedy text differs behind {prompt}"
         )
 
 
 def run(size: int, first_token: int = 0) -> str:
     """Train for this number of seconds, and check the model. Raises AssertionError."""
-    sys.path.insert(0, str(_EXAMPLE))
+    sys.path.insert(0, str(_EXAMPLE_FOLDER))
     import train  # type: ignore[import-not-found,unused-ignore]
 
     with tempfile.TemporaryDirectory(prefix="shmserve-trained-") as folder:

@@ -13,7 +13,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, running, unload_all
 
-SHARED = (
+SHARED_MODELS = (
     "simple",
     "identity",
     "types",
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """
     repository = tmp_path_factory.mktemp("shared") / "models"
     repository.mkdir()
-    repositories.add(repository, *SHARED)
+    repositories.add(repository, *SHARED_MODELS)
     # "simple" in three versions of the same code, of which two are served.
     for version in ("2", "3"):
         (repository / "simple" / version).mkdir()

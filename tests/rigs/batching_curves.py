@@ -22,7 +22,7 @@ from tests.rigs.batching_simulation import (
     fixed_run,
 )
 
-LARGEST = 32
+MAX_BATCH_SIZE = 32
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 DELAYS_MS = (0, 2, 5, 10, 20)
 
@@ -66,7 +66,7 @@ class Curve:
 
 def scale_curve(ms: Callable[[int], float]) -> tuple[float, ...]:
     """Return a curve whose execution times of all sizes are scaled."""
-    return tuple(ms(size) for size in range(1, LARGEST + 1))
+    return tuple(ms(size) for size in range(1, MAX_BATCH_SIZE + 1))
 
 
 def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[
     return scale_curve(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
 
 
-NAMED = (
+NAMED_CURVES = (
     Curve("step at 4", step(4, 15, 60), 0.1),
     Curve("step at 8", step(8, 20, 100)),
     Curve("step at 12", step(12, 25, 90), 0.1),
@@ -100,14 +100,14 @@ def draw_curve(seed: int) -> Curve:
     chance = random.Random(seed)
     base, at = chance.uniform(4, 30), chance.randint(2, 20)
     factor, slope = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
-    second_size = chance.randint(at + 1, LARGEST)
+    second_size = chance.randint(at + 1, MAX_BATCH_SIZE)
     kinds: dict[str, Callable[[int], float]] = {
         "step": lambda size: base * (1 if size <= at else factor) + slope * size,
         "steps": lambda size: (
             base * (1 if size <= at else factor if size <= second_size else factor * 2.5)
         ),
         "plateau": lambda size: base + base / 4 * min(size, at),
-        "falling": lambda size: base * (1 + factor / 2 * (LARGEST - size) / LARGEST),
+        "falling": lambda size: base * (1 + factor / 2 * (MAX_BATCH_SIZE - size) / MAX_BATCH_SIZE),
         "fallen": lambda size: base * (factor if size < at else 1),
         "tiles": lambda size: base / 2 + base * ((size + at - 1) // at),
         "line": lambda size: base + slope * size,
@@ -213,7 +213,7 @@ def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Comp
         target_ms = factor * min(result.p99_ms for result in fixed)
     results_within_target = [result for result in fixed if result.p99_ms <= target_ms]
     best_result = max(results_within_target, key=lambda result: result.per_second)
-    rules = Batching(LARGEST, frozenset({LARGEST}), 0, int(target_ms * MS))
+    rules = Batching(MAX_BATCH_SIZE, frozenset({MAX_BATCH_SIZE}), 0, int(target_ms * MS))
     adaptive = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
     return Compared(curve.name, load, target_ms, adaptive, best_result)
 
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 36))
     parser.add_argument("--requests", type=int, default=12_000)
     args = parser.parse_args()
-    curves = [*enumerate(NAMED), *((seed, draw_curve(seed)) for seed in range(*args.seeds))]
+    curves = [*enumerate(NAMED_CURVES), *((seed, draw_curve(seed)) for seed in range(*args.seeds))]
     results = [
         compare(curve, load, 3 * seed + number)
         for seed, curve in curves

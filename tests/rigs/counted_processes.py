@@ -70,14 +70,14 @@ from shmserve.workers.backends.python import PythonBackend
 from tests.rigs import gateway_rig, worker_rig
 from tests.rigs.arrivals import receive_arrived
 from tests.support.wire import http2
-from tests.support.wire.http2 import OPENED
+from tests.support.wire.http2 import CLIENT_OPENING
 
 BATCH = 8
 _WARM_UPS = 4
 _NOT_COUNTED = (str(Path(__file__).parent), str(Path(uvloop.__file__).parent))
 _REGION = "counted"
-_PLACE = 600_000
-REGION_SIZE = 2 * BATCH * _PLACE
+_REGION_BYTES = 600_000
+REGION_SIZE = 2 * BATCH * _REGION_BYTES
 
 
 class Calls:
@@ -154,7 +154,7 @@ class Case:
                 )
         for tensor in reply.get("outputs", ()):
             _place(infer_request.outputs.add(name=tensor["name"]), tensor)
-        preface = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
+        preface = b"" if step else CLIENT_OPENING + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
         body = http2.message(infer_request.SerializeToString())
         stream = 2 * step + 1
@@ -184,25 +184,33 @@ def inline() -> Case:
         tensor_fields = {"datatype": "INT32", "shape": [1, 16], "data": [10 + step] * 16}
         return {"inputs": [{"name": name, **tensor_fields} for name in names]}
 
-    config = {**gateway_rig.SIMPLE, "dynamic_batching": {"max_queue_delay_microseconds": 100}}
+    config = {
+        **gateway_rig.SIMPLE_CONFIG,
+        "dynamic_batching": {"max_queue_delay_microseconds": 100},
+    }
     return Case(config, BATCH, work, http, gateway_rig.add_sub)
 
 
 def region_case(region: worker_rig.Region) -> Case:
     """Return a case with an input and an output in a region, alone in its execution."""
-    shape = (_PLACE // 4,)
+    shape = (_REGION_BYTES // 4,)
 
     def work(step: int, request: int) -> Packed:
         tensor = TensorRef(
-            "INPUT0", "FP32", shape, region.memory_range(2 * request * _PLACE, _PLACE)
+            "INPUT0", "FP32", shape, region.memory_range(2 * request * _REGION_BYTES, _REGION_BYTES)
         )
-        output = RequestedOutput("OUTPUT0", region.memory_range((2 * request + 1) * _PLACE, _PLACE))
+        output = RequestedOutput(
+            "OUTPUT0", region.memory_range((2 * request + 1) * _REGION_BYTES, _REGION_BYTES)
+        )
         return pack_inference(Inference((tensor,), (output,)))
 
     def http(step: int, request: int) -> dict[str, Any]:
         def tensor(name: str, at: int, **fields: Any) -> dict[str, Any]:
-            memory_range = {"shared_memory_region": _REGION, "shared_memory_byte_size": _PLACE}
-            memory_range["shared_memory_offset"] = at * _PLACE
+            memory_range = {
+                "shared_memory_region": _REGION,
+                "shared_memory_byte_size": _REGION_BYTES,
+            }
+            memory_range["shared_memory_offset"] = at * _REGION_BYTES
             return {"name": name, **fields, "parameters": memory_range}
 
         input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)

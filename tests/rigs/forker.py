@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GATEWAY = "shmserve.gateway.http.main:run"
 GRPC = "shmserve.gateway.grpc.main:run"
 WORKER = "shmserve.workers.main:run"
-_LARGEST = 1 << 16
+_MAX_MESSAGE_SIZE = 1 << 16
 _MAX_FDS = 16
 
 
@@ -86,7 +86,7 @@ class Forker:
 
     def request(self, request: list[object], fds: Sequence[int] = ()) -> int:
         socket.send_fds(self._link, [msgpack.packb(request)], fds)
-        response = self._link.recv(_LARGEST)
+        response = self._link.recv(_MAX_MESSAGE_SIZE)
         assert response, "the process that forks others has ended"
         return int(msgpack.unpackb(response))
 
@@ -113,7 +113,7 @@ def main(link_fd: int, entry: str) -> None:
     link = socket.socket(fileno=link_fd)
     running_pids: set[int] = set()
     while True:
-        data, fds, _, _ = socket.recv_fds(link, _LARGEST, _MAX_FDS)
+        data, fds, _, _ = socket.recv_fds(link, _MAX_MESSAGE_SIZE, _MAX_FDS)
         if not data:
             for pid in running_pids:
                 os.kill(pid, signal.SIGKILL)

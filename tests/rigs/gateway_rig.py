@@ -292,7 +292,7 @@ def model_config(
     }
 
 
-SIMPLE = model_config(
+SIMPLE_CONFIG = model_config(
     "simple",
     8,
     [tensor_config(name, "INT32", [16]) for name in ("INPUT0", "INPUT1")],
@@ -362,7 +362,7 @@ def echo(request: Inference) -> Inferred:
 
 
 def simple_body(**members: Any) -> bytes:
-    """Return an inference of `SIMPLE` in JSON, with further members of the request."""
+    """Return an inference of `SIMPLE_CONFIG` in JSON, with further members of the request."""
     inputs = [
         {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
         for name in ("INPUT0", "INPUT1")

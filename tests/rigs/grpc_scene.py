@@ -16,11 +16,11 @@ from shmserve.gateway.settings import GrpcSettings
 from tests.rigs.clocks import Clock
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     SETTINGS,
     frame,
     message,
@@ -115,7 +115,7 @@ class Scene:
         self.connection = GrpcConnection(owner, front)
         self.transport = Transport()
         self.connection.connection_made(self.transport)
-        self.send(OPENED + frame(SETTINGS, ACK, 0))
+        self.send(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         self.transport.frames()
 
     def _on_disconnect(self, _: Any) -> None:

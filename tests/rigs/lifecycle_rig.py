@@ -175,7 +175,7 @@ class LifecycleRig:
     def changed(self) -> None:
         """Check that the summaries of the models that have not changed are still valid."""
         assert self.registry.states() == {
-            (model.name, number): (str(status.state), status.reason)
+            (model.name, number): status
             for model in self.registry.models.values()
             for number, status in statuses(model).items()
         }

@@ -23,10 +23,18 @@ from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
 from tests.support.messages import inferred_of
 from tests.support.waiting import DEADLINE_S
 
-ALL = ("text_output", "index", "token_ids", "finish_reason", "stop_reason", "logprobs", "usage")
+ALL_OUTPUTS = (
+    "text_output",
+    "index",
+    "token_ids",
+    "finish_reason",
+    "stop_reason",
+    "logprobs",
+    "usage",
+)
 
 
-def work(key: int, outputs: Sequence[str] = ALL, **fields: Any) -> Work:
+def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> Work:
     """Return a request. Arguments that are inputs of the model are tensors, all others
     parameters.
     """

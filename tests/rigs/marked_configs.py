@@ -5,7 +5,7 @@ from pathlib import Path
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import detect_backend, normalise, read_pbtxt, validate
 
-IO = """
+TENSORS = """
 input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "O" data_type: TYPE_FP32 dims: [ 4 ] }
 """

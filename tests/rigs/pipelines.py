@@ -50,7 +50,7 @@ def add_model(
     max_batch_size: int = 0,
     settings: str = "",
 ) -> None:
-    """Add a Python model whose `one(self, request)` has this body; `more` may make it decoupled."""
+    """Add a Python model whose `one(self, request)` has this body, and further `settings`."""
     body = textwrap.indent(textwrap.dedent(method_body).strip("\n"), " " * 8)
     _write(
         repository,

@@ -38,7 +38,7 @@ CONFIG = {
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
-ALONE = Group("scheduler m", frozenset({"m"}))
+ALONE_GROUP = Group("scheduler m", frozenset({"m"}))
 STACKS_FD = 7  # the descriptor for stacks in every worker
 # The kernel assigns no higher pid, so no process can have it.
 _HIGHEST_PID = 1 << 22
@@ -118,7 +118,7 @@ class Processes:
         )
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 
-    def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
+    def version(self, spec: VersionSpec, group: Group = ALONE_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
         no_call: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731
@@ -145,7 +145,7 @@ class Processes:
         elif isinstance(message, m.CompleteConfig):
             answer = m.ConfigCompleted(message.config.source)
         elif isinstance(message, m.LoadInstance):
-            answer = None if self.hanging else m.InstanceLoaded(0.0)
+            answer = None if self.hanging else m.InstanceLoaded()
             self._held += [address] if self.hanging else []
         elif isinstance(message, m.Drain) and self.draining:
             answer = m.Drained()
@@ -161,7 +161,7 @@ class Processes:
         self.hanging = False
         held_addresses, self._held = self._held, []
         for address in held_addresses:
-            self._dispatch(address, m.InstanceLoaded(0.0))
+            self._dispatch(address, m.InstanceLoaded())
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         self._handlers[address] = handler

@@ -26,7 +26,7 @@ from tests.support.wire.grpc_calls import is_right, simple_request
 from tests.support.wire.raw_http import Http
 
 _PATIENCE_S = 120.0
-_CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+_DISCONNECT_ERRORS = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 # Repeats a request; returns an error, or "" for a correct answer.
 SendRequest = Callable[[int], str]
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 # The service configuration of a gRPC client that may lose an answer with its server, and repeats
 # the call.
-_RETRY = {
+_RETRIED_ERRORS = {
     "methodConfig": [
         {
             "name": [{}],
@@ -56,7 +56,7 @@ def retry(send: Callable[[], T]) -> T:
     one.
     """
     for _ in range(2):
-        with contextlib.suppress(*_CLOSED):
+        with contextlib.suppress(*_DISCONNECT_ERRORS):
             return send()
     return send()
 
@@ -102,7 +102,7 @@ def registering(port: int) -> Iterator[SendRequest]:
 def send_over_grpc(port: int, is_killed: bool) -> Iterator[SendRequest]:
     options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
     if is_killed:
-        options.append(("grpc.service_config", json.dumps(_RETRY)))
+        options.append(("grpc.service_config", json.dumps(_RETRIED_ERRORS)))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
 

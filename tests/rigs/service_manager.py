@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.servers import ROOT
 
-_OWN, _ENDS = "TOLD_BY_ITSELF=1", "ENDS=1"
+_OWN_LINE, _END_LINE = "TOLD_BY_ITSELF=1", "ENDS=1"
 
 
 class Manager:
@@ -40,15 +40,15 @@ class Manager:
 
     def receive_all(self) -> list[str]:
         """Return the notifications so far, including those of processes that have exited."""
-        self._send(_OWN)
-        return self.receive(_OWN)[:-1]
+        self._send(_OWN_LINE)
+        return self.receive(_OWN_LINE)[:-1]
 
     def _send(self, text: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(text.encode(), self.address)
 
     def _read(self) -> None:
-        while (message := self._receive()) != _ENDS:
+        while (message := self._receive()) != _END_LINE:
             self._received.put(message)
 
     def _receive(self) -> str:
@@ -67,7 +67,7 @@ class Manager:
 
     def close(self) -> None:
         """Stop reading, and close the stored descriptors."""
-        self._send(_ENDS)
+        self._send(_END_LINE)
         self._thread.join()
         for name in list(self.kept):
             self._release(name)

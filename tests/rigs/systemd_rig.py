@@ -18,14 +18,14 @@ from tests.support.servers import ROOT
 from tests.support.waiting import until
 
 _SYSTEMD = "/lib/systemd/systemd"
-_EMPTY = ("/run/", "/tmp/", "/var/tmp/", "/dev/shm/", "/var/lib/")
+_EMPTY_FOLDERS = ("/run/", "/tmp/", "/var/tmp/", "/dev/shm/", "/var/lib/")
 # The manager must not clean or change anything of this system: its mounts are in its own
 # namespaces, and it knows only the units installed there and empty targets.
-_INNER = f"""
+_INNER_SCRIPT = f"""
 set -e
 mount --make-rprivate /
 mount --make-rshared /
-for folder in {" ".join(_EMPTY)}; do mount -t tmpfs tmpfs $folder; done
+for folder in {" ".join(_EMPTY_FOLDERS)}; do mount -t tmpfs tmpfs $folder; done
 mkdir /run/layers
 mount -t tmpfs tmpfs /run/layers
 mkdir /run/layers/upper /run/layers/work
@@ -87,7 +87,7 @@ def booted() -> Iterator[Systemd]:
     into_group = ("bash", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "bash")
     unshare = (
         *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"),
-        *("--ipc", "--uts", "--net", "--cgroup", "bash", "-c", _INNER),
+        *("--ipc", "--uts", "--net", "--cgroup", "bash", "-c", _INNER_SCRIPT),
     )
     with tempfile.TemporaryFile("w+") as log:
         manager = subprocess.Popen(
@@ -120,7 +120,9 @@ def _check() -> None:
         raise Unavailable("namespaces with a systemd are for root to make")
     if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
         raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
-    if hidden_paths := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY)]:
+    if hidden_paths := [
+        path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY_FOLDERS)
+    ]:
         raise Unavailable(f"{hidden_paths[0]} is in a folder that is empty there")
     try:
         subprocess.run(

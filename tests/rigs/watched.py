@@ -21,8 +21,8 @@ from tests.support.sequence_models import controls, instances
 from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, json_input
 
-IDLE = "max_sequence_idle_microseconds: 60000000"
-FEW = ("simple", "cached", "pipeline", "half", "crimes", "sums")
+IDLE_TIME = "max_sequence_idle_microseconds: 60000000"
+FEW_MODELS = ("simple", "cached", "pipeline", "half", "crimes", "sums")
 
 
 def add_models(repository: Path, *, generative: bool = False) -> None:
@@ -32,7 +32,7 @@ def add_models(repository: Path, *, generative: bool = False) -> None:
     repositories.add(repository, "simple", "crimes")
     cached = "response_cache { enable: true }"
     repositories.add_as(repository, "cached", "simple", cached)
-    sequences = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(1)}"
+    sequences = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls()} }} {instances(1)}"
     repositories.add_as(repository, "sums", "sequencer", sequences)
     pipelines.add_model(repository, "half", "return self.response(Y=self.input(request, 'X') / 2)")
     steps = [

@@ -12,7 +12,7 @@ from collections import Counter
 
 from tests.simulation.lifecycle.run import LifecycleRun
 from tests.simulation.simulation import Simulation
-from tests.simulation.world import TRACED
+from tests.simulation.world import TRACED_EVENTS
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="of CPU time; 0: no limit")
     parser.add_argument("--go-on", action="store_true", help="count failing seeds, show none")
     parser.add_argument("--lifecycle", action="store_true", help="of models, and no requests")
-    parser.add_argument("--traced", type=int, default=TRACED, help="how many events to show")
+    parser.add_argument("--traced", type=int, default=TRACED_EVENTS, help="how many events to show")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     start_s, requests, failures = time.monotonic(), 0, 0

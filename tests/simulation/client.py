@@ -49,11 +49,11 @@ class ClientRequest(InflightRequest):
             workers = MAX_STARTS if self.request.model.generative else 1
             if self.responses - self.read > FIRST_CREDIT * workers + 1:
                 self.request.fail(f"{self.responses} responses came, and {self.read} were read")
-            self.client.world_ledger.responded(self.request, message)
+            self.client.world_ledger.record_response(self.request, message)
             self.client.read_soon(self, message)
 
     def free(self) -> None:
-        self.client.world_ledger.freed(self.request)
+        self.client.world_ledger.record_freed(self.request)
         if self.memory_range is not None:
             self.client.arena.free(self.memory_range.offset)
 
@@ -110,7 +110,7 @@ class ClientLinks:
 class Client(Process):
     """A process that submits requests to the endpoints of its models.
 
-    With `slow`, it reads responses and releases their memory late.
+    With `is_slow`, it reads responses and releases their memory late.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class Client(Process):
                 case publications.ModelWithdrawn():
                     self.endpoints.pop(message.name, None)
                 case publications.SchedulerLost():
-                    self._lost(message.endpoint, message.successor)
+                    self._handle_loss(message.endpoint, message.successor)
 
-    def _lost(self, endpoint: str, successor: str) -> None:
+    def _handle_loss(self, endpoint: str, successor: str) -> None:
         """Handle the loss of a scheduler, like `GatewaySchedulers.fail_over`."""
         if endpoint in self._links.links and endpoint not in self.schedulers.successors:
             self.schedulers.successors.add(endpoint, successor)
@@ -227,7 +227,7 @@ class Client(Process):
         )
         request = Request(submit.request_id, model, content, units, submit.deadline_ns, client=self)
         if earlier_requests is not None:
-            request.before, request.step = earlier_requests, len(earlier_requests)
+            request.earlier_requests, request.step = earlier_requests, len(earlier_requests)
         self.world_ledger.add(request)
         memory_range = data if isinstance(data, Range) else None
         pending = ClientRequest(self, request, submit, memory_range)

@@ -23,9 +23,9 @@ from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
-from tests.simulation.texts import STOP
+from tests.simulation.texts import STOP_TOKEN
 from tests.simulation.world import Process, Violation
-from tests.support.generative_worker import END
+from tests.support.generative_worker import END_TOKEN
 
 _SUPERVISOR_PID = 1
 # The objects that a core may keep when no request is in flight, and their maximum number: tables of
@@ -63,11 +63,15 @@ _MAX_ENTRIES = {
     "StepRunner._in_flight": 10,
     "_EnsembleMemory._held_arenas": 64,
 }
-_WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.scheduler_client")
+_WALKED_MODULES = (
+    "shmserve.scheduler",
+    "shmserve.ipc.memory.lent",
+    "shmserve.ipc.scheduler_client",
+)
 # Modules whose objects hold no request, and classes with a limit of their own or with one object
 # per ensemble graph.
-_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
-_STATIC = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "StepTimes")
+_SKIPPED_MODULES = ("statistics", "settings", "adaptive", "estimates", "scheduler.tables")
+_STATIC_CLASSES = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signature", "StepTimes")
 
 
 class Scheduler:
@@ -132,7 +136,7 @@ def _check_stopped(dispatch: Any) -> None:
 
     def check_sequence_end(sequence: Sequence[Any], reason: str) -> None:
         tokens = sequence.tokens[len(sequence.generation.prompt) :]
-        if reason == "stop" and not {STOP, END} & {*tokens}:
+        if reason == "stop" and not {STOP_TOKEN, END_TOKEN} & {*tokens}:
             raise Violation(f"a text ends with {reason!r} after the tokens {list(tokens)}")
         record(sequence, reason)
 
@@ -181,7 +185,7 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
         if id(element) in seen_ids:
             continue
         seen_ids.add(id(element))
-        if type(element).__name__ in _STATIC:
+        if type(element).__name__ in _STATIC_CLASSES:
             continue
         module = type(element).__module__
         for name, value in _attributes(element):
@@ -192,14 +196,14 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
                 count = sum(entry is not None for entry in entries)
                 yield where, count if isinstance(value, list) else len(entries), bound
                 stack += entries
-            elif type(value).__module__.startswith(_WALKED) and not any(
-                part in type(value).__module__ + module for part in _SKIPPED
+            elif type(value).__module__.startswith(_WALKED_MODULES) and not any(
+                part in type(value).__module__ + module for part in _SKIPPED_MODULES
             ):
                 stack.append(value)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    if not type(value).__module__.startswith(_WALKED):
+    if not type(value).__module__.startswith(_WALKED_MODULES):
         return
     yield from vars(value).items() if hasattr(value, "__dict__") else ()
     for cls in type(value).__mro__:

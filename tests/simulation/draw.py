@@ -17,8 +17,8 @@ from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, join_inputs
 
 
 def draw_models(random: Random) -> list[Model]:
-    kinds = random.sample(list(_DRAWN), random.randint(1, 3))
-    models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
+    kinds = random.sample(list(_MODEL_DRAWERS), random.randint(1, 3))
+    models = [_MODEL_DRAWERS[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
     if random.random() < 0.3:
         steps = [_step(random, f"s{number}") for number in range(random.randint(2, 4))]
         return [*models[:1], *steps, _ensemble(random, "e", steps)]
@@ -84,7 +84,7 @@ def _behaviour(random: Random) -> dict[str, Any]:
     return {
         "instances": random.randint(1, 3),
         "compute_us": (least, least * random.choice((2, 20, 100))),
-        "large": random.random() < 0.5,
+        "is_large": random.random() < 0.5,
         "errs": random.choice((0.0, 0.0, 0.05)),
         "arena_byte_size": random.choice((1 << 13, 1 << 20)),
     }
@@ -219,7 +219,7 @@ def generative(random: Random, name: str) -> Model:
     }
     behaviour = {
         **_behaviour(random),
-        "large": False,
+        "is_large": False,
         "compute_us": (20, random.choice((100, 900))),
     }
     return Model(name, _config(name, 0, **config), _limits(random), **behaviour)
@@ -287,7 +287,7 @@ def _set_condition(random: Random, ensemble: Model, number: int) -> None:
         ensemble.maps[0]["output_map"]["GO"] = "GO"
 
 
-_DRAWN = {
+_MODEL_DRAWERS = {
     "plain": _plain,
     "dynamic": _dynamic,
     "padded": _padded_model,

@@ -42,7 +42,7 @@ class StepLinks:
     def _receive(self, endpoint: str, messages: list[Any]) -> None:
         for message in messages:
             self._take(endpoint, message)
-        self._process.turn()
+        self._process.run_turns()
 
     def links(self) -> list[Link]:
         return [link for _, link in self._links.values()]

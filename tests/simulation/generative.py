@@ -31,8 +31,8 @@ from shmserve.scheduler.generative.sequences import (
 )
 from shmserve.scheduler.tables import GenerationStats
 from tests.support.generative_worker import (
-    END,
-    VOCABULARY,
+    END_TOKEN,
+    VOCABULARY_SIZE,
     GenerativeWorker,
     candidates,
     extend,
@@ -88,19 +88,19 @@ class EngineRig:
             s.block_size, s.kv_cache_blocks, s.swap_blocks, self.proposals
         )
         self.engine: Engine[None] = Engine(
-            s, GenerationStats(), itertools.count(1), self._ended, self._chosen
+            s, GenerationStats(), itertools.count(1), self._on_ended, self._on_beams_chosen
         )
         self.pools = [CountedPool(s.kv_cache_blocks), CountedPool(s.swap_blocks)]
         self.engine.pool, self.engine.host = self.pools
         self._step: Step | None = None
 
-    def _ended(self, sequence: Sequence[None], reason: str) -> None:
+    def _on_ended(self, sequence: Sequence[None], reason: str) -> None:
         generation = sequence.generation
         tokens = list(sequence.tokens[len(generation.prompt) :])
         assert (generation.key, sequence.sample) not in self.ended
         self.ended[generation.key, sequence.sample] = (tokens, reason)
 
-    def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
+    def _on_beams_chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
         self.found[generation.key] = [
             (beam.tokens, beam.finish_reason) for beam in beams.hypotheses
@@ -158,10 +158,10 @@ class EngineRig:
         for sequence, row in self.engine.running.rows.values():
             assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
-        self._nobody_for_another(statuses_before, step)
+        self._check_preemptions(statuses_before, step)
         return True
 
-    def _nobody_for_another(
+    def _check_preemptions(
         self, statuses_before: dict[Sequence[None], SequenceStatus], step: Step
     ) -> None:
         """Check that a step that preempts a sequence admits no other, unless nothing else could
@@ -181,18 +181,18 @@ class EngineRig:
         }
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
 
-    def done(self) -> None:
+    def complete_step(self) -> None:
         """Complete the running step."""
         assert self._step is not None
         self.rows += len(self._step.rows)
         self.engine.finish_step(self.worker.step(self._step))
         self.check()
 
-    def turn(self) -> bool:
+    def run_turn(self) -> bool:
         """Run a step, if there is one; return whether there was one."""
         if not self.plan():
             return False
-        self.done()
+        self.complete_step()
         return True
 
     def check(self) -> None:
@@ -227,7 +227,7 @@ class EngineRig:
     def drain(self, max_steps: int = 20_000) -> None:
         """Run steps until all requests have ended."""
         for _ in range(max_steps):
-            if not self.turn():
+            if not self.run_turn():
                 break
         else:
             raise AssertionError(f"{self.engine.live_sequences} sequences get no further")
@@ -235,7 +235,7 @@ class EngineRig:
         assert not any(pool.used for pool in self.pools)
         assert not self.worker.known
 
-    def emptied(self) -> None:
+    def check_emptied(self) -> None:
         """Check that all blocks form one free extent once the cache is evicted."""
         for pool in self.pools:
             assert pool.allocate(pool.count) == list(range(pool.count))
@@ -332,7 +332,7 @@ class Schedule:
         }
         self.rig = EngineRig(engine_settings(**fields), draw.randint(0, 3))
         self._prefixes = [
-            [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
+            [draw.randint(1, VOCABULARY_SIZE) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
         self._samples: dict[int, set[int]] = {}  # unfinished samples, by the key of their request
         self._stopped: set[tuple[int, int]] = set()
@@ -343,22 +343,22 @@ class Schedule:
         while requests or rig.engine.live_sequences:
             if requests and draw.random() < 0.6:
                 requests -= 1
-                self._come()
-            self._meddle()
+                self._add_generation()
+            self._cause_event()
             if rig.plan():
-                self._meddle()
-                rig.done()
+                self._cause_event()
+                rig.complete_step()
         rig.drain()
-        rig.emptied()
+        rig.check_emptied()
         for key, samples in self._samples.items():
             rig.verify(rig.generations[key], samples)
         self._verify_stopped()
 
-    def _come(self) -> None:
+    def _add_generation(self) -> None:
         draw = self._draw
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
-            prompt = prompt + [draw.randint(1, VOCABULARY) for _ in range(9)]
+            prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
         options: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
             early_stopping, penalty = (
@@ -366,7 +366,7 @@ class Schedule:
                 draw.choice((-0.5, 0.7, 1.0)),
             )
             options = {
-                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END, 7, 19])
+                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END_TOKEN, 7, 19])
             }
         generation = self.rig.submit(
             prompt,
@@ -378,7 +378,7 @@ class Schedule:
         if generation is not None:
             self._samples[generation.key] = set(range(generation.samples))
 
-    def _meddle(self) -> None:
+    def _cause_event(self) -> None:
         """Cause an external event, possibly during a step."""
         if self._draw.random() < 0.1:
             live = list(self.rig.engine._sequences.values())

@@ -15,7 +15,7 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
-from tests.simulation.texts import STOP, Piece, TextRequest, request_of, texts
+from tests.simulation.texts import STOP_TOKEN, Piece, TextRequest, request_of, texts
 from tests.simulation.worker import MAX_WAIT_NS, Stream, Worker
 from tests.simulation.world import US, Violation
 from tests.support.generative_worker import GenerativeWorker
@@ -38,7 +38,7 @@ class Sample:
         """
         for index, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            if token == STOP:
+            if token == STOP_TOKEN:
                 self.finish_reason = "stop"
                 return index < len(tokens) or not reason
         self.finish_reason = reason
@@ -99,10 +99,10 @@ class Generator(Worker):
         if self._running is None and self._batches:
             step = self._running = self._batches.popleft()
             least, max_us = self.model.compute_us
-            self.world.after(self.world.between(least * US, max_us * US), self._stepped, step)
+            self.world.after(self.world.between(least * US, max_us * US), self._finish_step, step)
 
-    def _stepped(self, step: g.Step) -> None:
-        if not self.alive or self._running is not step or self._up is None:
+    def _finish_step(self, step: g.Step) -> None:
+        if not self.alive or self._running is not step or self._scheduler_link is None:
             return
         stepped = self._engine.step(step)
         known_sequences = self._engine.known
@@ -126,7 +126,7 @@ class Generator(Worker):
             self._post(stepped)
             self._running = None
             self._begin()
-            self._work_off()
+            self._handle_inbox()
 
     # --- texts
 
@@ -139,7 +139,7 @@ class Generator(Worker):
         if not self.alive or not self._jobs:
             return
         job, arguments = self._jobs[0]
-        if self._up is not None and self._up.connected:
+        if self._scheduler_link is not None and self._scheduler_link.connected:
             job(*arguments)
         self._jobs.popleft()
         if self._jobs:
@@ -156,7 +156,7 @@ class Generator(Worker):
             return
         request, engine = request_of(content), self._engine
         answer = self._streams[work.key] = Answer(work, content, request)
-        engine.prompts[work.key], engine.most[work.key] = request.prompt, request.most
+        engine.prompts[work.key], engine.most[work.key] = request.prompt, request.max_tokens
         if request.search is not None:
             engine.width[work.key] = request.search.width
         for sample in resumed_samples:
@@ -175,10 +175,10 @@ class Generator(Worker):
             g.Prepared(
                 work.key,
                 request.prompt.tobytes(),
-                request.most,
+                request.max_tokens,
                 request.samples,
                 request.priority,
-                request.whole,
+                request.is_whole,
                 beams=[] if request.search is None else [request.search],
             )
         )
@@ -245,9 +245,9 @@ class Generator(Worker):
     def _hold(self, answer: Answer) -> None:
         if not answer.waits_since_ns:
             answer.waits_since_ns = self.world.now_ns
-            self.world.after(MAX_WAIT_NS, self._overdue, answer, answer.waits_since_ns)
+            self.world.after(MAX_WAIT_NS, self._check_overdue, answer, answer.waits_since_ns)
 
-    def _overdue(self, answer: Answer, since_ns: int) -> None:
+    def _check_overdue(self, answer: Answer, since_ns: int) -> None:
         is_current = self._streams.get(answer.work.key) is answer
         if self.alive and is_current and answer.waits_since_ns == since_ns:
             self._end(answer, "UNAVAILABLE")
@@ -282,5 +282,5 @@ class Generator(Worker):
         self._post_response(answer, "", body, final, *sent_news)
 
     def _post(self, message: Any) -> None:
-        if self._up is not None:
-            self._up.post(message)
+        if self._scheduler_link is not None:
+            self._scheduler_link.post(message)

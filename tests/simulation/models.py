@@ -32,7 +32,7 @@ class Model:
 
     Attributes:
         compute_us: The minimum and maximum duration of a batch.
-        large: Whether outputs are in the arena of the worker.
+        is_large: Whether outputs are in the arena of the worker.
         errs: The probability that a request fails.
         most_responses: The maximum number of responses of a decoupled model.
         joins: Whether the model reads IN2, too, if it is present.
@@ -47,7 +47,7 @@ class Model:
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     instances: int = 1
     compute_us: tuple[int, int] = (50, 2000)
-    large: bool = False
+    is_large: bool = False
     errs: float = 0.0
     most_responses: int = 4
     joins: bool = False
@@ -124,7 +124,7 @@ class Model:
     def maps(self) -> list[dict[str, Any]]:
         """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
-        steps: list[dict[str, Any]] = scheduling.get("step") or [_ALONE]
+        steps: list[dict[str, Any]] = scheduling.get("step") or [_SINGLE_STEP]
         return steps
 
     @staticmethod
@@ -132,7 +132,7 @@ class Model:
         """Return whether the conditional step runs for a request with this input."""
         return bool(content.rstrip(b"_")[-1] % 2)
 
-    def lacks(self, content: bytes) -> set[int]:
+    def skipped_steps(self, content: bytes) -> set[int]:
         """Return the steps that do not run for this input: the conditional step and its
         dependents.
         """
@@ -151,7 +151,7 @@ class Model:
         return [tensor["name"] for tensor in self.config["input"] if not tensor.get("optional")]
 
     def outputs_of(self, data: bytes, version: str) -> tuple[bytes, bytes]:
-        """Return OUT and WHO of a version for an input; two inputs must be `joined` first."""
+        """Return OUT and WHO of a version for an input; two inputs are joined by `join_inputs`."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
     def source(self, output_bytes: bytes, model_name: bytes) -> bytes | None:
@@ -183,7 +183,7 @@ class Model:
         return values["IN"] + step_mark if values.keys() == {"IN"} else None
 
 
-_ALONE = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
+_SINGLE_STEP = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
 
 
 def join_inputs(first_row: bytes, second_row: bytes) -> bytes:

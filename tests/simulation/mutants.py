@@ -19,17 +19,17 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 _CAUGHT_S = 60
-_LISTS: dict[str, list[str]] = {"mutants.txt": [], "lifecycle/mutants.txt": ["--lifecycle"]}
-_SEARCHED = (
+_MUTANT_LISTS: dict[str, list[str]] = {"mutants.txt": [], "lifecycle/mutants.txt": ["--lifecycle"]}
+_SEARCHED_PATHS = (
     "shmserve/supervisor/models",
     *("shmserve/scheduler", "ipc/scheduler_client.py"),
     *("ipc/memory/lent.py", "ipc/tensors/padding.py"),
     "shmserve/supervisor/resources/rate_limiter.py",
 )
-_COPIED = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")
+_COPIED_PATHS = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")
 
 
 class Mutant(NamedTuple):
@@ -44,8 +44,8 @@ class Mutant(NamedTuple):
 def read() -> list[Mutant]:
     """Return the mutants of the lists; a block has a name, and lines before (-) and after (+)."""
     mutants: list[Mutant] = []
-    for path, flags in _LISTS.items():
-        for block in re.split("^== ", (HERE / path).read_text(), flags=re.MULTILINE)[1:]:
+    for path, flags in _MUTANT_LISTS.items():
+        for block in re.split("^== ", (FOLDER / path).read_text(), flags=re.MULTILINE)[1:]:
             name, *lines = block.splitlines()
             old_code, new_code = (
                 "\n".join(ln[1:] for ln in lines if ln.startswith(sign)) for sign in "-+"
@@ -81,7 +81,7 @@ def occurrences(mutant: Mutant) -> list[Path]:
 
 @cache
 def _code() -> list[tuple[Path, str]]:
-    searched_paths = [ROOT / name for name in _SEARCHED]
+    searched_paths = [ROOT / name for name in _SEARCHED_PATHS]
     files = [
         file
         for path in searched_paths
@@ -99,7 +99,7 @@ def _try(mutant: Mutant) -> str:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shmserve-mutant-") as folder:
         tree = Path(folder)
-        for name in _COPIED:
+        for name in _COPIED_PATHS:
             _copy(ROOT / name, tree / name)
         changed_file = tree / count[0].relative_to(ROOT)
         changed_file.write_text(changed_file.read_text().replace(mutant.old, mutant.new))

@@ -31,7 +31,7 @@ class Request:
 
     Attributes:
         content: The input.
-        step: The index of the request in its sequence, after the requests `before`.
+        step: The index of the request in its sequence, after `earlier_requests`.
         ending: The message that ended the request.
         freed: Whether no process may read the input any more.
         expected: The announced number of responses of a decoupled model.
@@ -46,7 +46,7 @@ class Request:
     units: int
     deadline_ns: int = 0
     step: int = -1
-    before: tuple[Request, ...] = ()
+    earlier_requests: tuple[Request, ...] = ()
     cancelled: bool = False
     ending: Any = None
     freed: bool = False
@@ -62,7 +62,7 @@ class Request:
         have run.
         """
         model = self.model
-        lacking = model.lacks(self.content)
+        lacking = model.skipped_steps(self.content)
         if bool(outputs) == (len(model.steps) - 1 in lacking):
             self.fail(f"has the outputs {outputs}, and no steps {lacking}")
         for number in lacking if outputs else ():
@@ -104,7 +104,7 @@ class Request:
         executed_steps = [int(step) for step in steps]
         succeeded_steps = {
             earlier.step
-            for earlier in self.before
+            for earlier in self.earlier_requests
             if isinstance(earlier.ending, m.Finished) and not earlier.cancelled
         }
         if (
@@ -136,7 +136,7 @@ class Ledger:
         """Record a request that is about to be submitted."""
         self.requests[request.uid] = request
 
-    def responded(self, request: Request, message: Any) -> None:
+    def record_response(self, request: Request, message: Any) -> None:
         """Record a message to the client; raise Violation if the request has ended before."""
         if request.ending is not None:
             request.fail(f"told {message} after it had ended with {request.ending}")
@@ -150,7 +150,7 @@ class Ledger:
             kind = message.code
             if request.model.steps and kind == InvalidArgument.code:
                 request.fail(f"told {message}, and its tensors are in order")
-            self._may_fail(request, message, kind)
+            self._check_failure(request, message, kind)
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
             # The state of a sequence ends with its scheduler, so its later requests are rejected.
@@ -160,7 +160,7 @@ class Ledger:
         self.endings[kind] += 1
 
     @staticmethod
-    def _may_fail(request: Request, message: Any, kind: str) -> None:
+    def _check_failure(request: Request, message: Any, kind: str) -> None:
         """Check that there is a reason for a generation to fail."""
         if not request.model.generative:
             return
@@ -169,7 +169,7 @@ class Ledger:
         if "no response" in message.message and not request.unread:
             request.fail(f"told {message}, and its client takes them")
 
-    def freed(self, request: Request) -> None:
+    def record_freed(self, request: Request) -> None:
         """Record that the client may reuse the memory of a request."""
         if request.freed:
             request.fail("its memory was given back twice")
@@ -209,7 +209,7 @@ class Entry:
 
     Attributes:
         at: The worker that executes the request.
-        begun: The number of executions.
+        begin_count: The number of executions.
         died: The number of workers that died during an execution.
         ended: Whether the end was sent early, so that only `Settled` follows.
     """
@@ -217,7 +217,7 @@ class Entry:
     peer: bytes
     submit: m.Submit
     level: int
-    begun: int = 0
+    begin_count: int = 0
     died: int = 0
     at: bytes = b""
     ended: bool = False
@@ -226,7 +226,7 @@ class Entry:
 
 @dataclass(eq=False)
 class SchedulerTrace:
-    """The messages of a scheduler. `counted` contains the expected values of its counters."""
+    """The messages of a scheduler. `counts` contains the expected values of its counters."""
 
     world: World
     model: Model
@@ -237,11 +237,11 @@ class SchedulerTrace:
     waiting: dict[int, OrderedDict[Entry, None]] = field(default_factory=dict)
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
-    dead: set[int] = field(default_factory=set)
+    dead_pids: set[int] = field(default_factory=set)
     steps: dict[bytes, int] = field(default_factory=dict)
     retiring: set[bytes] = field(default_factory=set)
     succeeded_by_another: bool = False
-    counted: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def _fail(self, text: str) -> None:
         raise Violation(f"{self.title}: {text}")
@@ -252,7 +252,7 @@ class SchedulerTrace:
         """Record a client's message before the scheduler handles it."""
         key = (peer, getattr(message, "id", 0))
         if isinstance(message, m.Submit):
-            if leading_pid(peer) in self.dead:
+            if leading_pid(peer) in self.dead_pids:
                 return
             level = self.settings.policies.level(message.priority)
             entry = self.entries[key] = Entry(peer, message, level)
@@ -261,24 +261,24 @@ class SchedulerTrace:
         elif isinstance(message, m.Cancel) and key in self.entries:
             self.entries[key].cancelled = True
 
-    def handled(self, peer: bytes, message: Any) -> None:
+    def record_handled(self, peer: bytes, message: Any) -> None:
         """Record that a message was handled: an admitted request is queued."""
         entry = self.entries.get((peer, getattr(message, "id", 0)))
         if self.model.steps:
             return
-        if isinstance(message, m.Submit) and entry is not None and not entry.begun:
+        if isinstance(message, m.Submit) and entry is not None and not entry.begin_count:
             self.waiting[entry.level][entry] = None
 
     def process_exited(self, pid: int) -> None:
         """Record that the scheduler has handled the notification of an exit."""
-        self.dead.add(pid)
+        self.dead_pids.add(pid)
         for (peer, _), entry in list(self.entries.items()):
             if leading_pid(peer) == pid:
                 if not entry.ended:
-                    self.counted["failed"] += 1
+                    self.counts["failed"] += 1
                 self._forget(entry)
 
-    def lost(self, peer: bytes) -> None:
+    def record_lost_worker(self, peer: bytes) -> None:
         """Record that a worker has exited, with its requests."""
         is_running = True  # only the first batch was running; the others were queued at the worker
         for key in [key for key in self.batches if key[0] == peer]:
@@ -292,11 +292,11 @@ class SchedulerTrace:
             if entry.at == peer:
                 entry.at = b""
 
-    def returned(self, peer: bytes, message: m.BatchFinished) -> None:
+    def record_returned(self, peer: bytes, message: m.BatchFinished) -> None:
         execute = self.batches.pop((peer, message.batch), None)
         if execute is None:
             return
-        self.counted["executions"] += message.executed
+        self.counts["executions"] += message.executed
         ended_keys = {reply.key for reply in message.replies}
         for work in execute.requests:
             entry = self.by_uid.get(_uid(work.client_pid, work))
@@ -305,7 +305,7 @@ class SchedulerTrace:
 
     # --- sent messages ----------------------------------------------------------------------------
 
-    def executes(self, peer: bytes, message: m.Execute) -> None:
+    def record_execute(self, peer: bytes, message: m.Execute) -> None:
         self.batches[peer, message.batch] = message
         if peer in self.retiring and not self.model.sequences:
             self._fail(f"a batch begins at {peer!r}, which is to retire")
@@ -323,11 +323,11 @@ class SchedulerTrace:
             fit = self.model.fit(entry.submit.schema)
             shapes.add(fit.shape_key)
             units += fit.batch_size or 1
-            entry.begun += 1
+            entry.begin_count += 1
             entry.at = peer
             begun_entries.append(entry)
         if self.settings.padding is not None:
-            self._pads([entry.submit for entry in begun_entries])
+            self._check_padding([entry.submit for entry in begun_entries])
         elif len(shapes) > 1:
             self._fail(f"a batch begins with the shapes {shapes}")
         if units > max(1, self.model.batches):
@@ -343,17 +343,19 @@ class SchedulerTrace:
             self._fail(f"request {work.request_id} begins, which nobody waits for")
             return
         self._may_begin(entry)
-        if entry.begun >= MAX_STARTS:
-            self._fail(f"request {work.request_id} has ended {entry.begun} workers, and begins")
-        entry.begun += 1
+        if entry.begin_count >= MAX_STARTS:
+            self._fail(
+                f"request {work.request_id} has ended {entry.begin_count} workers, and begins"
+            )
+        entry.begin_count += 1
         entry.at = peer
 
-    def stepped(self, peer: bytes, message: generation.Stepped) -> None:
+    def record_step(self, peer: bytes, message: generation.Stepped) -> None:
         """Record the result of a step."""
         if self.steps.pop(peer, 0) == message.step:
-            self.counted["executions"] += 1
+            self.counts["executions"] += 1
 
-    def _pads(self, batch: list[m.Submit]) -> None:
+    def _check_padding(self, batch: list[m.Submit]) -> None:
         """Check a batch whose requests are padded to the same length."""
         assert self.settings.padding is not None
         pad = self.settings.padding.pads["IN"]
@@ -376,8 +378,8 @@ class SchedulerTrace:
         )
         if total > single_elements and total - true > pad.max_waste * total:
             self._fail(f"a batch begins with the lengths {lengths}, of {pad.max_waste} padding")
-        self.counted["elements"] += total
-        self.counted["padding"] += total - true
+        self.counts["elements"] += total
+        self.counts["padding"] += total - true
 
     def _may_begin(self, entry: Entry) -> None:
         uid = entry.submit.request_id
@@ -389,13 +391,13 @@ class SchedulerTrace:
             self._fail(f"request {uid} begins at two workers")
         if entry.died > 1:
             self._fail(f"request {uid} begins once more, after two workers died of it")
-        if entry.begun:
+        if entry.begin_count:
             return  # it was retried before all others, because its worker died
         if not self.model.sequences:
-            self._in_turn(entry)
+            self._check_order(entry)
         self.waiting[entry.level].pop(entry, None)
 
-    def _in_turn(self, entry: Entry) -> None:
+    def _check_order(self, entry: Entry) -> None:
         uid = entry.submit.request_id
         for level in sorted(self.waiting):
             line = self.waiting[level]
@@ -414,7 +416,7 @@ class SchedulerTrace:
         ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
         if not ends or self.succeeded_by_another:
             return
-        if leading_pid(peer) in self.dead:
+        if leading_pid(peer) in self.dead_pids:
             self._fail(f"a dead client is told {type(message).__name__}")
         entry = self.entries.get((peer, message.id))
         if entry is None:
@@ -426,9 +428,9 @@ class SchedulerTrace:
         if isinstance(message, m.Responded) and not message.final:
             return
         if isinstance(message, m.Finished | m.Responded):
-            self._succeeds(entry, message)
+            self._check_success(entry, message)
         elif isinstance(message, m.Failed):
-            self.counted["failed"] += message.code != "INVALID_ARG"
+            self.counts["failed"] += message.code != "INVALID_ARG"
         if isinstance(message, m.Failed) and message.early:
             entry.ended = True
             self.waiting[entry.level].pop(entry, None)
@@ -444,12 +446,12 @@ class SchedulerTrace:
                     self._fail(f"request {uid} ends with {message} while a worker has it")
             self._forget(entry)
 
-    def _succeeds(self, entry: Entry, message: Any) -> None:
+    def _check_success(self, entry: Entry, message: Any) -> None:
         if getattr(message, "code", ""):
             return
-        self.counted["succeeded"] += 1
-        if entry.begun:
-            self.counted["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
+        self.counts["succeeded"] += 1
+        if entry.begin_count:
+            self.counts["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
         if self.model.ordered:
             for other_entry in self.entries.values():
                 if other_entry is entry:
@@ -470,7 +472,7 @@ class SchedulerTrace:
         """Return the number of workers that have a batch."""
         return len({peer for peer, _ in self.batches})
 
-    def stopped(self) -> None:
+    def check_before_stop(self) -> None:
         """Check the state before the scheduler handles `Stop`.
 
         No request may be left, except later requests of open sequences and requests that are
@@ -481,7 +483,7 @@ class SchedulerTrace:
         for entry in self.entries.values():
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
-    def turn_over(self) -> None:
+    def check_turn_end(self) -> None:
         """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
             max_queued = self.settings.policies.policy(level).max_queue_size
@@ -505,8 +507,8 @@ class SchedulerTrace:
                 continue
             if name in ("executions", "inferences") and self.model.steps:
                 continue  # ensembles have no executions of their own
-            if value != self.counted[name]:
-                self._fail(f"counts {value} {name}, and has {self.counted[name]}")
+            if value != self.counts[name]:
+                self._fail(f"counts {value} {name}, and has {self.counts[name]}")
 
 
 def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:

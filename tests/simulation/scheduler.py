@@ -33,7 +33,7 @@ class Host(Process):
         self.schedulers: list[SchedulerProcess] = []
         self.touched: dict[SchedulerProcess, None] = {}
 
-    def turn(self) -> None:
+    def run_turns(self) -> None:
         """Run the turns of a real loop: schedulers tick until none of them sends a message to
         another.
         """
@@ -98,12 +98,12 @@ class SchedulerProcess(Process):
         self.version = version
         self._memory = memory
         self.endpoint = f"{model.name}.{number}"
-        self.first = not checkpoint
+        self.is_first = not checkpoint
         self._number = number
         settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         self.trace = SchedulerTrace(world, model, settings, self.title)
         self._clients = Outbox(self.endpoint, host.neighbours, self._sent_to_client)
-        self._workers = Outbox(self.endpoint, InProcessLinks(), self._sent)
+        self._workers = Outbox(self.endpoint, InProcessLinks(), self._record_sent)
         self._control = control
         self._timer_ns = NEVER
         self._turn_due = False
@@ -159,7 +159,7 @@ class SchedulerProcess(Process):
             if link.target is worker:
                 link.drain()
 
-    def sent_to(self, worker: Process) -> list[Any]:
+    def take_sent_to(self, worker: Process) -> list[Any]:
         """Remove and return all messages that were sent to a worker."""
         links = self._workers.links.values()
         return [message for link in links if link.target is worker for message in link.sent()]
@@ -176,10 +176,10 @@ class SchedulerProcess(Process):
         self.world.note(self.title, "->", peer, message)
         self.trace.sent_to_client(peer, message)
 
-    def _sent(self, peer: bytes, message: Any) -> None:
+    def _record_sent(self, peer: bytes, message: Any) -> None:
         self.world.note(self.title, "->", peer, message)
         if isinstance(message, m.Execute):
-            self.trace.executes(peer, message)
+            self.trace.record_execute(peer, message)
             if self.model.limited:
                 self._check_limit()
         elif isinstance(message, generation.Prepare):
@@ -201,21 +201,21 @@ class SchedulerProcess(Process):
     def _from_clients(self, peer: bytes, messages: list[Any]) -> None:
         for message in messages:
             self._from_neighbour(peer, message)
-        self.turn()
+        self.run_turns()
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
         self.host.touched[self] = None
         self.world.note(peer, "->", self.title, message)
         self.trace.from_client(peer, message)
         self.hosted.front.from_client(peer, message, self.world.now_ns)
-        self.trace.handled(peer, message)
+        self.trace.record_handled(peer, message)
         if isinstance(message, m.Release) and not self.model.steps and message.pid != self.pid:
             for offset in message.offsets:
                 block = self._memory.block(message.memory, offset)
                 if block is not None:
                     self._released.append((message.memory, offset, block))
 
-    def unreleased(self) -> list[int]:
+    def unreleased_offsets(self) -> list[int]:
         """Return the offsets of blocks that clients have released here and that are still lent."""
         return [
             offset
@@ -229,11 +229,11 @@ class SchedulerProcess(Process):
         for message in messages:
             self.world.note(peer, "->", self.title, message)
             if isinstance(message, m.BatchFinished):
-                self.trace.returned(peer, message)
+                self.trace.record_returned(peer, message)
             elif isinstance(message, generation.Stepped):
-                self.trace.stepped(peer, message)
+                self.trace.record_step(peer, message)
             self.hosted.from_peer(peer, message, self.world.now_ns)
-        self.turn()
+        self.run_turns()
 
     def from_supervisor(self, messages: list[Any]) -> None:
         for message in messages:
@@ -241,7 +241,7 @@ class SchedulerProcess(Process):
             if isinstance(message, ProcessExited):
                 for peer in list(self._workers.links):
                     if peer.endswith(b".%d" % message.process):
-                        self.trace.lost(peer)
+                        self.trace.record_lost_worker(peer)
                         del self._workers.links[peer]
             elif isinstance(message, supervision.InstanceExpected):
                 self.trace.retiring.discard(b"%d.%d" % (message.index, message.process))
@@ -249,15 +249,15 @@ class SchedulerProcess(Process):
                 peers = [p for p in self._workers.links if p.startswith(b"%d." % message.index)]
                 self.trace.retiring.update(peers)
             elif isinstance(message, supervision.Stop):
-                self.trace.stopped()
+                self.trace.check_before_stop()
             self.hosted.front.from_control(message, self.world.now_ns)
             if isinstance(message, ProcessExited):
                 self.trace.process_exited(message.process)
-        self.turn()
+        self.run_turns()
 
     # --- turns ------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
+    def run_turns(self) -> None:
         """Handle the received messages, possibly later together with further ones."""
         if self.world.chance(0.2):
             if not self._turn_due:
@@ -270,20 +270,20 @@ class SchedulerProcess(Process):
         self._turn_due = False
         if self.alive:
             self.host.touched[self] = None
-            self.host.turn()
+            self.host.run_turns()
 
     def tick(self) -> None:
         if not self.alive or self.hosted.front.stopped:
             return
         now_ns = self.world.now_ns
         wake_ns = self.hosted.front.tick(now_ns)
-        self.trace.turn_over()
+        self.trace.check_turn_end()
         if wake_ns < now_ns - 1_000_000:
             raise Violation(f"{self.title} wants to be woken in the past")
         if wake_ns != NEVER and not now_ns < self._timer_ns <= wake_ns:
             self._timer_ns = max(wake_ns, now_ns + 1)
-            self.world.after(self._timer_ns - now_ns, self._woken, self._timer_ns)
+            self.world.after(self._timer_ns - now_ns, self._on_timer, self._timer_ns)
 
-    def _woken(self, due_ns: int) -> None:
+    def _on_timer(self, due_ns: int) -> None:
         if due_ns == self._timer_ns:
             self._take_turn()

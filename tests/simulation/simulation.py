@@ -10,7 +10,7 @@ from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.oracles import Ledger, Request
 from tests.simulation.supervisor import Supervisor
-from tests.simulation.world import MS, SECOND, TRACED, US, Violation, World
+from tests.simulation.world import MS, SECOND, TRACED_EVENTS, US, Violation, World
 
 _TRAFFIC_NS = 200 * MS
 _FIXED_SIZE = 20_000  # bytes of a tensor that is too large for a message
@@ -20,7 +20,7 @@ _LONGEST_QUIET_NS = 120 * SECOND
 class Simulation:
     """A run of one seed with this number of requests."""
 
-    def __init__(self, seed: int, requests: int = 400, traced: int = TRACED) -> None:
+    def __init__(self, seed: int, requests: int = 400, traced: int = TRACED_EVENTS) -> None:
         self.seed = seed
         self.world = World(seed, traced)
         self.memory = SimulatedMemory()
@@ -311,7 +311,7 @@ class Simulation:
                     f"{scheduler} of {len(version.indices)} instances has, when all is quiet, "
                     f"{scheduler.hosted.instances}"
                 )
-            if unreleased := scheduler.unreleased():
+            if unreleased := scheduler.unreleased_offsets():
                 raise Violation(f"{scheduler} has not passed on the releases of {unreleased}")
             for worker in version.workers.values():
                 if worker.slots:
@@ -328,7 +328,7 @@ class Simulation:
     def _check_counters(self) -> None:
         (client, *_) = self.supervisor.clients
         first_schedulers = [
-            v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.first
+            v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.is_first
         ]
         for scheduler in first_schedulers:
             client.ask_statistics(scheduler.endpoint)

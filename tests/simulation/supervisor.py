@@ -181,12 +181,12 @@ class Supervisor(Process):
         if worker is not None and worker.loaded and worker.alive:
             version.leaving.add(index)
         else:
-            self._ended(version, index)
+            self._remove_ended(version, index)
             if worker is not None:
                 self._end(worker)
         self.send(version.scheduler, supervision.RetireInstance(index))
 
-    def _ended(self, version: Version, index: int) -> None:
+    def _remove_ended(self, version: Version, index: int) -> None:
         """Remove an instance that has exited for good."""
         version.leaving.discard(index)
         version.workers.pop(index, None)
@@ -204,7 +204,7 @@ class Supervisor(Process):
         if previous_version is not None:
             self._supersede(previous_version)
 
-    def _published(self, version: Version) -> ModelPublished:
+    def _publication_of(self, version: Version) -> ModelPublished:
         model = version.model
         return ModelPublished(
             model.name,
@@ -219,7 +219,7 @@ class Supervisor(Process):
         )
 
     def _announce(self, version: Version) -> None:
-        self._broadcast(self._published(version), clients_only=True)
+        self._broadcast(self._publication_of(version), clients_only=True)
 
     def _once_received(
         self, former: SchedulerProcess | None, callback: Callable[..., None], *arguments: Any
@@ -300,9 +300,9 @@ class Supervisor(Process):
         lost_message = SchedulerLost(version.former.endpoint, version.endpoint)
         self._broadcast(lost_message, clients_only=True)
         self._announce(version)
-        self._once_received(version.former, self._drain_former, version, workers, self._moved)
+        self._once_received(version.former, self._drain_former, version, workers, self._finish_move)
 
-    def _moved(self, version: Version, _: list[Worker]) -> None:
+    def _finish_move(self, version: Version, _: list[Worker]) -> None:
         assert version.former is not None and version.scheduler is not None
         self._attach(version)
         self.send(version.former, supervision.Stop())
@@ -358,9 +358,9 @@ class Supervisor(Process):
             for worker in version.workers.values():
                 self.send(scheduler, ProcessExited(worker.pid, ""))
             self.send(scheduler, supervision.Stop())
-        self.world.after(5 * MS, self._stopped, version, scheduler)
+        self.world.after(5 * MS, self._finish_stop, version, scheduler)
 
-    def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:
+    def _finish_stop(self, version: Version, scheduler: SchedulerProcess) -> None:
         self._close(scheduler)
         now = self.serving.get(version.model.name)
         successor = "" if now is None else now.endpoint
@@ -387,7 +387,7 @@ class Supervisor(Process):
         self._connect(scheduler, scheduler.from_supervisor)
         for step in version.model.steps:
             if step.name in self.serving:
-                self.send(scheduler, self._published(self.serving[step.name]))
+                self.send(scheduler, self._publication_of(self.serving[step.name]))
         if version.model.limited:
             self.tickets.bind(scheduler.address, id(version))
 
@@ -407,9 +407,9 @@ class Supervisor(Process):
         version.workers[index] = worker
         self._connect(worker, worker.take)
         self.send(version.scheduler, supervision.InstanceExpected(index, worker.pid))
-        self.world.after(self.world.between(100 * US, 5 * MS), self._loaded, version, worker)
+        self.world.after(self.world.between(100 * US, 5 * MS), self._on_loaded, version, worker)
 
-    def _loaded(self, version: Version, worker: Worker) -> None:
+    def _on_loaded(self, version: Version, worker: Worker) -> None:
         worker.loaded = True
         if version.scheduler is not None and version.scheduler.alive:
             self.send(worker, version.scheduler)
@@ -419,7 +419,7 @@ class Supervisor(Process):
         self.clients.append(client)
         self._connect(client, client.take)
         for version in self.serving.values():
-            self.send(client, self._published(version))
+            self.send(client, self._publication_of(version))
 
     def _end(self, process: Process) -> None:
         if process.alive:
@@ -446,7 +446,7 @@ class Supervisor(Process):
             for index, worker in list(version.workers.items()):
                 if worker is process:
                     if index in version.leaving:
-                        self._ended(version, index)
+                        self._remove_ended(version, index)
                     else:
                         del version.workers[index]
                         self._restart(version, index)

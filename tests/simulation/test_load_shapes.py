@@ -47,7 +47,7 @@ SHAPES: dict[str, tuple[Shape, int]] = {
     "on and off each half minute": (steps((30, 0), (30, 50)), 10),
     "more and more": (lambda at_s: at_s / 6, 1),
 }
-TIMES: dict[str, Callable[[Random], float]] = {
+EXECUTION_TIMES: dict[str, Callable[[Random], float]] = {
     "constant": lambda random: _EXECUTION_S,
     "exponential": lambda random: random.expovariate(1 / _EXECUTION_S),
 }
@@ -55,10 +55,10 @@ TIMES: dict[str, Callable[[Random], float]] = {
 
 def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: int = 1) -> Run:
     policy = ScalingPolicy(1, _MAX_INSTANCES, target_s=_TARGET_S)
-    return Host(policy, TIMES[times], Random(seed)).run(shape, seconds)
+    return Host(policy, EXECUTION_TIMES[times], Random(seed)).run(shape, seconds)
 
 
-@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("times", EXECUTION_TIMES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_instances_do_not_oscillate(name: str, times: str) -> None:
     """An instance is removed and added again within a minute no more often than the load rises.
@@ -84,7 +84,7 @@ def test_four_times_the_load_is_within_the_target_two_seconds_later(base: int, s
     assert result.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2
 
 
-def test_an_idle_model_has_the_fewest_again() -> None:
+def test_an_idle_model_returns_to_the_minimum() -> None:
     result = run(steps((20, 64), (80, 0)), seconds=100)
     assert result.count_at(20) >= 4
     assert result.count_at(99) == 1

@@ -10,7 +10,7 @@ from tests.simulation.lifecycle.run import LifecycleRun
 from tests.simulation.seeds import SEEDS
 from tests.simulation.simulation import Simulation
 
-_PARTS = 6
+_PART_COUNT = 6
 _PART_S = 8.0
 
 
@@ -29,13 +29,13 @@ def test_recorded_failing_seeds_pass() -> None:
         run(seed)
 
 
-@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize("part", range(_PART_COUNT))
 def test_no_rule_is_broken(part: int) -> None:
     start_s = time.monotonic()
     seed = part
     while time.monotonic() - start_s < _PART_S:
         run(seed)
-        seed += _PARTS
+        seed += _PART_COUNT
 
 
 def test_no_rule_of_the_lifecycle_is_broken() -> None:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.sequences import Generation
 from tests.simulation.generative import reference_beam_search
-from tests.support.generative_worker import END, VOCABULARY, generate_alone
+from tests.support.generative_worker import END_TOKEN, VOCABULARY_SIZE, generate_alone
 
-STOP = 7  # the token that ends a text like a stop string
+STOP_TOKEN = 7  # the token that ends a text like a stop string
 _TOO_MANY = 5_000  # number of tokens that exceeds every pool
 _BEGINNINGS = [[1 + (number * index) % 60 for index in range(1, 40)] for number in (7, 11, 13)]
 
@@ -21,17 +21,17 @@ class TextRequest(NamedTuple):
     """A request. With `streams`, it has a response whenever there is new text."""
 
     prompt: array[int]
-    most: int
+    max_tokens: int
     samples: int
     streams: bool
     priority: int
-    whole: bool
+    is_whole: bool
     search: BeamSearch | None
 
     @property
     def fits(self) -> bool:
         """Return whether the request fits into any pool."""
-        return self.most < _TOO_MANY and self.samples == 1 and self.search is None
+        return self.max_tokens < _TOO_MANY and self.samples == 1 and self.search is None
 
 
 class Piece(NamedTuple):
@@ -64,10 +64,10 @@ def request_of(content: bytes) -> TextRequest:
     draw = Random(content)
     prompt = draw.choice(_BEGINNINGS)[: draw.randint(1, 30)]
     if draw.random() < 0.5:
-        prompt = prompt + draw.choices(range(1, VOCABULARY), k=draw.randint(1, 9))
+        prompt = prompt + draw.choices(range(1, VOCABULARY_SIZE), k=draw.randint(1, 9))
     search = None
     if draw.random() < 0.1:
-        search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END, 9, 19])
+        search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END_TOKEN, 9, 19])
     max_tokens = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
     return TextRequest(
         array("i", prompt),
@@ -85,14 +85,14 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
     request = request_of(content)
     if request.search is not None:
         generation: Generation[None] = Generation(
-            None, 0, 0, request.prompt, request.most, beams=request.search
+            None, 0, 0, request.prompt, request.max_tokens, beams=request.search
         )
         return reference_beam_search(generation)
     samples: list[tuple[list[int], str]] = []
     for sample in range(request.samples):
-        tokens, reason = generate_alone(request.prompt, sample, request.most)
-        if STOP in tokens:
-            tokens, reason = tokens[: tokens.index(STOP) + 1], "stop"
+        tokens, reason = generate_alone(request.prompt, sample, request.max_tokens)
+        if STOP_TOKEN in tokens:
+            tokens, reason = tokens[: tokens.index(STOP_TOKEN) + 1], "stop"
         samples.append((tokens, reason))
     return samples
 
@@ -100,8 +100,8 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
 def problem(content: bytes, received_positions: set[tuple[int, int]], packed: bytes) -> str:
     """Return the error in a response, or "".
 
-    `received` contains (sample, index of token) of earlier responses, with -1 for the end of a
-    sample. The entries of this response are added.
+    `received_positions` contains (sample, index of token) of earlier responses, with -1 for the
+    end of a sample. The entries of this response are added.
     """
     for piece in pieces(packed):
         tokens, reason = texts(content)[piece.sample]

@@ -35,18 +35,18 @@ class Stream:
 
     def __init__(self, work: m.Work, count: int) -> None:
         self.work = work
-        self.count = self.left = count
-        self.sent = self.credited = 0
+        self.count = self.remaining = count
+        self.sent_count = self.credited = 0
         self.window = SendWindow()
         self.waits_since_ns = 0
 
     def credit(self, responses: int) -> None:
         """Return credit for responses; raise Violation if these were not sent."""
         self.credited += responses
-        if self.credited > self.sent:
+        if self.credited > self.sent_count:
             raise Violation(
                 f"{self.credited} responses to {self.work.request_id} are credited, and "
-                f"{self.sent} were sent"
+                f"{self.sent_count} were sent"
             )
         self.window.record_credit(responses)
 
@@ -83,12 +83,12 @@ class Worker(Process):
         self._dead: set[int] = set()
         self.slots: dict[int, bytes] = {}  # sequence states by slot
         self._host: SchedulerProcess | None = None
-        self._up: Link | None = None
+        self._scheduler_link: Link | None = None
 
     @property
     def busy(self) -> bool:
         """Return whether it has requests or sequence states of a live scheduler."""
-        lives = self._up is not None and self._up.connected
+        lives = self._scheduler_link is not None and self._scheduler_link.connected
         return lives and bool(self._running or self._batches or self._streams or self.slots)
 
     # --- messages ---------------------------------------------------------------------------------
@@ -96,21 +96,29 @@ class Worker(Process):
     def take(self, messages: list[Any]) -> None:
         """Handle messages of the supervisor or the scheduler."""
         self._inbox.extend(messages)
-        self._work_off()
+        self._handle_inbox()
 
-    def _work_off(self) -> None:
+    def _handle_inbox(self) -> None:
         while self._inbox and self._running is None and self.alive:
             message = self._inbox.popleft()
             if isinstance(message, SchedulerProcess):
-                if message is not self._host or self._up is None or not self._up.connected:
+                if (
+                    message is not self._host
+                    or self._scheduler_link is None
+                    or not self._scheduler_link.connected
+                ):
                     self._attach(message)
             elif isinstance(message, tuple):
                 host, words = message
-                if host is self._host and self._up is not None and self._up.connected:
+                if (
+                    host is self._host
+                    and self._scheduler_link is not None
+                    and self._scheduler_link.connected
+                ):
                     self._handle(words)
             else:
                 self._dead.add(message.process)
-                if self._up is None or not self._up.connected:
+                if self._scheduler_link is None or not self._scheduler_link.connected:
                     self._drop(message.process)
             self._begin()
 
@@ -119,7 +127,7 @@ class Worker(Process):
 
         Work of the predecessor is discarded, except its releases in transit.
         """
-        for message in self._sent_last():
+        for message in self._take_last_messages():
             if isinstance(message, m.ReleaseOutputs | m.ReaderExited):
                 self._handle(message)
         self._batches.clear()
@@ -129,20 +137,20 @@ class Worker(Process):
         self.slots.clear()
         self._host = host
         peer = b"%d.%d" % (self.index, self.pid)
-        self._up = host.connect_worker(
+        self._scheduler_link = host.connect_worker(
             peer, self, lambda messages: self.take([(host, message) for message in messages])
         )
-        self._up.post(m.InstanceReady(self.index, self.pid))
+        self._scheduler_link.post(m.InstanceReady(self.index, self.pid))
         for pid in self._dead:
             self._drop(pid)
 
-    def _sent_last(self) -> list[Any]:
+    def _take_last_messages(self) -> list[Any]:
         """Return the messages that the scheduler has sent and that were not handled yet."""
         if self._host is None:
             return []
         words = [word for word in self._inbox if isinstance(word, tuple)]
         arrived = [word for host, word in words if host is self._host]
-        return arrived + self._host.sent_to(self)
+        return arrived + self._host.take_sent_to(self)
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -232,19 +240,19 @@ class Worker(Process):
             if work.key not in self._streams:
                 self._open.pop(work.key, None)
                 self._cancelled.discard(work.key)
-        if self._up is not None and self._up.connected:
+        if self._scheduler_link is not None and self._scheduler_link.connected:
             # Computed without `world.random`, so that known seeds run as before.
             if (31 * self.pid + batch.batch) % _NONSENSE_EVERY == 0:
                 self.world.fault("nonsense", self)
-                self._up.post(replace(batch_finished, batch=-batch.batch))
-            self._up.post(batch_finished)
+                self._scheduler_link.post(replace(batch_finished, batch=-batch.batch))
+            self._scheduler_link.post(batch_finished)
         else:
             for offset in reserved:
                 if offset in self._lent:
                     self._release(self._lent[offset], [offset])
         self._running = None
         self._begin()
-        self._work_off()
+        self._handle_inbox()
 
     def _reply(self, work: m.Work, batch: m.Execute, reserved: list[int]) -> m.Reply:
         state = self._advance(work, batch) if self.model.sequences else b""
@@ -266,11 +274,11 @@ class Worker(Process):
         try:
             rounds = self.model.rounds(self._input(work))
             stream = Stream(work, rounds)
-            stream.sent, stream.left = number, rounds - number
+            stream.sent_count, stream.remaining = number, rounds - number
             self._send(stream, final=False)
         except ShmserveError as error:
             return m.Reply(work.key, error.code, error.message)
-        return m.Reply(work.key, m.RESCHEDULED if stream.left else "", "")
+        return m.Reply(work.key, m.RESCHEDULED if stream.remaining else "", "")
 
     def _advance(self, work: m.Work, batch: m.Execute) -> bytes:
         """Return the new state of a request's sequence, which is stored in its slot."""
@@ -301,9 +309,9 @@ class Worker(Process):
             if memory_range is not None:
                 where = Range(memory_range.memory, memory_range.offset, len(output))
                 # Otherwise the memory may belong to another request by now.
-                if self._up is not None and self._up.connected:
+                if self._scheduler_link is not None and self._scheduler_link.connected:
                     self._memory.write(where, output, self)
-            elif self.model.large and name == "OUT":
+            elif self.model.is_large and name == "OUT":
                 where = self.arena.memory_range(output)
                 self._lent[where.offset] = work.client_pid
                 reserved.append(where.offset)
@@ -333,11 +341,11 @@ class Worker(Process):
         key = stream.work.key
         if not self.alive or self._streams.get(key) is not stream:
             return
-        if self._up is None or not self._up.connected:
+        if self._scheduler_link is None or not self._scheduler_link.connected:
             del self._streams[key]
             return
         cancelled = key in self._cancelled or stream.work.client_pid in self._dead
-        if stream.left and not cancelled:
+        if stream.remaining and not cancelled:
             if not stream.window.is_open:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
                 if self.world.now_ns - stream.waits_since_ns >= MAX_WAIT_NS:
@@ -347,7 +355,7 @@ class Worker(Process):
                 else:
                     self.world.after(MAX_WAIT_NS, self._emit, stream)
                 return
-            final = stream.left == 1 and self.world.chance(0.5)
+            final = stream.remaining == 1 and self.world.chance(0.5)
             self._respond(stream, final)
             self._emit_soon(key)
         else:
@@ -360,15 +368,15 @@ class Worker(Process):
 
     def _send(self, stream: Stream, final: bool) -> None:
         stream.waits_since_ns = 0
-        stream.left -= 1
+        stream.remaining -= 1
         code = ""
         body: Packed = (b"", [])
-        number = b"#%d/%d" % (stream.sent, stream.count)
+        number = b"#%d/%d" % (stream.sent_count, stream.count)
         try:
             body = self._body(stream.work, self._input(stream.work) + number, [])
         except ShmserveError as error:
             code = error.code
-        stream.sent += 1
+        stream.sent_count += 1
         stream.window.record_sent(byte_size_of(body[1]))
         self._post_response(stream, code, body, final)
 
@@ -386,9 +394,9 @@ class Worker(Process):
         self, stream: Stream, code: str, body: Packed, final: bool, *fields: Any
     ) -> None:
         """Send a response in one frame with the messages that must precede it."""
-        assert self._up is not None
+        assert self._scheduler_link is not None
         now_ns = self.world.now_ns
-        self._up.post(
+        self._scheduler_link.post(
             *fields,
             m.ExecutionResponded(
                 stream.work.key, code, "", *body, final, now_ns, now_ns, 0, failed=bool(code)

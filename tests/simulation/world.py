@@ -13,7 +13,7 @@ from typing import Any
 US = 1_000
 MS = 1_000_000
 SECOND = 1_000_000_000
-TRACED = 200
+TRACED_EVENTS = 200
 _EPOCH_NS = 1_700_000_000 * SECOND
 
 
@@ -28,7 +28,7 @@ class World:
     jump of the wall clock.
     """
 
-    def __init__(self, seed: int, traced: int = TRACED) -> None:
+    def __init__(self, seed: int, traced: int = TRACED_EVENTS) -> None:
         self.random = random.Random(seed)
         self.now_ns = 1_000 * SECOND
         self.skew_ns = 0
@@ -59,7 +59,7 @@ class World:
         self.note("FAULT", kind, *words)
 
     def run(self, until_ns: int, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Run events up to a time, or until `over` returns True."""
+        """Run events up to a time, or until `is_over` returns True."""
         heap = self._heap
         while heap and heap[0][0] <= until_ns and not is_over():
             self.now_ns, _, call, arguments = heapq.heappop(heap)

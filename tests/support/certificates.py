@@ -19,7 +19,15 @@ subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
 subjectAltName = DNS:localhost, IP:127.0.0.1
 """
-_NEW = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+_NEW_KEY_ARGUMENTS = (
+    "req",
+    "-x509",
+    "-newkey",
+    "ec",
+    "-pkeyopt",
+    "ec_paramgen_curve:prime256v1",
+    "-nodes",
+)
 
 
 def make(folder: Path) -> Path:
@@ -37,7 +45,7 @@ def make(folder: Path) -> Path:
 
 def _make(folder: Path, name: str, *arguments: str) -> None:
     files = ("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
-    openssl(folder, *_NEW, "-config", "openssl.cnf", *files, *arguments)
+    openssl(folder, *_NEW_KEY_ARGUMENTS, "-config", "openssl.cnf", *files, *arguments)
 
 
 def openssl(folder: Path, *arguments: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from tests.support.waiting import DEADLINE_S, until
 
 # The first lines of a model's file. `wait` blocks until the test stops holding.
-WAITING = """
+WAITING_CODE = """
 import os
 
 def wait():
@@ -31,7 +31,7 @@ def wait():
 
 @contextlib.contextmanager
 def holding(gate: Gate) -> Iterator[Callable[[], None]]:
-    """Block executions in `wait` of `WAITING` while the with block runs.
+    """Block executions in `wait` of `WAITING_CODE` while the with block runs.
 
     Yields:
         A function that returns once an execution is blocked.
@@ -52,7 +52,7 @@ class Visit:
     """An execution that waits at a gate.
 
     Attributes:
-        told: The message of the execution.
+        message: The message of the execution.
         batch: The first value of each request's INPUT0.
         rows: The batch size of each request.
         pid: The process of the execution.

@@ -16,8 +16,8 @@ from functools import lru_cache
 
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 
-VOCABULARY = 61
-END = 0  # the token that ends a sequence
+VOCABULARY_SIZE = 61
+END_TOKEN = 0  # the token that ends a sequence
 
 Slot = tuple[int, int, bytes]  # the token, its position, and a hash of the tokens before it
 
@@ -41,13 +41,16 @@ def _hash_slots(slots: list[Slot]) -> bytes:
 
 def next_token(slots: list[Slot], sample: int) -> int:
     """Return the token that follows; it differs between samples."""
-    return int.from_bytes(_digest(_hash_slots(slots), VOCABULARY + sample), "little") % VOCABULARY
+    return (
+        int.from_bytes(_digest(_hash_slots(slots), VOCABULARY_SIZE + sample), "little")
+        % VOCABULARY_SIZE
+    )
 
 
 def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
     """Return the best next tokens of a beam search with their scores, best first."""
     candidates, previous_digest = [], _hash_slots(slots)
-    for token in range(VOCABULARY):
+    for token in range(VOCABULARY_SIZE):
         digest = _digest(previous_digest, token)
         candidates.append((token, -int.from_bytes(digest[:4], "little") / 2**30))
     return sorted(candidates, key=lambda candidate: -candidate[1])[:count]
@@ -59,7 +62,7 @@ def generate_alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[li
     for _ in range(max_tokens):
         token = next_token(slots, sample)
         extend(slots, [token])
-        if token == END:
+        if token == END_TOKEN:
             finish_reason = "stop"
             break
     return [token for token, _, _ in slots[len(prompt) :]], finish_reason
@@ -164,7 +167,7 @@ class GenerativeWorker:
         proposed = [token for token, _, _ in true_slots[end:]]
         for index in range(row.draft_count):
             if (end + index) % 3 >= self.proposals:
-                proposed[index] = (proposed[index] + 1) % VOCABULARY
+                proposed[index] = (proposed[index] + 1) % VOCABULARY_SIZE
         self._write(sequence, extend(sequence.slots[:], proposed)[end:])
         new_tokens: list[int] = []
         finish_reason = ""
@@ -173,7 +176,7 @@ class GenerativeWorker:
             extend(sequence.slots, [token])
             new_tokens.append(token)
             generated = len(sequence.slots) - sequence.prompt
-            finish_reason = "stop" if token == END else ""
+            finish_reason = "stop" if token == END_TOKEN else ""
             finish_reason = finish_reason or (
                 "length" if generated >= self.most[sequence.key] else ""
             )

@@ -88,7 +88,7 @@ def weights(
 def write_folder(
     path: Path, family: str = "llama", seed: int = 0, shards: int = 1, **settings: Any
 ) -> Path:
-    """Write a folder with its weights in `shards` files; `more` are fields of config.json."""
+    """Write a folder with its weights in `shards` files; `settings` are fields of config.json."""
     path.mkdir(parents=True, exist_ok=True)
     configuration = config(family, **settings)
     save_weights(path, weights(configuration, seed), shards)

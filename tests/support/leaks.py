@@ -44,7 +44,7 @@ class Snapshot:
                 server.pid,
                 *(descendant.pid for descendant in descendants(server.pid, processes)),
             ]
-            for server in servers.RUNNING
+            for server in servers.RUNNING_SERVERS
         }
         return Snapshot(
             frozenset(os.listdir(_SHM)),

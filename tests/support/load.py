@@ -30,8 +30,8 @@ class Answer:
     """
 
     client: int
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
     trouble: str
 
     @property
@@ -152,10 +152,10 @@ class Load:
                 self._stop.wait(_BREATH_S)
 
     def wait_answered(self, start_time: float, within_s: float = 10.0) -> float:
-        """Wait until every client has a correct response to a request that began after `since`.
+        """Wait until each client has a correct response to a request begun after `start_time`.
 
         Returns:
-            The elapsed seconds since `since`.
+            The elapsed seconds since `start_time`.
 
         Raises:
             AssertionError: The wait takes longer than `within_s` from now.
@@ -166,7 +166,7 @@ class Load:
         def have_all_answered() -> bool:
             nonlocal answer_count
             for answer in self.answers[answer_count:]:
-                if answer.began >= start_time and not answer.trouble:
+                if answer.started_at >= start_time and not answer.trouble:
                     waiting.discard(answer.client)
             answer_count = len(self.answers)
             return not waiting

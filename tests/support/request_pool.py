@@ -60,7 +60,7 @@ class RequestPool:
 
 @contextlib.contextmanager
 def request_pool(server: Server, thread_count: int = 64) -> Iterator[RequestPool]:
-    """Yield a pool of at most `most` concurrent requests; wait for all of them at the end."""
+    """Yield a pool of `thread_count` concurrent requests; wait for all of them at the end."""
     with ThreadPoolExecutor(thread_count) as threads:
         pool = RequestPool(server, threads)
         try:

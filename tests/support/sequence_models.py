@@ -1,6 +1,6 @@
 """Configurations of models with sequences."""
 
-IDLE = "max_sequence_idle_microseconds: 60000000"
+IDLE_TIME = "max_sequence_idle_microseconds: 60000000"
 
 
 def control(name: str, kind: str, values: str) -> str:
@@ -24,7 +24,7 @@ def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:
 
 
 TRUTH = {"int32": "0, 1", "fp32": "0, 1", "bool": "false, true"}
-CONTROLS = controls()
+CONTROL_INPUTS = controls()
 
 
 def instances(count: int) -> str:

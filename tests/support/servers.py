@@ -30,10 +30,10 @@ from tests.support.wire.raw_http import Http
 ROOT = Path(__file__).resolve().parents[2]
 _STOP_S = 40.0
 _TITLE = "shmserve: "
-_GONE = "(gone)"
+_GONE_TITLE = "(gone)"
 
 # The running servers: the leak guard and the report of a failed test use them.
-RUNNING: list[Server] = []
+RUNNING_SERVERS: list[Server] = []
 
 
 class Server:
@@ -99,7 +99,7 @@ class Server:
                 start_new_session=True,
             )
         watchdog.register(self.pid, str(self.folder))
-        RUNNING.append(self)
+        RUNNING_SERVERS.append(self)
 
     @property
     def pid(self) -> int:
@@ -289,8 +289,8 @@ class Server:
         watchdog.unregister(self.pid)
         for port_socket in self._held:
             port_socket.close()
-        if self in RUNNING:
-            RUNNING.remove(self)
+        if self in RUNNING_SERVERS:
+            RUNNING_SERVERS.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -306,7 +306,7 @@ def without_short_lived(titles: Counter[str]) -> Counter[str]:
         {
             title: 1 if title.endswith("zygote") else count
             for title, count in titles.items()
-            if title != _GONE
+            if title != _GONE_TITLE
         }
     )
 
@@ -324,14 +324,16 @@ def title(process: psutil.Process) -> str:
     """Return the title of a process in `ps`, without the common prefix."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return _short_title(" ".join(process.cmdline()))
-    return _GONE
+    return _GONE_TITLE
 
 
 def title_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         # The command line of a zombie is empty.
-        return _short_title(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")) or _GONE
-    return _GONE
+        return (
+            _short_title(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")) or _GONE_TITLE
+        )
+    return _GONE_TITLE
 
 
 def _short_title(line: str) -> str:

@@ -14,4 +14,4 @@ class Beginning(str):
     __hash__ = str.__hash__
 
 
-EXPIRED = Beginning("Request timeout expired (")
+EXPIRED_TEXT = Beginning("Request timeout expired (")

@@ -7,9 +7,9 @@ from types import FrameType
 
 from shmserve.ipc.memory import lent
 
-LOST: list[str] = []  # for each lost token, the frames in which it was dropped
+LOST_TOKENS: list[str] = []  # for each lost token, the frames in which it was dropped
 _ROOT = Path(__file__).parents[2]  # the checkout may have any name, and may contain other packages
-OURS = tuple(f"{_ROOT / room}/" for room in ("shmserve", "ipc", "workers"))
+OWN_FOLDERS = tuple(f"{_ROOT / room}/" for room in ("shmserve", "ipc", "workers"))
 _collecting: list[str] = []
 
 
@@ -17,7 +17,7 @@ def _server_frames() -> list[FrameType]:
     frame_types: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)  # the caller of the collector's callback
     while frame is not None:
-        if frame.f_code.co_filename.startswith(OURS):
+        if frame.f_code.co_filename.startswith(OWN_FOLDERS):
             frame_types.append(frame)
         frame = frame.f_back
     return frame_types
@@ -30,7 +30,7 @@ def _on_collected(token: lent.Token) -> None:
     frames = [] if _collecting else _server_frames()
     if frames:
         stack = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
-        LOST.append(f"{type(token).__name__} was dropped unsettled in {stack}")
+        LOST_TOKENS.append(f"{type(token).__name__} was dropped unsettled in {stack}")
 
 
 def _on_collection(phase: str, info: dict[str, int]) -> None:

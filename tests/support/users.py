@@ -20,7 +20,7 @@ T = TypeVar("T")
 _CALLS = {"x86_64": (116, 119, 117), "aarch64": (159, 149, 147)}.get(os.uname().machine)
 
 # Users and a group that need no entry in any database.
-ALICE, BOB, FRIENDS = 54321, 54322, 54399
+ALICE, BOB, FRIENDS_GID = 54321, 54322, 54399
 
 needs_users = pytest.mark.skipif(
     os.geteuid() != 0 or _CALLS is None, reason="only root can be another user"

@@ -17,8 +17,8 @@ def until(
     The checks use at most half of a processor, because the awaited process needs the rest.
 
     Args:
-        what: The condition in words, for the error.
-        holds: The condition.
+        condition_text: The condition in words, for the error.
+        condition: The condition.
         within_s: The longest wait, in seconds.
 
     Raises:

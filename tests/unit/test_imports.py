@@ -15,7 +15,7 @@ from tests.support.servers import run_python
 ROOT = Path(__file__).resolve().parents[2]
 # Modules that every file may import.
 LEAVES = ("shmserve.errors", "shmserve.logs")
-ROOMS = {
+PACKAGES = {
     "ipc": (*LEAVES, "shmserve.ipc"),
     # shmserve.model is the annotations that a user's model imports; it imports nothing of ours.
     "workers": (*LEAVES, "shmserve.ipc", "shmserve.workers", "shmserve.model"),
@@ -52,19 +52,19 @@ def is_within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def test_there_are_files_to_look_at() -> None:
-    assert all(len(sources(package)) > 5 for package in ROOMS)
+def test_every_package_has_files_to_check() -> None:
+    assert all(len(sources(package)) > 5 for package in PACKAGES)
     assert len(sources("shmserve")) > 20
     assert set(imports(ROOT / "shmserve" / "__main__.py")) == {"shmserve.cli.main"}
 
 
-@pytest.mark.parametrize("package", ROOMS)
-def test_a_room_imports_only_lower_rooms(package: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_lower_packages(package: str) -> None:
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(package)
         for name in imports(path)
-        if is_within(name, {"shmserve", *ROOMS}) and not is_within(name, ROOMS[package])
+        if is_within(name, {"shmserve", *PACKAGES}) and not is_within(name, PACKAGES[package])
     ]
     assert wrong_cases == []
 
@@ -74,21 +74,21 @@ def test_the_control_plane_does_not_import_workers() -> None:
         (str(path.relative_to(ROOT)), name)
         for path in sources("shmserve")
         for name in imports(path)
-        if is_within(name, {"shmserve.workers", "torch", *ROOMS})
+        if is_within(name, {"shmserve.workers", "torch", *PACKAGES})
     ]
     assert wrong_cases == []
 
 
 def test_leaf_modules_import_nothing_of_shmserve() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
-        imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
-        imported.discard("shmserve.serving.serve")  # imported when a program asks for it
-        assert not [name for name in imported if is_within(name, {"shmserve"})], leaf
+        imported_modules = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
+        imported_modules.discard("shmserve.serving.serve")  # imported when a program asks for it
+        assert not [name for name in imported_modules if is_within(name, {"shmserve"})], leaf
 
 
 def test_nothing_pickles() -> None:
-    """R1: no format that executes is imported anywhere."""
-    files = [*sources("shmserve"), *(path for package in ROOMS for path in sources(package))]
+    """No module that unpickles is imported anywhere."""
+    files = [*sources("shmserve"), *(path for package in PACKAGES for path in sources(package))]
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in files
@@ -128,8 +128,10 @@ def test_each_name_of_all_exists(name: str) -> None:
 def test_the_grpc_gateway_does_without_aiohttp() -> None:
     program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
     result = run_python("-c", program, check=True)
-    loaded = result.stdout.split()
-    assert [name for name in loaded if is_within(name, {"aiohttp", "shmserve.gateway.http"})] == []
+    loaded_modules = result.stdout.split()
+    assert [
+        name for name in loaded_modules if is_within(name, {"aiohttp", "shmserve.gateway.http"})
+    ] == []
 
 
 @pytest.mark.parametrize("package", ["api", "inference", "links"])

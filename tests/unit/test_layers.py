@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"shmserve": "shmserve", "shmserve.ipc": "ipc", "shmserve.workers": "workers"}
 FOLDERS["bench"] = "bench"  # bench is no room of the server, but must be free of cycles, too
 # Modules that every room may import, and which import no module of the project.
-LEAVES = {"shmserve", "shmserve.errors", "shmserve.logs", "shmserve.model"}
+LEAF_MODULES = {"shmserve", "shmserve.errors", "shmserve.logs", "shmserve.model"}
 # The start records of processes, which are created by the starting process.
-STARTS = {"shmserve.gateway.settings", "shmserve.scheduler.settings"}
+START_MODULES = {"shmserve.gateway.settings", "shmserve.scheduler.settings"}
 
 # room -> the rooms that it may import besides itself; "x.*" is x and every room in it. The order
 # is from low to high: a room that is not listed may neither import nor be imported.
@@ -132,8 +132,8 @@ def _imported(path: Path) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.module
-            deeper = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in MODULES else node.module for name in deeper]
+            imported_members = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in imported_members]
         else:
             continue
         yield from (name for name in names if name in MODULES)
@@ -149,31 +149,34 @@ def package_of(module: str) -> str:
     return name.removeprefix("shmserve").removeprefix(".")
 
 
-def may_import(importer: str, imported: str) -> bool:
+def may_import(importer: str, imported_module: str) -> bool:
     """Return whether the table lets a room import another one."""
-    return importer == imported or any(
-        imported == allowed_target
+    return importer == imported_module or any(
+        imported_module == allowed_target
         or (
             allowed_target.endswith(".*")
-            and (imported == allowed_target[:-2] or imported.startswith(allowed_target[:-1]))
+            and (
+                imported_module == allowed_target[:-2]
+                or imported_module.startswith(allowed_target[:-1])
+            )
         )
         for allowed_target in LAYERS.get(importer, ())
     )
 
 
-def test_every_room_is_in_the_table() -> None:
-    packages = {package_of(module) for module in MODULES if module not in LEAVES} - {""}
+def test_every_package_is_in_the_table() -> None:
+    packages = {package_of(module) for module in MODULES if module not in LEAF_MODULES} - {""}
     packages = {name for name in packages if not name.startswith("bench")}
     assert packages == set(LAYERS) - {""}
 
 
-def test_rooms_import_as_the_table_allows() -> None:
+def test_packages_import_as_the_table_allows() -> None:
     violations = sorted(
-        f"{package_of(module)} -> {package_of(imported)}: {module} imports {imported}"
+        f"{package_of(module)} -> {package_of(imported_module)}: {module} imports {imported_module}"
         for module, imported_modules in IMPORTS.items()
         if not module.startswith("bench")
-        for imported in imported_modules - LEAVES - STARTS
-        if not may_import(package_of(module), package_of(imported))
+        for imported_module in imported_modules - LEAF_MODULES - START_MODULES
+        if not may_import(package_of(module), package_of(imported_module))
     )
     assert not violations, "\n".join(violations)
 
@@ -188,11 +191,11 @@ def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     def visit(module: str) -> None:
         number[module] = lowest[module] = len(number)
         stack.append(module)
-        for imported in sorted(imports[module]):
-            if imported not in number:
-                visit(imported)
-            if imported in stack:
-                lowest[module] = min(lowest[module], lowest[imported])
+        for imported_module in sorted(imports[module]):
+            if imported_module not in number:
+                visit(imported_module)
+            if imported_module in stack:
+                lowest[module] = min(lowest[module], lowest[imported_module])
         if lowest[module] == number[module]:
             start = stack.index(module)
             component = sorted(stack[start:])
@@ -206,7 +209,7 @@ def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
     return cycles
 
 
-def test_circles_are_found() -> None:
+def test_import_cycles_are_found() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert find_cycles(imports) == [["d", "e"], ["a", "b", "c"]]
     assert find_cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

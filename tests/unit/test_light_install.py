@@ -5,12 +5,12 @@ import pytest
 from tests.support.servers import run_python
 
 # As where neither torch nor the packages of text models are installed.
-_WITHOUT = """
+_WITHOUT_PACKAGES = """
 import sys
 for name in ("torch", "jinja2", "tokenizers", "safetensors", "onnxruntime"):
     sys.modules[name] = None
 """
-_RUN = """
+_RUN_MODEL = """
 import asyncio
 import numpy as np
 import shmserve.workers.main, shmserve.workers.backends.native, shmserve.workers.backends.onnx
@@ -21,7 +21,7 @@ buffer[0] = 1
 with inference_mode():
     pass
 """
-_FIND = """
+_FIND_BACKEND = """
 import sys
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.errors import Unavailable
@@ -35,7 +35,7 @@ _CLIENT = "import shmserve.client, shmserve.client.aio, sys; print(*sys.modules)
 
 
 def test_classes_and_onnx_need_no_torch() -> None:
-    run_python("-c", _WITHOUT + _RUN, check=True)
+    run_python("-c", _WITHOUT_PACKAGES + _RUN_MODEL, check=True)
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_classes_and_onnx_need_no_torch() -> None:
 def test_a_backend_without_its_packages_names_the_command(
     backend: str, package: str, command: str
 ) -> None:
-    output = run_python("-c", _WITHOUT + _FIND, backend, check=True).stdout
+    output = run_python("-c", _WITHOUT_PACKAGES + _FIND_BACKEND, backend, check=True).stdout
     assert output.startswith(f"backend '{backend}' needs the package {package}")
     assert command in output and "Traceback" not in output
 
 
 def test_a_client_loads_no_part_of_the_server() -> None:
     """The client's modules load faster than numpy."""
-    loaded = set(run_python("-c", _CLIENT, check=True).stdout.split())
+    loaded_modules = set(run_python("-c", _CLIENT, check=True).stdout.split())
     heavy = ("generation", "supervision", "unions")
-    assert loaded.isdisjoint(f"shmserve.ipc.messages.{name}" for name in heavy)
-    assert not {"torch", "hashlib", "hmac", "secrets", "difflib", "zmq", "yaml"} & loaded
-    own_modules = [name for name in loaded if name.startswith("shmserve.")]
+    assert loaded_modules.isdisjoint(f"shmserve.ipc.messages.{name}" for name in heavy)
+    assert not {"torch", "hashlib", "hmac", "secrets", "difflib", "zmq", "yaml"} & loaded_modules
+    own_modules = [name for name in loaded_modules if name.startswith("shmserve.")]
     assert not [
         name for name in own_modules if name.split(".")[1] not in ("client", "errors", "ipc")
     ]

@@ -45,7 +45,7 @@ def log_all_levels() -> None:
 
 
 @pytest.mark.parametrize("switches", list(itertools.product((False, True), repeat=4)))
-def test_each_switch_is_for_its_level_alone(capsys: Capture, switches: tuple[bool, ...]) -> None:
+def test_each_log_flag_controls_only_its_level(capsys: Capture, switches: tuple[bool, ...]) -> None:
     debug, info, warning, error = switches
     settings = LogSettings(
         log_info=info, log_warning=warning, log_error=error, log_verbose_level=int(debug)
@@ -91,14 +91,14 @@ def test_log_settings_reach_every_process(capsys: Capture) -> None:
     assert "log_verbose_level=2" in capsys.readouterr().err
 
 
-EVIL = "x\nE 2026 forged\x1b[31m\u2028\x00\r\udc80" + "y" * (1 << 20)
+MALICIOUS_TEXT = "x\nE 2026 forged\x1b[31m\u2028\x00\r\udc80" + "y" * (1 << 20)
 
 
 def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
-    """R23: text of a client is escaped and shortened: in messages, in ids and in tracebacks."""
+    """The text of a client is escaped and shortened in messages, ids and tracebacks."""
     logs.configure("role", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
-    logger.warning("refused: %s", EVIL, extra={"request_id": EVIL})
+    logger.warning("refused: %s", MALICIOUS_TEXT, extra={"request_id": MALICIOUS_TEXT})
     captured = capsys.readouterr().err
     first_line, second_line = captured.rstrip("\n").split("\n")
     assert first_line.isprintable() and "] refused: x request=x\\nE 2026 forged" in first_line
@@ -107,7 +107,7 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     )
     assert len(captured) < 40_000
     try:
-        raise ValueError(EVIL + "\nE forged" * 100_000)
+        raise ValueError(MALICIOUS_TEXT + "\nE forged" * 100_000)
     except ValueError:
         logger.exception("failed")
     captured = capsys.readouterr().err
@@ -126,7 +126,7 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
         ("zwölf\x1b[31m\u202eé", ["zwölf\\x1b[31m\\u202eé"]),
     ],
 )
-def test_lines_and_letters_are_printed_as_they_are(
+def test_lines_and_letters_are_printed_unchanged(
     capsys: Capture, text: str, shown_lines: list[str]
 ) -> None:
     logs.configure("role", LogSettings())

@@ -89,11 +89,13 @@ def test_a_class_is_sent_with_the_definitions_that_it_uses(
     load: Callable[[str], ModuleType],
 ) -> None:
     text = serving._source_of(load(SCRIPT).Model)
-    theirs, ours = SCRIPT.splitlines(), text.splitlines()
-    for line in ours:
-        assert not line or line in theirs or line == "OTHER = 2"
-    assert theirs.index("class Model:") == ours.index("class Model:")
-    assert theirs.index("def later(x): return x") == ours.index("def later(x): return x")
+    script_lines, sent_lines = SCRIPT.splitlines(), text.splitlines()
+    for line in sent_lines:
+        assert not line or line in script_lines or line == "OTHER = 2"
+    assert script_lines.index("class Model:") == sent_lines.index("class Model:")
+    assert script_lines.index("def later(x): return x") == sent_lines.index(
+        "def later(x): return x"
+    )
     for unused in ("shmserve.serve", "result = json", "Local"):
         assert unused not in text
     namespace = {"__name__": "model", "__file__": __file__}

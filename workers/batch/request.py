@@ -9,33 +9,26 @@ Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema
-
-if TYPE_CHECKING:
-    import torch
-
-
-from collections.abc import Sequence
-
-from shmserve.errors import InvalidArgument
-from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.descriptors import unpack_range
-from shmserve.ipc.tensors.inference import TensorSchema, has_overlap
+from shmserve.ipc.tensors.descriptors import Range, unpack_range
+from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema, TensorSchema, has_overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.frames import MalformedMessage
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, Any]
 
@@ -222,7 +215,7 @@ class Request:
             any thread.
         response_kinds: A cache of the schema and the destinations of outputs, by kind of response.
             Requests with equal schemas share this cache.
-        aliased: Whether an output is written over an input.
+        is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         shared: Whether an input may be in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
@@ -280,8 +273,8 @@ class _RequestProperties:
         input_count: The number of inputs.
         batch_size: The rows of each input; 0 if the model does not batch.
         requested: The requested outputs by name.
-        placed: The names of the requested outputs that have a range in the data.
-        strings: The names of the BYTES inputs.
+        placed_outputs: The names of the requested outputs that have a range in the data.
+        string_inputs: The names of the BYTES inputs.
         response_kinds: The cache of responses to requests with this schema (see
             `Request.response_kinds`).
     """
@@ -353,15 +346,17 @@ class Unpacker:
             Unavailable: The memory of a tensor no longer exists.
         """
         entries, schema = self._properties_by_schema.entries, work.schema
-        found = entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
+        properties = (
+            entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
+        )
         data = work.data
-        if len(data) != found.schema.data_count:
+        if len(data) != properties.schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0
         shared: list[Range] = []
-        for (name, datatype, shape, expected), raw in zip(found.inputs, data, strict=False):
+        for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
                 copy = memoryview(bytearray(raw))
@@ -378,25 +373,25 @@ class Unpacker:
                 inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
                 shared += [memory_range]
             byte_size += size
-        if found.string_inputs:
-            names = found.string_inputs
+        if properties.string_inputs:
+            names = properties.string_inputs
             if not copies_text:
                 names = [name for name in names if not inputs[name].is_text()]
             _check_elements(inputs, names, work.request_id)
         memory_ranges, aliased = _NO_RANGES, False
-        if found.placed_outputs:
-            outputs = map(unpack_range, data[found.input_count :])
-            memory_ranges = dict(zip(found.placed_outputs, outputs, strict=True))
+        if properties.placed_outputs:
+            outputs = map(unpack_range, data[properties.input_count :])
+            memory_ranges = dict(zip(properties.placed_outputs, outputs, strict=True))
             aliased = has_overlap(shared, memory_ranges.values())
         return Request(
             work,
-            found.schema,
-            found.batch_size,
+            properties.schema,
+            properties.batch_size,
             inputs,
-            found.requested,
+            properties.requested,
             memory_ranges,
             is_cancelled,
-            found.response_kinds,
+            properties.response_kinds,
             aliased,
             byte_size,
             bool(shared),

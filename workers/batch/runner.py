@@ -134,24 +134,26 @@ class Gatherer:
         return self._device_buffers.gather(name, [item.raw for item in inputs], capacity)
 
     def _adjacent_bytes(self, inputs: list[Input]) -> Any:
-        first = inputs[0].memory_range
-        if first is None:
+        first_range = inputs[0].memory_range
+        if first_range is None:
             batch_bytes = inputs[0].batch
             parts = [
                 item.raw for item in inputs if batch_bytes is not None and item.batch is batch_bytes
             ]
             return batch_bytes if parts and sum(map(len, parts)) == len(batch_bytes) else None
-        end = first.offset
+        end = first_range.offset
         for item in inputs:
             memory_range = item.memory_range
             if (
                 memory_range is None
                 or memory_range.offset != end
-                or memory_range.memory.id != first.memory.id
+                or memory_range.memory.id != first_range.memory.id
             ):
                 return None
             end += memory_range.byte_size
-        return self._mappings.view(Range(first.memory, first.offset, end - first.offset))
+        return self._mappings.view(
+            Range(first_range.memory, first_range.offset, end - first_range.offset)
+        )
 
     def _buffer(self, name: str, byte_size: int, capacity: int) -> memoryview:
         buffer = self._buffers.get(name)
@@ -234,7 +236,7 @@ class Runner:
         _context: The instance.
         _signature: The model's inputs and outputs.
         _device: The instance's device.
-        _as_numpy: The inputs that become numpy arrays.
+        _numpy_inputs: The inputs that become numpy arrays.
         _ragged: The rules for generated inputs of a batch and for splitting flat outputs.
     """
 

@@ -48,7 +48,8 @@ class ReadyOutput(NamedTuple):
 
     Attributes:
         data: The wire form (BYTES), an array, or a tensor if the destination is on a device.
-        at: The range of the input that is returned as this output, if the output may stay there.
+        returned_range: The range of the input that is returned as this output, if the output may
+            stay there.
     """
 
     name: str
@@ -102,7 +103,7 @@ class Scatterer:
         _context: The instance.
         _strict: Whether outputs must match the model's configuration.
         _strict_shapes: Whether strict outputs of another shape are errors, not warnings.
-        _whole: Whether a response should contain all requested outputs.
+        _expects_all: Whether a response should contain all requested outputs.
     """
 
     _signature: Signature

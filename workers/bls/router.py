@@ -201,7 +201,7 @@ class BlsCall(InflightRequest):
         number: The id of the call.
         arrived_ns: The monotonic time at which the call was created.
         inputs: The inputs as they are sent.
-        takes_many: Whether the call accepts any number of responses (a decoupled model).
+        accepts_stream: Whether the call accepts any number of responses (a decoupled model).
     """
 
     __slots__ = ("arrived_ns", "inputs", "number", "request", "router")

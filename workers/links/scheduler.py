@@ -95,7 +95,7 @@ class WorkerRequest:
         key: The id of the request at the scheduler.
         work: The scheduler's message with the request.
         cancelled: Whether the model should end the request.
-        dropped: Whether the client does not read further responses, either.
+        reader_gone: Whether the client does not read further responses, either.
         on_credit: Called when its `window` may have grown.
     """
 
@@ -159,11 +159,11 @@ class InstanceLink:
     Attributes:
         lock: Guards the link and other state that a model's threads share with the loop.
         commands: The received messages for the loop, in order.
-        served: The message types that are passed to the loop (see `MessageTable`).
+        loop_messages: The message types that are passed to the loop (see `MessageTable`).
         loop_reads: Whether the loop waits and reads the socket.
-        _on_read: Called for outputs that readers have released.
-        _waiting: The requests whose credit threads wait for, by the eventfd of the thread.
-        _reader: The eventfd of the thread that reads the socket; 0 for none.
+        _on_released: Called for outputs that readers have released.
+        _waiting_by_eventfd: The requests whose credit threads wait for, by the thread's eventfd.
+        _reader_eventfd: The eventfd of the thread that reads the socket; 0 for none.
     """
 
     _control: SupervisorLink

@@ -35,7 +35,7 @@ class Workspace:
 
     Attributes:
         _synchronize: Waits until a CUDA device has completed the work of this process.
-        coroutines: The number of coroutines that have a lease.
+        coroutine_count: The number of coroutines that have a lease.
     """
 
     _control: SupervisorLink

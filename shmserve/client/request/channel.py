@@ -1,8 +1,9 @@
 """The client's request channel, which submits requests to schedulers and handles their responses.
 
 Each channel belongs to one thread or one event loop, so it needs no lock. Only `wake` may be called
-from other threads. `flush` sends the queued requests, as one frame for each scheduler. `take`
-handles received messages in the thread that waits for them (see ipc/scheduler_client.py).
+from other threads. `flush` sends the queued requests, as one frame for each scheduler.
+`process_events` handles received messages in the thread that waits for them (see
+ipc/scheduler_client.py).
 """
 
 from __future__ import annotations

@@ -54,12 +54,16 @@ def remove_length(request: bytes) -> bytes | None:
     therefore has to end the connection with this request, so that no later byte is handled as a
     request. Requests with several lengths or codings, or another coding than chunks, are refused.
     """
-    head, found, body = request.partition(b"\r\n\r\n")
+    head, separator, body = request.partition(b"\r\n\r\n")
     head += b"\r\n"
     counts = [
         len(pattern.findall(head)) for pattern in (_FRAMING_HEADER, _LENGTH_HEADER, _CHUNKED_HEADER)
     ]
-    if not found or counts != [2, 1, 1] or not head.partition(b"\r\n")[0].endswith(b" HTTP/1.1"):
+    if (
+        not separator
+        or counts != [2, 1, 1]
+        or not head.partition(b"\r\n")[0].endswith(b" HTTP/1.1")
+    ):
         return None
     return _LENGTH_HEADER.sub(b"", head) + b"\r\n" + body
 
@@ -116,9 +120,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing_bytes = 0
         self._offers_upgrade = False  # whether the last request offers another protocol (`Upgrade`)
-        self._idle_start = (
-            loop.time()
-        )  # the end of the last request, or the start of the connection
+        # The end of the last request, or the start of the connection.
+        self._idle_start = loop.time()
         # --- back-pressure
         self.writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None

@@ -146,11 +146,11 @@ def _reshape(
         return
     # Each -1 keeps its size, in order. The dimensions between two -1 must therefore hold the same
     # number of elements before and after the reshape.
-    before, after = _products(dims), _products(shape)
-    if len(before) != len(after):
+    dims_products, shape_products = _products(dims), _products(shape)
+    if len(dims_products) != len(shape_products):
         text = "has different number of variable-size dimensions for dims and reshape"
         yield Problem(key, text, related_keys)
-    elif before != after:
+    elif dims_products != shape_products:
         yield Problem(key, "has different size for dims and reshape", related_keys)
 
 

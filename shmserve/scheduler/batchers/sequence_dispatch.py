@@ -205,7 +205,7 @@ class SequenceDispatch(Dispatcher):
             requests = self._sequences.start_rows(slots, decision.rows)
             for request in requests:
                 self._queue.remove(request)
-                request.meet(Event.DISPATCH)
+                request.transition(Event.DISPATCH)
             self._executions.start(requests, decision.reason, now_ns, instance, rows)
         elif isinstance(decision, WaitUntil):
             return decision.ns

@@ -167,7 +167,7 @@ class TensorReader:
         reads: The tensors that the reader waits for, and whether each exists once per
             request.
         is_once: Whether the reader has all its tensors at most once per request.
-        first: The keys of these tensors with the number 0.
+        first_keys: The keys of these tensors with the number 0.
     """
 
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
@@ -301,10 +301,10 @@ class Flow:
     """The data flow of one request. A value is released once nothing in the flow uses it.
 
     Attributes:
-        responded: Whether there has been a response.
+        has_responded: Whether there has been a response.
         firings: The steps to run.
         responses: The responses to send. The values hold a use for the response.
-        absent: The outputs of responses that a step should have made and has not.
+        absent_outputs: The outputs of responses that a step should have made and has not.
     """
 
     def __init__(self, plan: Plan) -> None:

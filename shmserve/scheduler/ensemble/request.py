@@ -99,9 +99,9 @@ class RequestProperties(NamedTuple):
     Attributes:
         entries: The number of entries in the data.
         inputs: The name and kind of each input, and whether it is a condition.
-        absent: The inputs that the request omits.
+        absent_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
-        placed: The outputs with ranges of the client's memory.
+        placed_outputs: The outputs with ranges of the client's memory.
         parameters: The parameters that the request passes to its steps.
         own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
         units: The batch size.
@@ -122,7 +122,7 @@ class EnsembleRequest:
     """A request of an ensemble. Times are monotonic ns, durations ns.
 
     Attributes:
-        known: What follows from the request's schema.
+        properties: The properties that the request's schema determines.
         memory_ranges: The ranges of the client's memory for outputs, by the output's name.
         lookup: The result of the lookup in the response cache, if there was one.
         running: The numbers of the steps' requests in flight.
@@ -159,7 +159,7 @@ class EnsembleRequest:
     responses: int = 0
     untimed: bool = False
 
-    def meet(self, event: EnsembleEvent) -> EnsembleState:
+    def transition(self, event: EnsembleEvent) -> EnsembleState:
         """Apply an event: move to the next state and return the previous one.
 
         Raises:
@@ -208,7 +208,7 @@ class EnsembleRequests:
     """The requests of an ensemble that have not ended.
 
     Attributes:
-        touched: The requests that have changed since the last turn.
+        changed: The requests that have changed since the last turn.
         timers: The deadlines.
         count: The number of requests.
     """
@@ -247,7 +247,7 @@ class EnsembleRequests:
         self.changed[request] = None
         if request.state is not RUNNING:
             return
-        request.meet(EnsembleEvent.FAIL)
+        request.transition(EnsembleEvent.FAIL)
         text = self.error_text(text)
         request.failure = Failed(request.submit.id, code, text, retry_after_s, False)
         reason = Reason.CANCELED if code == "CANCELLED" else Reason.OTHER
@@ -266,7 +266,7 @@ class EnsembleRequests:
         """Fail a request whose client has exited."""
         if request.failure is None:
             self._statistics.count_failure(request.arrived_ns, Reason.CANCELED, now_ns)
-        request.meet(EnsembleEvent.ABANDON)
+        request.transition(EnsembleEvent.ABANDON)
         self.changed[request] = None
 
     def stop(self, request: EnsembleRequest, text: str, now_ns: int) -> None:
@@ -285,7 +285,7 @@ class EnsembleRequests:
         return expired
 
     def _report(self, request: EnsembleRequest, is_early: bool) -> None:
-        request.meet(EnsembleEvent.REPORT)
+        request.transition(EnsembleEvent.REPORT)
         assert request.failure is not None
         request.client.post(replace(request.failure, early=is_early))
 
@@ -315,7 +315,7 @@ class EnsembleRequests:
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
         """End a request that has no steps in flight, and send its client the end."""
-        match request.meet(EnsembleEvent.END):
+        match request.transition(EnsembleEvent.END):
             case EnsembleState.RUNNING:
                 self._succeed(request, now_ns)
             case EnsembleState.FAILED:

@@ -250,7 +250,7 @@ class StepSchedulers(Links):
 
     Attributes:
         _identity: The ensemble's address in this process.
-        _take: Receives the endpoint and each message of a scheduler.
+        _receive_message: Receives the endpoint and each message of a scheduler.
     """
 
     _waiter: DescriptorWaiter

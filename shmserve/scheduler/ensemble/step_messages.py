@@ -54,7 +54,7 @@ class StepRequest(InflightRequest):
         override: The parameters of a sequence that the inputs came with.
         events: The events of requests: a response, or None when no worker has the request's memory
             any more. The runner handles these events.
-        answered: Whether there has been a response with outputs.
+        has_outputs: Whether there has been a response with outputs.
     """
 
     request: EnsembleRequest
@@ -117,7 +117,7 @@ class StepResponse:
 
     Attributes:
         outputs: The outputs in the order of the data.
-        absent: The tensors of the step that the responses lack.
+        absent_outputs: The tensors of the step that the responses lack.
         override: The parameters of the sequence in the responses.
     """
 
@@ -199,11 +199,9 @@ class StepMessages:
         # A client's memory must not keep an output, because the client may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_or_input
-        flags, number_id, text_id = (
-            client_request.flags,
-            client_request.correlation_id,
-            client_request.correlation_text,
-        )
+        flags = client_request.flags
+        number_id = client_request.correlation_id
+        text_id = client_request.correlation_text
         if override:
             correlation_id, flags = sequence_of(client_request, override)
             number_id, text_id = correlation_fields(correlation_id)

@@ -58,9 +58,9 @@ class AssignedRequest:
     """A request that was assigned to an instance (`slot`; None: the instance died).
 
     Attributes:
-        last_sent: The last report of text sent to the client, by sample.
-        ended: The tokens and the finish reason of samples that have ended.
-        replayed: The tokens of samples that are generated again.
+        last_reports: The last report of text sent to the client, by sample.
+        ended_samples: The tokens and the finish reason of samples that have ended.
+        replayed_tokens: The tokens of samples that are generated again.
     """
 
     request: ScheduledRequest
@@ -113,9 +113,8 @@ class GenerativeDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._engines: dict[
-            bytes, Engine[AssignedRequest]
-        ] = {}  # engines by the address of their worker
+        # Engines by the address of their worker.
+        self._engines: dict[bytes, Engine[AssignedRequest]] = {}
         self._assigned: dict[int, AssignedRequest] = {}  # requests at instances by their key
         self._unassigned: list[AssignedRequest] = []
         self._numbers = itertools.count(1)

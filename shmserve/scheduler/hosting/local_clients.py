@@ -231,7 +231,7 @@ class LocalTraces:
 
     Attributes:
         active: Whether traces or slow requests are recorded.
-        open: The measured requests, by client and number.
+        measured: The measured requests, by client and number.
     """
 
     def __init__(self, model: str, version: str, control: ControlLink) -> None:

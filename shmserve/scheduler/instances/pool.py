@@ -44,7 +44,7 @@ class SlotState(StrEnum):
     DOOMED = "doomed"  # its exit was requested
 
 
-SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
+SLOT_TRANSITIONS: Mapping[SlotState, Mapping[str, SlotState]] = {
     SlotState.GONE: {"expect": SlotState.EXPECTED, "give_up": SlotState.GONE},
     SlotState.EXPECTED: {
         "expect": SlotState.EXPECTED,
@@ -118,9 +118,9 @@ class Slot:
         """Return whether the instance can take a batch at once."""
         return self.state is SlotState.IDLE
 
-    def meet(self, event: str) -> None:
+    def transition(self, event: str) -> None:
         """Apply an event to the state; raise KeyError if the state does not allow it."""
-        self.state = SLOT[self.state][event]
+        self.state = SLOT_TRANSITIONS[self.state][event]
 
 
 class LostWork(NamedTuple):
@@ -238,7 +238,7 @@ class Pool:
         that is unknown.
         """
         slot = self._slot(index)
-        slot.meet("expect")
+        slot.transition("expect")
         slot.awaited_pid = pid or slot.awaited_pid
         self._update_failure()
         return self._accept_registration(slot)
@@ -299,7 +299,7 @@ class Pool:
 
     def instance_failed(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
-        self._slot(index).meet("give_up")
+        self._slot(index).transition("give_up")
         self._last_failure = reason
         self._update_failure()
 
@@ -322,7 +322,7 @@ class Pool:
             or registration.pid != slot.awaited_pid
         ):
             return None
-        slot.meet("offer")
+        slot.transition("offer")
         slot.peer, slot.pid = slot.worker = registration
         slot.registration = None
         self._by_peer[slot.peer] = slot
@@ -333,7 +333,7 @@ class Pool:
 
     def _remove(self, slot: Slot) -> LostWork:
         if slot.peer:
-            slot.meet("exit")
+            slot.transition("exit")
         if self._tickets is not None:
             self._tickets.return_tickets(slot.index)
         executions = list(slot.executions)
@@ -385,7 +385,7 @@ class Pool:
         """
         if required_slot is None:
             slot = self.free.popleft()
-            slot.meet("assign")
+            slot.transition("assign")
         elif required_slot.state is SlotState.BUSY:
             slot = required_slot
         else:
@@ -394,7 +394,7 @@ class Pool:
                 self.free.remove(slot)
             if self._tickets is not None:
                 self._tickets.use(slot)
-            slot.meet("assign")
+            slot.transition("assign")
         slot.executions.append(execution)
         if self._limit_ns and self.due_ns == NEVER:
             self.due_ns = execution.started_ns + self._limit_ns
@@ -423,7 +423,7 @@ class Pool:
         if slot.executions:
             slot.executions[0].started_ns = now_ns
             return
-        slot.meet("finish")
+        slot.transition("finish")
         self.update_free(slot)
 
     def update_free(self, slot: Slot) -> None:

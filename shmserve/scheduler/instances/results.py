@@ -180,7 +180,7 @@ class Results:
                 self._end_request(slot, open_request, reply, now_ns)
         for request in execution.requests:
             if request.state is State.EXECUTING:
-                request.meet(Event.RESPOND)
+                request.transition(Event.RESPOND)
         if slot.execution is not None:  # the next execution waited for the returned one
             for request in slot.execution.requests:
                 request.responded_ns = now_ns
@@ -303,7 +303,7 @@ class Results:
                     self._fail_early(request, "internal error", now_ns)
 
     def _kill_instance(self, slot: Slot, reason: str) -> None:
-        slot.meet("doom")
+        slot.transition("doom")
         self._control.post(KillInstance(slot.pid, reason))
 
     def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:

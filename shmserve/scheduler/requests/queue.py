@@ -279,7 +279,7 @@ class RequestQueue:
         if deadline_ns:
             self.timers.add(deadline_ns, request)
         if cached:
-            request.meet(Event.DISPATCH)
+            request.transition(Event.DISPATCH)
             return request
         self.in_order.append(request)
         if message.callers:
@@ -342,26 +342,26 @@ class RequestQueue:
     def take_retry(self) -> ScheduledRequest:
         """Dispatch the first request that must run alone."""
         request = self.retries.popitem(last=False)[1]
-        request.meet(Event.DISPATCH)
+        request.transition(Event.DISPATCH)
         return request
 
     def take(self, count: int) -> list[ScheduledRequest]:
         """Dispatch the first `count` requests of the queue."""
         requests = self.in_order.take(count)
         for request in requests:
-            request.meet(Event.DISPATCH)
+            request.transition(Event.DISPATCH)
         return requests
 
     def retry(self, request: ScheduledRequest) -> None:
         """Requeue a request whose worker died; it runs alone and before all others."""
-        request.meet(Event.RETURN)
+        request.transition(Event.RETURN)
         # A retried request has no queue limit, because it has waited before.
         request.queue_limit_ns = 0
         self.retries[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
         """Requeue a dispatched request that was not begun, before all others."""
-        request.meet(Event.RETURN)
+        request.transition(Event.RETURN)
         self.in_order.prepend(request)
 
     def remove(self, request: ScheduledRequest) -> None:

@@ -124,7 +124,7 @@ class Event(StrEnum):
     SETTLE = auto()
 
 
-LIFE: Mapping[State, Mapping[Event, State]] = {
+TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     State.QUEUED: {
         Event.DISPATCH: State.EXECUTING,
         Event.FINISH: State.DONE,
@@ -254,12 +254,12 @@ class ScheduledRequest:
     untimed: bool = False  # whether the request succeeded before its execution returned
     lookup: Lookup | None = None
 
-    def meet(self, event: Event) -> None:
+    def transition(self, event: Event) -> None:
         """Apply an event to the state.
 
         Raise IllegalEvent and change nothing if it is not allowed.
         """
         try:
-            self.state = LIFE[self.state][event]
+            self.state = TRANSITIONS[self.state][event]
         except KeyError:
             raise IllegalEvent(f"{event.name} in state {self.state.name}") from None

@@ -71,7 +71,7 @@ class Responses:
     def relay(self, request: ScheduledRequest, message: ExecutionResponded) -> None:
         """Send a response that is not the last."""
         if request.state is State.EXECUTING:
-            request.meet(Event.RESPOND)
+            request.transition(Event.RESPOND)
         request.responses += 1
         request.client.post(
             Responded(
@@ -97,7 +97,7 @@ class Responses:
             self._statistics.count_failure(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.count_success(request, request.timing, now_ns)
-        request.meet(Event.FINISH)
+        request.transition(Event.FINISH)
         timing = request.timing or unfinished_timing
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
         if spans and isinstance(final_message, ExecutionResponded):
@@ -132,7 +132,7 @@ class Responses:
                 insert_ns = self.cache.insert(lookup.key, response)
                 self._statistics.count_miss(lookup.ns, insert_ns, now_ns)
             if self._preserves_order:
-                request.meet(Event.HOLD)
+                request.transition(Event.HOLD)
                 request.outcome = Outcome(code, text, response, timing)
                 return
         if code or timing is None:
@@ -145,7 +145,7 @@ class Responses:
             self._statistics.count_hit(request.arrived_ns, queued, lookup.ns, now_ns)
         else:
             self._statistics.count_success(request, timing, now_ns)
-        request.meet(Event.FINISH)
+        request.transition(Event.FINISH)
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
         _, input_ns, infer_ns, output_ns, *_ = timing
         request.client.post(Finished(request.id, *response, input_ns, infer_ns, output_ns, spans))
@@ -188,7 +188,7 @@ class Responses:
         If `is_early`, a worker still has the request, and `close` follows.
         """
         self._statistics.count_failure(request.arrived_ns, reason, now_ns)
-        request.meet(Event.FAIL_EARLY if is_early else Event.FINISH)
+        request.transition(Event.FAIL_EARLY if is_early else Event.FINISH)
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
         request.client.post(Failed(request.id, code, message, 0, is_early, spans))
         if not is_early:
@@ -201,18 +201,18 @@ class Responses:
             case State.CANCELLED:
                 self.fail(request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns)
             case State.FAILED_EARLY:
-                request.meet(Event.SETTLE)
+                request.transition(Event.SETTLE)
                 request.client.post(Settled(request.id))
                 self._remove(request)
             case _:
-                request.meet(Event.SETTLE)
+                request.transition(Event.SETTLE)
                 self._remove(request)
 
     def abandon(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request whose client has exited; its worker, if any, still returns it."""
         if request.state is not State.FAILED_EARLY:
             self._statistics.count_failure(request.arrived_ns, Reason.CANCELED, now_ns)
-        request.meet(Event.ABANDON)
+        request.transition(Event.ABANDON)
         if request.state is State.DONE:
             self._drop_held(request)
             self._remove(request)

@@ -26,29 +26,29 @@ class Verdict(NamedTuple):
     fix: str = ""
 
 
-def ok(found: str) -> Verdict:
-    """Return the verdict that nothing needs to be done; `found` describes the facts."""
-    return Verdict(OK, found)
+def ok(finding: str) -> Verdict:
+    """Return the verdict that nothing needs to be done; `finding` describes the facts."""
+    return Verdict(OK, finding)
 
 
-def warning(found: str, fix: str) -> Verdict:
+def warning(finding: str, fix: str) -> Verdict:
     """Return the verdict that the server runs with limitations.
 
     Args:
-        found: The text that describes what the check has found.
+        finding: The text that describes what the check has found.
         fix: The text that describes how to remove the limitation.
     """
-    return Verdict(WARNING, found, fix)
+    return Verdict(WARNING, finding, fix)
 
 
-def wrong(found: str, fix: str) -> Verdict:
+def wrong(finding: str, fix: str) -> Verdict:
     """Return the verdict that the server does not start, or would be useless.
 
     Args:
-        found: The text that describes what the check has found.
+        finding: The text that describes what the check has found.
         fix: The text that describes how to remove the problem.
     """
-    return Verdict(WRONG, found, fix)
+    return Verdict(WRONG, finding, fix)
 
 
 def megabytes(count: int) -> str:

@@ -72,8 +72,8 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
     if facts.server_pid:
         return ok(f"{facts.path}, in use by a server (pid {facts.server_pid})")
     if facts.free_bytes < _MIN_FREE_BYTES:
-        found = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
-        return warning(found, "free space there, or choose another --run-dir")
+        finding = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
+        return warning(finding, "free space there, or choose another --run-dir")
     return ok(str(facts.path))
 
 
@@ -130,10 +130,10 @@ def judge_ports(ports: PortFacts) -> Verdict:
         (ports.free, "free"),
         (in_use, f"in use by the running server (pid {ports.server_pid})"),
     )
-    found = "; ".join(
+    finding = "; ".join(
         f"{', '.join(endpoints)}: {state}" for endpoints, state in states if endpoints
     )
-    return ok(found or "all listeners are disabled")
+    return ok(finding or "all listeners are disabled")
 
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
@@ -157,8 +157,10 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
         if world_writable:
-            found = f"every user can write to {path}, and the code of its models runs as this user"
-            return warning(found, f"chmod o-w {shlex.quote(path)}")
+            finding = (
+                f"every user can write to {path}, and the code of its models runs as this user"
+            )
+            return warning(finding, f"chmod o-w {shlex.quote(path)}")
         if not folders:
             return warning(f"{path} contains no model", "add a folder for each model")
     summary = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
@@ -270,15 +272,15 @@ def _judge_peer_user(server: ServerFacts, peer: PeerFacts, differing: set[str]) 
         return warning("different user namespace: uids differ", "docker run --userns=host")
     if peer.uid == server.process.uid:
         return ok(f"uid {peer.uid}, same as the server's")
-    found = f"uid {peer.uid}, and the server has uid {server.process.uid}"
+    finding = f"uid {peer.uid}, and the server has uid {server.process.uid}"
     if server.process.uid == 0:
-        return ok(f"{found}, which can open all objects")
+        return ok(f"{finding}, which can open all objects")
     if server.group in peer.groups:
         return ok(
-            f"{found}; it is in --shm-group, which must be able to read and write its objects"
+            f"{finding}; it is in --shm-group, which must be able to read and write its objects"
         )
     return wrong(
-        f"{found}, which may not open its objects", "run both as one user, or set --shm-group"
+        f"{finding}, which may not open its objects", "run both as one user, or set --shm-group"
     )
 
 
@@ -310,10 +312,12 @@ def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, differing: set[str
         return warning(f"different {spaces} namespace, so CUDA handles cannot be opened", fix)
     if peer.visible_devices != server.process.visible_devices:
         server_devices = server.process.visible_devices
-        found = f"its CUDA_VISIBLE_DEVICES is {peer.visible_devices}, the server's {server_devices}"
+        finding = (
+            f"its CUDA_VISIBLE_DEVICES is {peer.visible_devices}, the server's {server_devices}"
+        )
         fix = (
             "use the same value for both, or send the device's UUID with a handle, as "
             "shmserve.client does"
         )
-        return warning(f"{found}: cuda:0 may be another device there", fix)
+        return warning(f"{finding}: cuda:0 may be another device there", fix)
     return ok("same as the server's")

@@ -70,9 +70,9 @@ def judge_packages(versions: Versions) -> Verdict:
         if _version_numbers(present) < _version_numbers(minimum)
     ]
     if old:
-        found = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old)
+        finding = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old)
         packages = " ".join(f"'{name}>={versions[name][1]}'" for name in old)
-        return wrong(f"too old or missing: {found}", f"pip install --upgrade {packages}")
+        return wrong(f"too old or missing: {finding}", f"pip install --upgrade {packages}")
     reported = (f"{name} {versions[name][0]}" for name in _REPORTED_PACKAGES if name in versions)
     return ok(", ".join((f"Python {platform.python_version()}", *reported)))
 
@@ -139,15 +139,15 @@ def gather_files(config: ServerConfig) -> tuple[int, int]:
 def judge_files(facts: tuple[int, int]) -> Verdict:
     """Require enough descriptors for regions, connections and models."""
     limit, regions = facts
-    found = f"a process may open {limit} files"
+    finding = f"a process may open {limit} files"
     if limit < fd_limits.MIN_FDS:
-        return wrong(f"{found}, but at least {fd_limits.MIN_FDS} are required", _FILE_LIMIT_FIX)
+        return wrong(f"{finding}, but at least {fd_limits.MIN_FDS} are required", _FILE_LIMIT_FIX)
     if (regions_limit := fd_limits.for_regions(limit)) < regions:
         return warning(
-            f"{found}, enough for {regions_limit} regions, but --shm-max-regions is {regions}",
+            f"{finding}, enough for {regions_limit} regions, but --shm-max-regions is {regions}",
             _FILE_LIMIT_FIX,
         )
-    return ok(found)
+    return ok(finding)
 
 
 def gather_tasks(_: ServerConfig) -> int:
@@ -161,10 +161,10 @@ def judge_tasks(limit: int) -> Verdict:
     """Require enough processes and threads for models."""
     if 0 <= limit < _MIN_TASKS:
         fix = "raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit"
-        found = (
+        finding = (
             f"at most {limit} processes and threads, enough for {limit // _TASKS_PER_MODEL} models"
         )
-        return warning(found, fix)
+        return warning(finding, fix)
     return ok("no limit" if limit < 0 else f"at most {limit} processes and threads")
 
 
@@ -181,11 +181,11 @@ def judge_processors(facts: tuple[int, float | None]) -> Verdict:
             "assign CPUs instead of a quota: AllowedCPUs= in the unit, docker run "
             "--cpuset-cpus, or taskset"
         )
-        found = (
+        finding = (
             f"{count} CPUs and a quota of {quota:g} (cpu.max), which pauses all threads when "
             "it is used up"
         )
-        return warning(found, fix)
+        return warning(finding, fix)
     return ok(str(count))
 
 
@@ -222,12 +222,12 @@ def judge_user(facts: tuple[int, bool]) -> Verdict:
     """Warn if shared memory is deleted while it is in use; that of system users is kept."""
     uid, removes_shm = facts
     if uid in _DYNAMIC_UIDS:
-        found = f"uid {uid} is a dynamic user: its shared memory is removed when its unit stops"
-        return warning(found, "set User= to a system user (shmserve systemd install creates one)")
+        finding = f"uid {uid} is a dynamic user: its shared memory is removed when its unit stops"
+        return warning(finding, "set User= to a system user (shmserve systemd install creates one)")
     if uid not in _SYSTEM_UIDS and removes_shm:
-        found = f"logind deletes the objects of uid {uid} in /dev/shm when its last session ends"
+        finding = f"logind deletes the objects of uid {uid} in /dev/shm when its last session ends"
         fix = "set RemoveIPC=no in /etc/systemd/logind.conf, or run loginctl enable-linger"
-        return warning(found, fix)
+        return warning(finding, fix)
     return ok(f"uid {uid}")
 
 
@@ -242,10 +242,12 @@ def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     """Require a fast clock, which is read about ten times for each request."""
     clock_time, installed, source = facts
     if clock_time < installed - _DAY_S:
-        found = "the time is before the installation of shmserve: certificates may not be valid yet"
-        return warning(found, "timedatectl set-ntp true")
+        finding = (
+            "the time is before the installation of shmserve: certificates may not be valid yet"
+        )
+        return warning(finding, "timedatectl set-ntp true")
     if source not in _FAST_CLOCKS and not source.startswith("hyperv"):
-        found = f"{source}, which takes microseconds for each reading"
+        finding = f"{source}, which takes microseconds for each reading"
         fix = "set clocksource=tsc on the kernel's command line if that clock is stable"
-        return warning(found, fix)
+        return warning(finding, fix)
     return ok(source or "the kernel names no clock source")

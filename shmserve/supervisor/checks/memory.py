@@ -80,18 +80,18 @@ def judge_shm(shm: ShmFolder) -> Verdict:
     if not shm.is_used:
         return ok("not used, because of --allow-client-shm=false")
     if shm.filesystem != "tmpfs":
-        found = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
-        return wrong(found, _MOUNT_COMMAND)
+        finding = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
+        return wrong(finding, _MOUNT_COMMAND)
     if not shm.writable:
         return wrong(
             "this user cannot create an object in it", f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
         )
-    found = f"{megabytes(shm.size)}, {megabytes(shm.free)} free"
+    finding = f"{megabytes(shm.size)}, {megabytes(shm.free)} free"
     if shm.mode != 0o1777:
-        return warning(f"has mode {shm.mode:04o}; {found}", "chmod 1777 /dev/shm")
+        return warning(f"has mode {shm.mode:04o}; {finding}", "chmod 1777 /dev/shm")
     if shm.size <= _TOO_SMALL_BYTES or shm.free < max(_TOO_SMALL_BYTES, shm.size // 20):
-        return warning(f"{found}, which is too little for clients' regions", _ENLARGE_COMMANDS)
-    return ok(f"{found}{', noexec' if 'noexec' in shm.options.split(',') else ''}")
+        return warning(f"{finding}, which is too little for clients' regions", _ENLARGE_COMMANDS)
+    return ok(f"{finding}{', noexec' if 'noexec' in shm.options.split(',') else ''}")
 
 
 class ShmObject(NamedTuple):
@@ -138,9 +138,9 @@ def judge_objects(objects: list[ShmObject]) -> Verdict:
             for shm_object in unused[:3]
         )
         ellipsis = ", ..." if unused[3:] else ""
-        found = f"{len(unused)} objects ({total}) that no visible process uses: "
+        finding = f"{len(unused)} objects ({total}) that no visible process uses: "
         fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{ellipsis}"
-        return warning(f"{found}{', '.join(examples)}{ellipsis}", fix)
+        return warning(f"{finding}{', '.join(examples)}{ellipsis}", fix)
     return ok(f"{len(objects)} objects of 1 MB or more, {total}, all in use" if objects else "none")
 
 
@@ -159,7 +159,7 @@ def judge_memory(facts: tuple[int, int, int]) -> Verdict:
     """
     host, limit, shm = facts
     if limit < min(shm, host):
-        found = (
+        finding = (
             f"the server's limit, {megabytes(limit)} (memory.max), is less than the size of "
             "/dev/shm; regions that the server touches first count, and the kernel may kill it"
         )
@@ -167,7 +167,7 @@ def judge_memory(facts: tuple[int, int, int]) -> Verdict:
             "raise MemoryMax=, or reduce /dev/shm, or let clients write to a region before "
             "they register it"
         )
-        return warning(found, fix)
+        return warning(finding, fix)
     return ok(
         f"{megabytes(limit)}, {'all of the host' if limit == host else 'the limit memory.max'}"
     )
@@ -182,14 +182,14 @@ def gather_locked(config: ServerConfig) -> tuple[int, bool]:
 def judge_locked(facts: tuple[int, bool]) -> Verdict:
     """Require enough lockable memory for pinned regions."""
     limit, has_cuda = facts
-    found = "no limit" if limit < 0 else megabytes(limit)
+    finding = "no limit" if limit < 0 else megabytes(limit)
     if has_cuda and 0 <= limit < _TOO_SMALL_BYTES:
         fix = (
             "set LimitMEMLOCK=infinity in the unit, or run ulimit -l unlimited, or docker run "
             "--ulimit memlock=-1"
         )
-        return warning(f"{found}: larger regions cannot be pinned for the device", fix)
-    return ok(found)
+        return warning(f"{finding}: larger regions cannot be pinned for the device", fix)
+    return ok(finding)
 
 
 class DeviceList(NamedTuple):
@@ -249,31 +249,31 @@ def judge_devices(devices: DeviceList) -> Verdict:
     """Require that the devices, if any, can be used for models of KIND_GPU."""
     if not devices.total:
         return ok("none: models run on CPUs")
-    found = f"{devices.total} of kind {devices.kind}"
+    finding = f"{devices.total} of kind {devices.kind}"
     if devices.inaccessible:
         fix = (
             "set DeviceAllow= in the unit and join the group of the files, or use docker run "
             "--gpus all"
         )
-        return wrong(f"{found}; this user may not open {', '.join(devices.inaccessible)}", fix)
+        return wrong(f"{finding}; this user may not open {', '.join(devices.inaccessible)}", fix)
     if devices.kind == "cuda" and not devices.driver:
-        return wrong(f"{found}, but no driver is loaded", "run modprobe nvidia")
+        return wrong(f"{finding}, but no driver is loaded", "run modprobe nvidia")
     if devices.torch is None:
         return warning(
-            f"{found}, but torch, which models need for them, is not installed",
+            f"{finding}, but torch, which models need for them, is not installed",
             how_to_install("torch", "torch"),
         )
     if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
         fix = "install a torch built for CUDA (https://pytorch.org/get-started)"
-        return warning(f"{found}, but torch {devices.torch} is built for CPUs only", fix)
+        return warning(f"{finding}, but torch {devices.torch} is built for CPUs only", fix)
     if devices.visible_count < devices.total:
         variable = f"CUDA_VISIBLE_DEVICES={devices.visible_devices}"
-        found += f", {devices.visible_count} of them visible ({variable})"
+        finding += f", {devices.visible_count} of them visible ({variable})"
         if not devices.visible_count and devices.visible_devices not in _NO_DEVICE_VALUES:
-            return warning(found, "use the numbers or UUIDs that nvidia-smi -L prints")
+            return warning(finding, "use the numbers or UUIDs that nvidia-smi -L prints")
     details = (f"driver {devices.driver}" if devices.driver else "", *devices.gpus)
     mig = f"{devices.mig_instances} MIG instances" if devices.mig_instances else ""
-    return ok("; ".join(filter(None, (found, *details, mig))))
+    return ok("; ".join(filter(None, (finding, *details, mig))))
 
 
 class DeviceSharing(NamedTuple):

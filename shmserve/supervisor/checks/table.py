@@ -67,10 +67,10 @@ def check_at_start(config: ServerConfig) -> None:
     Raises:
         InvalidArgument: A server would be useless.
     """
-    for check, (state, found, fix) in run_checks(
+    for check, (state, finding, fix) in run_checks(
         config, (candidate for candidate in CHECKS if candidate.at_start)
     ):
-        text = f"{check.name}: {found} ({fix})"
+        text = f"{check.name}: {finding} ({fix})"
         if state == WRONG and check.at_start == "refuse":
             raise InvalidArgument(text)
         if state != OK:

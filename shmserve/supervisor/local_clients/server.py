@@ -257,8 +257,7 @@ class LocalClientServer:
             return
         number = self._acknowledgements.begin(self.numbers())
         self.announce(ServerEnding(number))
-        while not self._acknowledgements.is_acknowledged(number):
-            await self._acknowledgements.next_complete()
+        await self._acknowledgements.until_acknowledged(number)
 
     def _disconnected(self, number: int) -> None:
         self._acknowledgements.exited(number)

@@ -97,6 +97,7 @@ class Instances:
     labels: dict[str, list[str]] = field(init=False)
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
+    _abandoned_for: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
     # The number of instances of the version that this version replaces.
     _replaced_count: int = field(init=False, default=0)
@@ -173,20 +174,22 @@ class Instances:
 
     async def complete_config(self) -> None:
         """Complete the configuration with the first instance, and reserve resources for all."""
-        first = self._instances[0]
-        await self._spawn(first, self._spec.config, len(self._instances))
-        self._send(first, m.CompleteConfig(self._spec.config))
-        self.reported_config = (await self._loaded_response(first, m.ConfigCompleted)).config
+        first_instance = self._instances[0]
+        await self._spawn(first_instance, self._spec.config, len(self._instances))
+        self._send(first_instance, m.CompleteConfig(self._spec.config))
+        self.reported_config = (
+            await self._loaded_response(first_instance, m.ConfigCompleted)
+        ).config
         self.config = self._complete(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
-            first.rate_limit = instances[0].rate_limit
-            instances[0] = first
+            first_instance.rate_limit = instances[0].rate_limit
+            instances[0] = first_instance
         self._instances = instances
-        if first not in instances and first.child is not None:
+        if first_instance not in instances and first_instance.child is not None:
             # The completed configuration has no instance with this process's device.
-            first.child.kill()
-            await first.child.until_exit()
+            first_instance.child.kill()
+            await first_instance.child.until_exit()
         self._scheduler.reserve(self.config, self._instances)
 
     async def load(self) -> None:
@@ -272,10 +275,8 @@ class Instances:
             ShmserveError: The load failed.
             Unavailable: The worker died.
         """
-        child, problem = (
-            instance.child,
-            f"the process of instance '{instance.name}' ended while loading",
-        )
+        child = instance.child
+        problem = f"the process of instance '{instance.name}' ended while loading"
         assert child is not None
         receiving = asyncio.ensure_future(instance.inbox.get())
         try:
@@ -370,6 +371,8 @@ class Instances:
                 if instance.child is not None:
                     instance.child.kill()
             self._scheduler.send(m.RetireInstance(instance.index))
+        if self._store_failure():
+            self._on_change()
 
     @staticmethod
     async def await_exits(retired: list[Instance]) -> None:
@@ -527,9 +530,16 @@ class Instances:
         instance.transition("abandon")
         logger.error("instance '%s' is not restarted: %s", instance.name, reason)
         self._send_instance_gone(instance)
-        if _DOWN_STATES.issuperset(self.states()):
-            self.failure = reason
+        self._abandoned_for = reason
+        self._store_failure()
         self._on_change()
+
+    def _store_failure(self) -> bool:
+        """Store the failure if no instance serves or will serve; return whether there is one."""
+        states = self.states()
+        if InstanceState.FAILED in states and _DOWN_STATES.issuperset(states):
+            self.failure = self._abandoned_for
+        return bool(self.failure)
 
     def _send_instance_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: its instances are not restarted"

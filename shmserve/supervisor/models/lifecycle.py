@@ -77,7 +77,7 @@ class Lifecycle:
         for name, step_models in steps.items():
             model = self._registry.model(name)
             model.step_models, model.is_expected = step_models, True
-            self._changed_models.add(model.name)
+            self._changed_models.add(name)
 
     def offer(self, names: Iterable[str]) -> None:
         """Publish models as loaded on demand."""
@@ -150,6 +150,7 @@ class Lifecycle:
     def _add(self, order: Order) -> Order:
         order.model.orders.append(order)
         self._open_orders.append(order)
+        self._changed_models.add(order.model.name)
         return order
 
     def _unload(
@@ -161,7 +162,6 @@ class Lifecycle:
         caused_by_step = bool(unloads_by_model)
         unloads_by_model[model] = None
         model.on_demand = on_demand
-        self._changed_models.add(model.name)
         model.is_outdated = False  # the serving versions are not reloaded
         users = dict.fromkeys(self._registry.users_of(model))
         for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
@@ -200,7 +200,6 @@ class Lifecycle:
     def was_planned(self, order: Order, plan: LoadPlan) -> None:
         """Handle the plan of a load whose folder and configuration were read."""
         if order.phase is not OrderPhase.READING:  # the order was cancelled in the meantime
-            self._actions.discard(plan.specs)
             return
         model = order.model
         model.fingerprint = order.fingerprint = plan.fingerprint
@@ -240,7 +239,6 @@ class Lifecycle:
             if load is None and (not step.serving or last is not None):
                 step.for_ensembles = True
                 step.on_demand |= order.model.on_demand
-                self._changed_models.add(name)
                 load = self._load(step, FOLDER, is_requested=False)
             if load is not None:
                 order.prerequisites.append(load)

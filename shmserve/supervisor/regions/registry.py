@@ -162,12 +162,12 @@ class RegionRegistry:
         processes: Processes,
         opener: RegionOpener,
         publish_event: Callable[[Any], None],
-        kept: KeptRegions,
+        kept_regions: KeptRegions,
     ) -> None:
         self._processes = processes
         self._publish_event = publish_event
         self._opener = opener
-        self._kept = kept
+        self._kept = kept_regions
         self.draining = DrainingRegions(processes, opener)
         self._tasks: set[asyncio.Task[None]] = set()
         self._active: dict[str, OpenRegion] = {}

@@ -6,8 +6,11 @@ Batches are then equal even where no policy keeps Triton from forming them early
 from tests.differential.script import Drain, Group, Script, Send, Step, recorder
 from tests.differential.scripts.sequences import SequenceRequests, model
 
-SIX = {"TRITONSERVER_DELAY_SCHEDULER": "6", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER": "0"}
-BACKLOGGED = {"TRITONSERVER_DELAY_SCHEDULER": "4", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER": "2"}
+SIX_DELAYED = {"TRITONSERVER_DELAY_SCHEDULER": "6", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER": "0"}
+BACKLOG_ENVIRONMENT = {
+    "TRITONSERVER_DELAY_SCHEDULER": "4",
+    "TRITONSERVER_BACKLOG_DELAY_SCHEDULER": "2",
+}
 
 
 def scene(name: str, batching: str, *rows: int, size: int = 8) -> Script:
@@ -43,7 +46,7 @@ GROUPS = [
             scene("six_of_rows", "", 1, 2, 4, 3, 5, 1),
             sequences("two_whole_direct", "direct { }"),
         ],
-        SIX,
+        SIX_DELAYED,
     ),
-    Group("backlogged", [backlogged("four_whole_direct", "direct { }")], BACKLOGGED),
+    Group("backlogged", [backlogged("four_whole_direct", "direct { }")], BACKLOG_ENVIRONMENT),
 ]

@@ -15,13 +15,13 @@ from tests.differential.script import (
     tensor,
 )
 
-BOUND = "default_queue_policy { max_queue_size: 100 }"
-LATER = "max_queue_delay_microseconds: 1000"
-LONG = "max_queue_delay_microseconds: 60000000"
+QUEUE_LIMIT = "default_queue_policy { max_queue_size: 100 }"
+SHORT_DELAY = "max_queue_delay_microseconds: 1000"
+LONG_DELAY = "max_queue_delay_microseconds: 60000000"
 
 
 def model(name: str, batching: str = "", **options: Any) -> Model:
-    return recorder(name, f"dynamic_batching {{ {BOUND} {batching} }}", **options)
+    return recorder(name, f"dynamic_batching {{ {QUEUE_LIMIT} {batching} }}", **options)
 
 
 def queued(name: str, *rows: int) -> list[Step]:
@@ -35,7 +35,7 @@ def scene(name: str, batching: str, *rows: int, **options: Any) -> Script:
     return Script(name, [model(name, batching, **options)], queued(name, *rows))
 
 
-FAIL = """
+FAILING_METHOD = """
 value = self.input(request, "INPUT0")
 if value.flat[0] == 2:
     return self.failure("two is wrong")
@@ -46,16 +46,16 @@ MIXED_REQUESTS = [
     Send("c", "mixed", 2, columns=2),
     Send("d", "mixed", 3),
 ]
-OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", extra_fields="optional: true")]
+OPTIONAL_INPUTS = [tensor("INPUT0"), tensor("MORE", "FP32", extra_fields="optional: true")]
 EXTRA_INPUT = {"MORE": ("FP32", [1, 1], [0.5])}
-RAGGED = [tensor("INPUT0", extra_fields="allow_ragged_batch: true")]
+RAGGED_INPUTS = [tensor("INPUT0", extra_fields="allow_ragged_batch: true")]
 COUNTS = """
 } batch_input [ {
   kind: BATCH_ELEMENT_COUNT target_name: "COUNTS" data_type: TYPE_FP32 source_input: "INPUT0"
 } ]
 parameters { key: "closes" value { string_value: "the block of the batcher" }
 """
-FIXED = [tensor("INPUT0", dims=[2])]
+FIXED_INPUTS = [tensor("INPUT0", dims=[2])]
 
 NOT_FOUND = "a missing required input is found also beside an optional one"
 
@@ -65,10 +65,10 @@ SCRIPTS = [
     scene("eight", "", 8, 8),
     scene("preferred_largest", "preferred_batch_size: [ 4, 6 ]", *[1] * 7),
     scene("preferred_passed_over", "preferred_batch_size: [ 6 ]", 3, 4),
-    scene("preferred_with_delay", f"preferred_batch_size: [ 4, 6 ] {LATER}", *[1] * 7),
-    scene("preferred_runs_at_once", f"preferred_batch_size: [ 2 ] {LONG}", *[1] * 5),
-    scene("preferred_past_the_largest", f"preferred_batch_size: [ 4 ] {LATER}", 3, 3, 2),
-    scene("delay_over", f"preferred_batch_size: [ 3 ] {LATER}", 1, 1),
+    scene("preferred_with_delay", f"preferred_batch_size: [ 4, 6 ] {SHORT_DELAY}", *[1] * 7),
+    scene("preferred_runs_at_once", f"preferred_batch_size: [ 2 ] {LONG_DELAY}", *[1] * 5),
+    scene("preferred_past_the_largest", f"preferred_batch_size: [ 4 ] {SHORT_DELAY}", 3, 3, 2),
+    scene("delay_over", f"preferred_batch_size: [ 3 ] {SHORT_DELAY}", 1, 1),
     scene("one_by_one", "", 1, 1, max_batch_size=1),
     Script(
         "other_shapes_end_a_batch",
@@ -77,12 +77,12 @@ SCRIPTS = [
     ),
     Script(
         "ragged_shapes_share_a_batch",
-        [model("ragged", inputs=RAGGED)],
+        [model("ragged", inputs=RAGGED_INPUTS)],
         [Send("a", "ragged"), Send("b", "ragged", 1, columns=3), Send("c", "ragged", 2), Drain()],
     ),
     Script(
         "a_python_model_gets_no_batch_input",
-        [model("counted", COUNTS, inputs=RAGGED)],
+        [model("counted", COUNTS, inputs=RAGGED_INPUTS)],
         [
             Send("a", "counted"),
             Send("b", "counted", 1, columns=3),
@@ -92,7 +92,7 @@ SCRIPTS = [
     ),
     Script(
         "optional_inputs_share_a_batch_if_both_have_them",
-        [model("optional", inputs=OPTIONAL)],
+        [model("optional", inputs=OPTIONAL_INPUTS)],
         [
             Send("a", "optional"),
             Send("b", "optional", 1),
@@ -105,9 +105,9 @@ SCRIPTS = [
     ),
     Script(
         "a_missing_input_beside_an_optional_one",
-        [model("missing", inputs=OPTIONAL)],
+        [model("missing", inputs=OPTIONAL_INPUTS)],
         [Send("a", "missing"), Send("none", "missing", None, inputs=EXTRA_INPUT), Drain()],
-        known=[
+        known_differences=[
             Known("batches", NOT_FOUND),
             Known("responses.none.error.*", NOT_FOUND),
             Known("statistics.*", NOT_FOUND),
@@ -115,15 +115,15 @@ SCRIPTS = [
     ),
     Script(
         "one_of_a_batch_fails",
-        [model("failing", method_body=FAIL)],
+        [model("failing", method_body=FAILING_METHOD)],
         queued("failing", 1, 1, 1),
-        known=[Known("statistics.*", "a request that fails counts in fail")],
+        known_differences=[Known("statistics.*", "a request that fails counts in fail")],
     ),
     Script(
         "execute_raises",
         [model("raising", method_body='raise ValueError("all wrong")')],
         queued("raising", 1, 1),
-        known=[
+        known_differences=[
             Known("batches", "a batch that raises is executed again, each request alone"),
             Known("responses.*.error.1", "the text is without file and line"),
         ],
@@ -135,7 +135,7 @@ SCRIPTS = [
     ),
     Script(
         "wrong_requests_are_not_counted",
-        [model("wrong", inputs=FIXED)],
+        [model("wrong", inputs=FIXED_INPUTS)],
         [
             Send("columns", "wrong", 1, columns=3),
             Send("rows", "wrong", 1, columns=2, rows=9),

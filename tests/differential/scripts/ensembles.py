@@ -6,14 +6,20 @@ from tests.differential.script import Drain, Group, Known, Model, Script, Send, 
 from tests.rigs.pipelines import step
 
 IN, OUT = tensor("INPUT0"), tensor("OUT")
-ADD = 'return self.response(OUTPUT0=self.input(request, "INPUT0") + 1)'
-SUM = 'return self.response(OUTPUT0=self.input(request, "INPUT0") + self.input(request, "MORE"))'
-FAIL = 'return self.failure("it is wrong")'
-NOTHING = "return self.response()"
-FAILURES = [Known("statistics.*", "a request that fails counts in fail, and once in an ensemble's")]
+RETURN_INCREMENT = 'return self.response(OUTPUT0=self.input(request, "INPUT0") + 1)'
+RETURN_SUM = (
+    'return self.response(OUTPUT0=self.input(request, "INPUT0") + self.input(request, "MORE"))'
+)
+RETURN_FAILURE = 'return self.failure("it is wrong")'
+RETURN_NOTHING = "return self.response()"
+FAILURE_COUNT = [
+    Known("statistics.*", "a request that fails counts in fail, and once in an ensemble's")
+]
 FLAGS = [Known("responses.e.parameters", "a response without outputs has its sequence, too")]
-END = [Known("responses.r1", "its end is told by itself; Triton's may come with a response")]
-LATER = [Known("statistics.*.response_stats", "as in later versions of Triton")]
+FINAL_RESPONSE = [
+    Known("responses.r1", "its end is told by itself; Triton's may come with a response")
+]
+RESPONSE_STATISTICS = [Known("statistics.*.response_stats", "as in later versions of Triton")]
 ADD_OPTIONAL = """
 more = self.input(request, "MORE")
 value = self.input(request, "INPUT0")
@@ -25,9 +31,9 @@ for i in range(int(self.input(request, "INPUT0").flat[0])):
     sender.send(self.response(OUTPUT0=np.array([[i]], np.int32)))
 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-MANY = "model_transaction_policy { decoupled: true }"
-EXTRA = tensor("MORE")
-OPTIONAL = tensor("MORE", extra_fields="optional: true")
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+EXTRA_TENSOR = tensor("MORE")
+OPTIONAL_TENSOR = tensor("MORE", extra_fields="optional: true")
 
 
 def ensemble(
@@ -76,7 +82,7 @@ def two_step_ensemble(
 def both_outputs() -> Script:
     """Only the branches of requested outputs run."""
     name = "pruned"
-    models = [recorder(f"{name}_{n}", method_body=ADD) for n in (1, 2)]
+    models = [recorder(f"{name}_{n}", method_body=RETURN_INCREMENT) for n in (1, 2)]
     steps = step_through(f"{name}_1", "INPUT0", "OUT"), step_through(f"{name}_2", "INPUT0", "ALSO")
     requests = Send("one", name, 1, outputs=["OUT"]), Send("other", name, 1, outputs=["ALSO"])
     ensemble_model = ensemble(name, *steps, outputs=[OUT, tensor("ALSO")])
@@ -87,8 +93,8 @@ def both_outputs() -> Script:
 def diamond() -> Script:
     """Two branches that are joined."""
     name = "diamond"
-    models = [recorder(f"{name}_{n}", method_body=ADD) for n in (1, 2)]
-    models.append(recorder(f"{name}_sum", method_body=SUM, inputs=[IN, EXTRA]))
+    models = [recorder(f"{name}_{n}", method_body=RETURN_INCREMENT) for n in (1, 2)]
+    models.append(recorder(f"{name}_sum", method_body=RETURN_SUM, inputs=[IN, EXTRA_TENSOR]))
     steps = [step_through(f"{name}_1", "INPUT0", "A"), step_through(f"{name}_2", "INPUT0", "B")]
     steps.append(step_through(f"{name}_sum", "A", "OUT", "B"))
     requests = one_by_one(Send("a", name, 1), Send("rows", name, 2, rows=2))
@@ -99,10 +105,13 @@ def unbatched_step() -> Script:
     """A step without a batch dimension reads the output of a step with one."""
     name = "unbatched_step"
     batched = recorder(
-        f"{name}_1", method_body=ADD, max_batch_size=8, inputs=[tensor("INPUT0", dims=[2])]
+        f"{name}_1",
+        method_body=RETURN_INCREMENT,
+        max_batch_size=8,
+        inputs=[tensor("INPUT0", dims=[2])],
     )
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
-    unbatched_model = recorder(f"{name}_2", method_body=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
+    unbatched_model = recorder(f"{name}_2", method_body=RETURN_INCREMENT, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
     ensemble_model = ensemble(name, *steps, size=0, **ends)
@@ -114,9 +123,9 @@ def unbatched_step() -> Script:
 def optional() -> Script:
     """An optional input."""
     name = "optional_step"
-    recording_model = recorder(f"{name}_1", method_body=ADD_OPTIONAL, inputs=[IN, OPTIONAL])
+    recording_model = recorder(f"{name}_1", method_body=ADD_OPTIONAL, inputs=[IN, OPTIONAL_TENSOR])
     ensemble_model = ensemble(
-        name, step_through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
+        name, step_through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL_TENSOR]
     )
     optional_input = {"MORE": ("INT32", [1, 1], [5])}
     requests = Send("with", name, 1, inputs=optional_input), Send("without", name, 1)
@@ -127,17 +136,25 @@ def decoupled() -> Script:
     """A decoupled step, each of whose responses runs the later steps."""
     name = "decoupled_step"
     models = [
-        recorder(f"{name}_1", MANY, method_body=COUNT),
-        recorder(f"{name}_2", method_body=ADD),
+        recorder(f"{name}_1", DECOUPLED, method_body=COUNT),
+        recorder(f"{name}_2", method_body=RETURN_INCREMENT),
     ]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     requests = [Send(f"r{count}", name, count, stream=True) for count in (1, 0)]
-    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), [*END, *LATER])
+    return Script(
+        name,
+        [*models, ensemble(name, *steps)],
+        one_by_one(*requests),
+        [*FINAL_RESPONSE, *RESPONSE_STATISTICS],
+    )
 
 
 def nested() -> Script:
     name = "nested"
-    models = [recorder(f"{name}_1", method_body=ADD), recorder(f"{name}_2", method_body=FAIL)]
+    models = [
+        recorder(f"{name}_1", method_body=RETURN_INCREMENT),
+        recorder(f"{name}_2", method_body=RETURN_FAILURE),
+    ]
     inner = ensemble(f"{name}_inner", step_through(f"{name}_1", "INPUT0", "OUT"))
     wrong_ensemble = ensemble(f"{name}_wrong", step_through(f"{name}_2", "INPUT0", "OUT"))
     tensor_maps = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
@@ -145,37 +162,60 @@ def nested() -> Script:
     bad_ensemble = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
     requests = Send("good", f"{name}_outer", 1), Send("bad", f"{name}_bad", 1)
     return Script(
-        name, [*models, inner, wrong_ensemble, outer, bad_ensemble], one_by_one(*requests), FAILURES
+        name,
+        [*models, inner, wrong_ensemble, outer, bad_ensemble],
+        one_by_one(*requests),
+        FAILURE_COUNT,
     )
 
 
 SCRIPTS = [
     two_step_ensemble(
-        "two_steps", ADD, ADD, Send("a", "two_steps", 1), Send("b", "two_steps", 5, rows=3)
+        "two_steps",
+        RETURN_INCREMENT,
+        RETURN_INCREMENT,
+        Send("a", "two_steps", 1),
+        Send("b", "two_steps", 5, rows=3),
     ),
     two_step_ensemble(
-        "first_fails", FAIL, ADD, Send("c", "first_fails", 1), known_differences=FAILURES
+        "first_fails",
+        RETURN_FAILURE,
+        RETURN_INCREMENT,
+        Send("c", "first_fails", 1),
+        known_differences=FAILURE_COUNT,
     ),
     two_step_ensemble(
-        "second_fails", ADD, FAIL, Send("d", "second_fails", 1), known_differences=FAILURES
+        "second_fails",
+        RETURN_INCREMENT,
+        RETURN_FAILURE,
+        Send("d", "second_fails", 1),
+        known_differences=FAILURE_COUNT,
     ),
     two_step_ensemble(
-        "no_tensor_made", NOTHING, ADD, Send("e", "no_tensor_made", 1), known_differences=FAILURES
+        "no_tensor_made",
+        RETURN_NOTHING,
+        RETURN_INCREMENT,
+        Send("e", "no_tensor_made", 1),
+        known_differences=FAILURE_COUNT,
     ),
     two_step_ensemble(
-        "no_output_made", ADD, NOTHING, Send("e", "no_output_made", 1), known_differences=FLAGS
+        "no_output_made",
+        RETURN_INCREMENT,
+        RETURN_NOTHING,
+        Send("e", "no_output_made", 1),
+        known_differences=FLAGS,
     ),
     two_step_ensemble(
         "flags_are_forwarded",
-        ADD,
-        ADD,
+        RETURN_INCREMENT,
+        RETURN_INCREMENT,
         Send("s", "flags_are_forwarded", 1, sequence=7, start=True),
         Send("t", "flags_are_forwarded", 1, sequence=7, end=True),
     ),
     two_step_ensemble(
         "refused_by_an_ensemble",
-        ADD,
-        ADD,
+        RETURN_INCREMENT,
+        RETURN_INCREMENT,
         Send("rows", "refused_by_an_ensemble", 1, rows=9),
         Send("output", "refused_by_an_ensemble", 1, outputs=["MID"]),
         Send("datatype", "refused_by_an_ensemble", None, inputs={"INPUT0": ("FP32", [1, 1], [1])}),

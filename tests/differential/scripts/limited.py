@@ -28,7 +28,7 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     recording_model = recorder(name, "", instances=instances)
     lines = recording_model.config.splitlines()
     kept_lines = [line for line in lines if "instance_group" not in line]
-    return Model(name, "\n".join([*kept_lines, group]), recording_model.one)
+    return Model(name, "\n".join([*kept_lines, group]), recording_model.method_body)
 
 
 def models_take_turns(name: str, resource: str) -> Script:
@@ -94,9 +94,9 @@ SCRIPTS = [
     much_and_little(),
     unlimited(),
 ]
-ON = "--rate-limit=execution_count"
+RATE_LIMIT_FLAG = "--rate-limit=execution_count"
 GROUPS = [
-    Group("limited", SCRIPTS, flags=[ON]),
+    Group("limited", SCRIPTS, flags=[RATE_LIMIT_FLAG]),
     # If one resource's count is given, Triton knows no other resource.
-    Group("counted", [room_for_two()], flags=[ON, "--rate-limit-resource=seats:2"]),
+    Group("counted", [room_for_two()], flags=[RATE_LIMIT_FLAG, "--rate-limit-resource=seats:2"]),
 ]

@@ -14,21 +14,21 @@ from tests.differential.script import (
     recorder,
 )
 
-LEVELS = """
+PRIORITY_LEVELS = """
     priority_levels: 3
     default_priority_level: 2
     default_queue_policy { max_queue_size: 2 }
     priority_queue_policy { key: 3 value { max_queue_size: 4 } }
 """
-REJECT = """default_queue_policy {
+REJECT_POLICY = """default_queue_policy {
     timeout_action: REJECT default_timeout_microseconds: %d allow_timeout_override: %s
 }"""
-DELAY = REJECT.replace("REJECT", "DELAY")
-SHORT, FOREVER = 20_000, 60_000_000
-OUTLAST = Elapse(0.2)
-TIMED = [Known("*", "a request's own timeout holds, whatever the queue's policy")]
-UNTIMED = [Known("*", "any timeout is shorter than none")]
-FULL = [Known("statistics.*", "who finds the queue full counts in fail, too")]
+DELAY_POLICY = REJECT_POLICY.replace("REJECT", "DELAY")
+SHORT_TIMEOUT_US, LONG_TIMEOUT_US = 20_000, 60_000_000
+TIMEOUT_PASSES = Elapse(0.2)
+TIMED_REQUESTS = [Known("*", "a request's own timeout holds, whatever the queue's policy")]
+UNTIMED_REQUESTS = [Known("*", "any timeout is shorter than none")]
+FULL_QUEUE_COUNT = [Known("statistics.*", "who finds the queue full counts in fail, too")]
 
 
 def scene(
@@ -57,7 +57,7 @@ def send(label: str, priority: int = 0, timeout_us: int = 0) -> Send:
 SCRIPTS = [
     scene(
         "levels",
-        LEVELS,
+        PRIORITY_LEVELS,
         send("c", 3),
         send("b"),
         send("a", 1),
@@ -66,67 +66,80 @@ SCRIPTS = [
         send("c_too", 3),
     ),
     scene(
-        "a_batch_spans_levels", LEVELS, *(send(f"r{level}", level) for level in (3, 2, 1)), size=2
+        "a_batch_spans_levels",
+        PRIORITY_LEVELS,
+        *(send(f"r{level}", level) for level in (3, 2, 1)),
+        size=2,
     ),
     scene(
         "a_level_is_full",
-        LEVELS,
+        PRIORITY_LEVELS,
         send("b"),
         send("b_too", 2),
         send("full"),
         send("a", 1),
-        known_differences=FULL,
+        known_differences=FULL_QUEUE_COUNT,
     ),
     scene(
         "rejected",
-        REJECT % (SHORT, "false"),
+        REJECT_POLICY % (SHORT_TIMEOUT_US, "false"),
         send("a"),
-        send("b", timeout_us=FOREVER),
-        OUTLAST,
+        send("b", timeout_us=LONG_TIMEOUT_US),
+        TIMEOUT_PASSES,
         send("c"),
     ),
     scene(
         "an_override_is_shorter",
-        REJECT % (FOREVER, "true"),
+        REJECT_POLICY % (LONG_TIMEOUT_US, "true"),
         send("a"),
-        send("b", timeout_us=SHORT),
-        OUTLAST,
+        send("b", timeout_us=SHORT_TIMEOUT_US),
+        TIMEOUT_PASSES,
     ),
     scene(
-        "an_override_is_longer", REJECT % (SHORT, "true"), send("b", timeout_us=FOREVER), OUTLAST
+        "an_override_is_longer",
+        REJECT_POLICY % (SHORT_TIMEOUT_US, "true"),
+        send("b", timeout_us=LONG_TIMEOUT_US),
+        TIMEOUT_PASSES,
     ),
     scene(
         "an_override_without_a_default",
-        REJECT % (0, "true"),
+        REJECT_POLICY % (0, "true"),
         send("a"),
-        send("b", timeout_us=SHORT),
-        OUTLAST,
-        known_differences=UNTIMED,
+        send("b", timeout_us=SHORT_TIMEOUT_US),
+        TIMEOUT_PASSES,
+        known_differences=UNTIMED_REQUESTS,
     ),
     scene(
         "no_override",
-        REJECT % (FOREVER, "false"),
+        REJECT_POLICY % (LONG_TIMEOUT_US, "false"),
         send("a"),
-        send("b", timeout_us=SHORT),
-        OUTLAST,
-        known_differences=TIMED,
+        send("b", timeout_us=SHORT_TIMEOUT_US),
+        TIMEOUT_PASSES,
+        known_differences=TIMED_REQUESTS,
     ),
     scene(
         "delayed",
-        DELAY % (FOREVER, "true"),
-        send("late", timeout_us=SHORT),
+        DELAY_POLICY % (LONG_TIMEOUT_US, "true"),
+        send("late", timeout_us=SHORT_TIMEOUT_US),
         send("b"),
-        OUTLAST,
+        TIMEOUT_PASSES,
         send("c"),
     ),
     scene(
         "delayed_still_before_a_lower_level",
-        "priority_levels: 2 default_priority_level: 2 " + DELAY % (FOREVER, "true"),
+        "priority_levels: 2 default_priority_level: 2 " + DELAY_POLICY % (LONG_TIMEOUT_US, "true"),
         send("low", 2),
-        send("late", 1, timeout_us=SHORT),
-        OUTLAST,
+        send("late", 1, timeout_us=SHORT_TIMEOUT_US),
+        TIMEOUT_PASSES,
     ),
-    scene("cancelled_in_its_level", LEVELS, send("c", 3), send("b"), send("a", 1), Cancel("b")),
+    scene(
+        "cancelled_in_its_level",
+        PRIORITY_LEVELS,
+        send("c", 3),
+        send("b"),
+        send("a", 1),
+        Cancel("b"),
+    ),
     Script(
         "no_queue_policy_without_a_batcher",
         [recorder("unbatched")],

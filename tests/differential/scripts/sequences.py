@@ -16,14 +16,19 @@ from tests.differential.script import (
     Step,
     recorder,
 )
-from tests.support.sequence_models import IDLE, controls
+from tests.support.sequence_models import IDLE_TIME, controls
 
-DIRECT = "direct { }"
-OLDEST = "oldest { max_candidate_sequences: 4 }"
+DIRECT_STRATEGY = "direct { }"
+OLDEST_STRATEGY = "oldest { max_candidate_sequences: 4 }"
 
 
 def model(
-    name: str, strategy: str = DIRECT, *, control: str = "", idle: str = IDLE, **options: Any
+    name: str,
+    strategy: str = DIRECT_STRATEGY,
+    *,
+    control: str = "",
+    idle: str = IDLE_TIME,
+    **options: Any,
 ) -> Model:
     """Return a sequence model with batches of at most 2."""
     config = f"sequence_batching {{ {strategy} {idle} {control or controls()} }}"
@@ -31,7 +36,7 @@ def model(
     return recorder(name, config, **fields)
 
 
-def scene(name: str, steps: list[Step], strategy: str = DIRECT, **options: Any) -> Script:
+def scene(name: str, steps: list[Step], strategy: str = DIRECT_STRATEGY, **options: Any) -> Script:
     return Script(name, [model(name, strategy, **options)], steps)
 
 
@@ -98,7 +103,7 @@ def oldest() -> Script:
     send = SequenceRequests(name)
     steps: list[Step] = [send(number, start=True) for number in (1, 2, 3, 4)]
     steps += [send(1), send(4), send(4, end=True), send(5, start=True), Drain()]
-    return scene(name, steps, OLDEST)
+    return scene(name, steps, OLDEST_STRATEGY)
 
 
 def whole_and_restarted(name: str, strategy: str) -> Script:
@@ -221,11 +226,11 @@ def unbatched(name: str, strategy: str) -> Script:
     """A model without a batch dimension has one slot per instance."""
     send = SequenceRequests(name)
     steps: list[Step] = [send(1, start=True), send(2, start=True), send(1, end=True), Drain()]
-    sequence_model = model(name, strategy, max_batch_size=0, inputs=(UNBATCHED,))
+    sequence_model = model(name, strategy, max_batch_size=0, inputs=(UNBATCHED_INPUT,))
     return Script(name, [sequence_model], steps)
 
 
-UNBATCHED = '{ name: "INPUT0" data_type: TYPE_INT32 dims: [ -1, -1 ] }'
+UNBATCHED_INPUT = '{ name: "INPUT0" data_type: TYPE_INT32 dims: [ -1, -1 ] }'
 
 SCRIPTS = [
     direct_two_instances(),
@@ -233,10 +238,10 @@ SCRIPTS = [
     direct_lone(),
     direct_lone_beside_idle(),
     oldest(),
-    whole_and_restarted("restarted_direct", DIRECT),
-    whole_and_restarted("restarted_oldest", OLDEST),
-    restarted_after_its_end("begun_again_direct", DIRECT),
-    restarted_after_its_end("begun_again_oldest", OLDEST, 1),
+    whole_and_restarted("restarted_direct", DIRECT_STRATEGY),
+    whole_and_restarted("restarted_oldest", OLDEST_STRATEGY),
+    restarted_after_its_end("begun_again_direct", DIRECT_STRATEGY),
+    restarted_after_its_end("begun_again_oldest", OLDEST_STRATEGY, 1),
     backlog(),
     backlog_oldest(),
     backlog_timeout(),
@@ -247,9 +252,9 @@ SCRIPTS = [
     typed_controls("typed_uint32", "TYPE_UINT32", "int32", 2**32 + 9),
     of_text(),
     shapes_apart(),
-    cancelled_sequences("cancelled_direct", DIRECT),
-    cancelled_sequences("cancelled_oldest", OLDEST),
-    unbatched("unbatched_direct", DIRECT),
+    cancelled_sequences("cancelled_direct", DIRECT_STRATEGY),
+    cancelled_sequences("cancelled_oldest", OLDEST_STRATEGY),
+    unbatched("unbatched_direct", DIRECT_STRATEGY),
     unbatched("unbatched_oldest", "oldest { max_candidate_sequences: 2 }"),
 ]
 GROUP = Group("sequences", SCRIPTS)

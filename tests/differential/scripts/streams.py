@@ -1,9 +1,9 @@
 """Decoupled models, sequences that iterate, and warm-up."""
 
 from tests.differential.script import Drain, Group, Known, Script, Send, recorder, tensor
-from tests.differential.scripts.ensembles import COUNT, MANY
+from tests.differential.scripts.ensembles import COUNT, DECOUPLED
 
-ITERATE = """
+STREAM_LOOP = """
 left = self.__dict__.setdefault("left", {})
 key = request.correlation_id()
 now = left[key] = left.get(key, int(self.input(request, "INPUT0").flat[0])) - 1
@@ -14,7 +14,7 @@ if now > 0:
 else:
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-WRONG = """
+FAILING_STREAM = """
 sender = request.get_response_sender()
 sender.send(self.response(OUTPUT0=np.array([[1]], np.int32)))
 sender.send(self.failure("wrong in the middle"))
@@ -28,7 +28,7 @@ sender.send(
     flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
 )
 """
-WARM = """
+WARMUP = """
     model_warmup [
       { name: "zeros" batch_size: 1 count: 2
         inputs { key: "INPUT0" value { data_type: TYPE_INT32 dims: [ 2 ] zero_data: true } } },
@@ -37,7 +37,9 @@ WARM = """
           value { data_type: TYPE_INT32 dims: [ 2 ] input_data_file: "data" } } }
     ]
 """
-COUNTED = [Known("statistics.*", "responses are counted by their index, as later Tritons do")]
+COUNTED_RESPONSES = [
+    Known("statistics.*", "responses are counted by their index, as later Tritons do")
+]
 
 
 TEXT = [Known("responses.*.error.1", "the text is without file and line")]
@@ -49,7 +51,10 @@ def streaming_script(
     """A decoupled model receives one request at a time."""
     steps = [step for value in values for step in (_stream(name, value), Drain())]
     return Script(
-        name, [recorder(name, MANY, method_body=method_body)], steps, known_differences or COUNTED
+        name,
+        [recorder(name, DECOUPLED, method_body=method_body)],
+        steps,
+        known_differences or COUNTED_RESPONSES,
     )
 
 
@@ -59,18 +64,23 @@ def _stream(name: str, value: int) -> Send:
 
 def iterative(name: str, strategy: str) -> Script:
     """Requests without an id, each of which is rescheduled as often as its input sets."""
-    config = f"{MANY} sequence_batching {{ iterative_sequence: true {strategy} }}"
-    recording_model = recorder(name, config, method_body=ITERATE, max_batch_size=2)
+    config = f"{DECOUPLED} sequence_batching {{ iterative_sequence: true {strategy} }}"
+    recording_model = recorder(name, config, method_body=STREAM_LOOP, max_batch_size=2)
     return Script(
-        name, [recording_model], [_stream(name, 3), Drain(), _stream(name, 2), Drain()], COUNTED
+        name,
+        [recording_model],
+        [_stream(name, 3), Drain(), _stream(name, 2), Drain()],
+        COUNTED_RESPONSES,
     )
 
 
 SCRIPTS = [
     streaming_script("counts", COUNT, 3, 1, 0),
-    streaming_script("wrong_in_the_middle", WRONG, 1),
+    streaming_script("wrong_in_the_middle", FAILING_STREAM, 1),
     streaming_script("last_with_its_response", FINAL_RESPONSE, 1),
-    streaming_script("raises", 'raise ValueError("early")', 1, known_differences=[*TEXT, *COUNTED]),
+    streaming_script(
+        "raises", 'raise ValueError("early")', 1, known_differences=[*TEXT, *COUNTED_RESPONSES]
+    ),
     iterative("iterative_oldest", "oldest { max_candidate_sequences: 4 }"),
     iterative("iterative_direct", "direct { }"),
     Script(
@@ -78,13 +88,15 @@ SCRIPTS = [
         [
             recorder(
                 "warmed_up",
-                WARM,
+                WARMUP,
                 inputs=[tensor("INPUT0", dims=[2])],
                 files={"warmup/data": bytes([7, 0, 0, 0, 9, 0, 0, 0])},
             )
         ],
         [Send("a", "warmed_up", 1, columns=2), Drain()],
-        known=[Known("statistics.*", "warm-up is nobody's requests, and is not counted")],
+        known_differences=[
+            Known("statistics.*", "warm-up is nobody's requests, and is not counted")
+        ],
     ),
 ]
 GROUP = Group("streams", SCRIPTS)

@@ -3,10 +3,16 @@ the backlog.
 """
 
 from tests.differential.script import Cancel, Drain, Elapse, Group, Known, Script, Send, Step
-from tests.differential.scripts.sequences import DIRECT, OLDEST, SequenceRequests, model, scene
+from tests.differential.scripts.sequences import (
+    DIRECT_STRATEGY,
+    OLDEST_STRATEGY,
+    SequenceRequests,
+    model,
+    scene,
+)
 
-SOON = "max_sequence_idle_microseconds: 200000"
-LONG = "max_queue_delay_microseconds: 60000000"
+SHORT_IDLE_TIME = "max_sequence_idle_microseconds: 200000"
+LONG_DELAY = "max_queue_delay_microseconds: 60000000"
 ONE_CANDIDATE = "oldest { max_candidate_sequences: 1 }"
 
 
@@ -14,14 +20,14 @@ def idle(name: str, strategy: str) -> Script:
     """An idle sequence is evicted, and its next request must be a START."""
     send = SequenceRequests(name)
     steps: list[Step] = [send(1, start=True), Drain(), Elapse(1.5), send(1), send(1, start=True)]
-    return Script(name, [model(name, strategy, idle=SOON)], [*steps, Drain()])
+    return Script(name, [model(name, strategy, idle=SHORT_IDLE_TIME)], [*steps, Drain()])
 
 
 def idle_gives_way(name: str, strategy: str) -> Script:
     """The slot of an idle sequence is given to the backlog."""
     send = SequenceRequests(name)
     steps: list[Step] = [send(1, start=True), send(2, start=True), Drain()]
-    sequence_model = model(name, strategy, idle=SOON, max_batch_size=1)
+    sequence_model = model(name, strategy, idle=SHORT_IDLE_TIME, max_batch_size=1)
     return Script(name, [sequence_model], steps)
 
 
@@ -29,7 +35,7 @@ def utilization() -> Script:
     """A batch waits until the minimum share of slots is ready."""
     name = "utilization"
     send = SequenceRequests(name)
-    strategy = f"direct {{ {LONG} minimum_slot_utilization: 1 }}"
+    strategy = f"direct {{ {LONG_DELAY} minimum_slot_utilization: 1 }}"
     steps: list[Step] = [send(1, start=True), send(1), send(2, start=True), send(2), Drain()]
     return scene(name, steps, strategy)
 
@@ -38,7 +44,7 @@ def preferred_sizes() -> Script:
     """The oldest strategy has preferred batch sizes and a delay."""
     name = "oldest_preferred"
     send = SequenceRequests(name)
-    strategy = f"oldest {{ max_candidate_sequences: 4 preferred_batch_size: [ 2 ] {LONG} }}"
+    strategy = f"oldest {{ max_candidate_sequences: 4 preferred_batch_size: [ 2 ] {LONG_DELAY} }}"
     steps: list[Step] = [send(number, start=True) for number in (1, 2, 3, 4)]
     return scene(name, [*steps, Drain()], strategy, max_batch_size=4)
 
@@ -71,21 +77,21 @@ def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
 def without_controls() -> Script:
     """A model without control inputs."""
     name = "without_controls"
-    sequence_model = model(name, DIRECT, control=" ")
+    sequence_model = model(name, DIRECT_STRATEGY, control=" ")
     steps: list[Step] = [Send("a", name, sequence=1, start=True), Send("b", name, sequence=1)]
     return Script(name, [sequence_model], [*steps, Send("c", name, sequence=1, end=True), Drain()])
 
 
 SCRIPTS = [
-    idle("idle_direct", DIRECT),
-    idle("idle_oldest", OLDEST),
-    idle_gives_way("idle_gives_way_direct", DIRECT),
+    idle("idle_direct", DIRECT_STRATEGY),
+    idle("idle_oldest", OLDEST_STRATEGY),
+    idle_gives_way("idle_gives_way_direct", DIRECT_STRATEGY),
     idle_gives_way("idle_gives_way_oldest", ONE_CANDIDATE),
     utilization(),
     preferred_sizes(),
-    again_in_the_backlog("again_in_the_backlog_direct", DIRECT),
+    again_in_the_backlog("again_in_the_backlog_direct", DIRECT_STRATEGY),
     again_in_the_backlog("again_in_the_backlog_oldest", ONE_CANDIDATE),
-    cancelled_in_the_backlog("cancelled_in_the_backlog_direct", DIRECT),
+    cancelled_in_the_backlog("cancelled_in_the_backlog_direct", DIRECT_STRATEGY),
     without_controls(),
 ]
 GROUP = Group("waiting_sequences", SCRIPTS)

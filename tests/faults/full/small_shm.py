@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.faults.scene import assert_recovers, scene
 from tests.support.servers import ROOT, running
 
-_MOUNT = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+_MOUNT_COMMAND = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
 
 
 def can_mount() -> bool:
@@ -77,7 +77,7 @@ def fill_shared_memory(repository: Path) -> None:
     Registered objects remain usable, and other clients are served. The repository has "identity"
     and "simple".
     """
-    prefix = ["unshare", "-m", "sh", "-c", _MOUNT, "sh"]
+    prefix = ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, "sh"]
     with running(repository, prefix=prefix) as server, scene(server, regions=0) as stage:
         enter = ["nsenter", "-t", str(server.pid), "-m", sys.executable, "-c", _PROGRAM]
         completed = subprocess.run(

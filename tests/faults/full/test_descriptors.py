@@ -21,10 +21,10 @@ from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request, stub
 
 _LIMIT = 300
-_MANY = 2 * _LIMIT
+_CONNECTION_COUNT = 2 * _LIMIT
 _STARTED_S = 15.0
-_BUSY = 0.5  # share of a core that an idle process may use
-_SOCKETS = ("http", "unix http", "metrics", "grpc", "control", "door", "guests", "gateways")
+_IDLE_CORE_SHARE = 0.5  # share of a core that an idle process may use
+_SOCKET_NAMES = ("http", "unix http", "metrics", "grpc", "control", "door", "guests", "gateways")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
     """Open as many silent connections as the server accepts."""
     family, kind, where = address(server, name)
     with contextlib.ExitStack() as stack:
-        for _ in range(_MANY):
+        for _ in range(_CONNECTION_COUNT):
             sock = stack.enter_context(socket.socket(family, kind))
             sock.setblocking(False)
             with contextlib.suppress(BlockingIOError):  # raised if the listen queue is full
@@ -72,7 +72,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", _SOCKETS)
+@pytest.mark.parametrize("name", _SOCKET_NAMES)
 def test_many_silent_connections(server: Server, name: str) -> None:
     state_before = State.of(server)
     with scene(server) as stage:
@@ -88,7 +88,7 @@ def test_many_silent_connections(server: Server, name: str) -> None:
         cpu_before = cpu_seconds(server)
         time.sleep(1.0)
         cpu_used = {title: now - cpu_before[title] for title, now in cpu_seconds(server).items()}
-        assert max(cpu_used.values()) < _BUSY, cpu_used
+        assert max(cpu_used.values()) < _IDLE_CORE_SHARE, cpu_used
     until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))

@@ -15,7 +15,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
-_MOUNT = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
+_MOUNT_COMMAND = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
 # A program with the native client, which is rejected twice.
 _NATIVE = """
 import sys, numpy, shmserve.client
@@ -32,14 +32,14 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return the mount point of the small file system, which only processes below `small` see."""
+    """Return the mount point of the small file system of `small_mount_command`."""
     if not can_mount():
         pytest.skip("needs the right to mount a small file system (unshare -m)")
     return tmp_path
 
 
 def small_mount_command(folder: Path, inodes: int) -> list[str]:
-    return ["unshare", "-m", "sh", "-c", _MOUNT, str(inodes), str(folder)]
+    return ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, str(inodes), str(folder)]
 
 
 @pytest.mark.parametrize("inodes", [4, 5])

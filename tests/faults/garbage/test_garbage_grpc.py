@@ -20,7 +20,7 @@ from tests.support import repositories
 from tests.support.load import Load
 from tests.support.servers import Server, running
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
-from tests.support.wire.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
+from tests.support.wire.http2 import CLIENT_OPENING, PREFACE, SERVICE, flood, frame, message, post
 
 _PATIENCE_S = 20.0
 # Bytes of buffers and threads that gRPC keeps for later calls.
@@ -57,25 +57,27 @@ _RANDOM = random.Random(11)
 
 STREAMS: dict[str, bytes] = {
     "half a preface": PREFACE[:10],
-    "no frames": OPENED + _RANDOM.randbytes(5000),
-    "an unknown frame": OPENED + frame(99, 255, 1, bytes(100)),
-    "a frame that is too large": OPENED + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
-    "half a frame": OPENED + frame(0, 0, 1, bytes(1000))[:500],
-    "data for no stream": OPENED + frame(0, 1, 7, bytes(1000)),
-    "headers that are no headers": OPENED + frame(1, 5, 1, _RANDOM.randbytes(500)),
-    "headers without end": OPENED + frame(1, 0, 1, b"") + frame(9, 0, 1, bytes(10_000)) * 500,
-    "a flood of settings": OPENED + frame(4, 0, 0) * 20_000,
-    "a flood of pings": OPENED + frame(6, 0, 0, bytes(8)) * 20_000,
-    "a flood of resets": OPENED
+    "no frames": CLIENT_OPENING + _RANDOM.randbytes(5000),
+    "an unknown frame": CLIENT_OPENING + frame(99, 255, 1, bytes(100)),
+    "a frame that is too large": CLIENT_OPENING + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
+    "half a frame": CLIENT_OPENING + frame(0, 0, 1, bytes(1000))[:500],
+    "data for no stream": CLIENT_OPENING + frame(0, 1, 7, bytes(1000)),
+    "headers that are no headers": CLIENT_OPENING + frame(1, 5, 1, _RANDOM.randbytes(500)),
+    "headers without end": CLIENT_OPENING
+    + frame(1, 0, 1, b"")
+    + frame(9, 0, 1, bytes(10_000)) * 500,
+    "a flood of settings": CLIENT_OPENING + frame(4, 0, 0) * 20_000,
+    "a flood of pings": CLIENT_OPENING + frame(6, 0, 0, bytes(8)) * 20_000,
+    "a flood of resets": CLIENT_OPENING
     + b"".join(frame(1, 5, n, _HEADERS) + frame(3, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
-    "a window of nothing": OPENED + frame(8, 0, 0, bytes(4)),
-    "a message of 4 GiB": OPENED
+    "a window of nothing": CLIENT_OPENING + frame(8, 0, 0, bytes(4)),
+    "a message of 4 GiB": CLIENT_OPENING
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(1000)),
-    "a message that is compressed and is not": OPENED
+    "a message that is compressed and is not": CLIENT_OPENING
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 1, 1, b"\1\0\0\0\4abcd"),
-    "a message that is cut short": OPENED
+    "a message that is cut short": CLIENT_OPENING
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 1, 1, b"\0\0\0\0\x10abcd"),
 }
@@ -96,11 +98,11 @@ def test_streams(server: Server, name: str) -> None:
 
 
 def test_incomplete_messages(server: Server) -> None:
-    """R15: a hundred calls whose messages arrive byte by byte block no other call and leave no
+    """A hundred calls whose messages arrive byte by byte block no other call and leave no
     state.
     """
     partial_request = (
-        OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+        CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
     )
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
         slow_sockets = [
@@ -116,7 +118,7 @@ def test_incomplete_messages(server: Server) -> None:
 
 
 _REQUEST = frame(0, 1, 0, message(simple_request().SerializeToString()))
-_RESET = frame(3, 0, 0, bytes(4))
+_RESET_FRAME = frame(3, 0, 0, bytes(4))
 
 
 def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]:
@@ -131,10 +133,12 @@ def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]
 
 
 FLOODS: dict[str, Callable[[int], bytes]] = {
-    "begun and reset": call_of(f"{SERVICE}ModelInfer", _RESET),
-    "asked and reset": call_of(f"{SERVICE}ModelInfer", _REQUEST, _RESET),
-    "streams that are reset": call_of(f"{SERVICE}ModelStreamInfer", _RESET),
-    "another method, reset": call_of(f"{SERVICE}ServerLive", frame(0, 1, 0, bytes(5)), _RESET),
+    "begun and reset": call_of(f"{SERVICE}ModelInfer", _RESET_FRAME),
+    "asked and reset": call_of(f"{SERVICE}ModelInfer", _REQUEST, _RESET_FRAME),
+    "streams that are reset": call_of(f"{SERVICE}ModelStreamInfer", _RESET_FRAME),
+    "another method, reset": call_of(
+        f"{SERVICE}ServerLive", frame(0, 1, 0, bytes(5)), _RESET_FRAME
+    ),
     "reset by the server": call_of(f"{SERVICE}ModelInfer", frame(0, 0, 0, bytes(9)), flags=5),
     "begun and left": call_of(f"{SERVICE}ModelInfer"),
     "asked, the answer not read": call_of(f"{SERVICE}ModelInfer", _REQUEST),
@@ -237,7 +241,7 @@ def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
     call = frame(1, 4, 1, post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout)))
     request_frames = frame(0, 1, 1, message(simple_request().SerializeToString()))
     with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=_PATIENCE_S) as sock:
-        sock.sendall(OPENED + call + request_frames)
+        sock.sendall(CLIENT_OPENING + call + request_frames)
         answer = b""
         while b"grpc-status" not in answer:
             answer += sock.recv(65536)

@@ -19,17 +19,17 @@ from tests.support.wire.raw_http import json_input, raw_connection, read_reply
 
 ROW = np.zeros((1, 16), np.int32)
 REQUEST = json.dumps({"inputs": [json_input("INPUT0", ROW), json_input("INPUT1", ROW)]}).encode()
-HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
+REQUEST_HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def head(*lines: str) -> bytes:
     """Return the head of an infer request with these header lines."""
-    return HEAD + "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n"
+    return REQUEST_HEAD + "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n"
 
 
 # Bytes that are sent on a new connection each. The server responds with a client error or
 # disconnects.
-BYTES: dict[str, bytes] = {
+BAD_BYTES: dict[str, bytes] = {
     "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "random": random.Random(1).randbytes(5000),
     "random after a head": head("Content-Length: 5000") + random.Random(2).randbytes(5000),
@@ -37,11 +37,11 @@ BYTES: dict[str, bytes] = {
     "a bad method": b"\x00\x01 / HTTP/1.1\r\n\r\n",
     "an endless method": b"A" * 100_000,
     "an endless target": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "an endless header": HEAD + b"X: " + b"y" * 1_000_000 + b"\r\n\r\n",
-    "endless headers": HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(50_000)) + b"\r\n",
-    "a header without a colon": HEAD + b"nonsense\r\n\r\n",
-    "a header with a null": HEAD + b"X: a\x00b\r\n\r\n",
-    "a header that is folded": HEAD + b"X: a\r\n b\r\nContent-Length: 0\r\n\r\n",
+    "an endless header": REQUEST_HEAD + b"X: " + b"y" * 1_000_000 + b"\r\n\r\n",
+    "endless headers": REQUEST_HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(50_000)) + b"\r\n",
+    "a header without a colon": REQUEST_HEAD + b"nonsense\r\n\r\n",
+    "a header with a null": REQUEST_HEAD + b"X: a\x00b\r\n\r\n",
+    "a header that is folded": REQUEST_HEAD + b"X: a\r\n b\r\nContent-Length: 0\r\n\r\n",
     "a negative length": head("Content-Length: -1"),
     "a length of words": head("Content-Length: many"),
     "a length of 20 digits": head("Content-Length: 99999999999999999999"),
@@ -112,7 +112,7 @@ BODIES: dict[str, bytes] = {
 }
 
 # Other endpoints that take bodies.
-REQUESTS: dict[str, tuple[str, bytes]] = {
+BAD_REQUESTS: dict[str, tuple[str, bytes]] = {
     "register without json": ("/v2/systemsharedmemory/region/x/register", b"\xff"),
     "register a list": ("/v2/systemsharedmemory/region/x/register", b"[]"),
     "register deep": ("/v2/systemsharedmemory/region/x/register", b"[" * 100_000),
@@ -139,13 +139,13 @@ def assert_refused(connection: socket.socket) -> None:
     assert 400 <= status < 600
 
 
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("name", BAD_BYTES)
 def test_bytes(server: Server, name: str) -> None:
     with scene(server) as stage:
         for _ in range(2):
             with raw_connection(server.http_port) as connection:
                 try:
-                    connection.sendall(BYTES[name])
+                    connection.sendall(BAD_BYTES[name])
                     connection.shutdown(socket.SHUT_WR)
                 except OSError:
                     pass
@@ -163,9 +163,9 @@ def test_bodies(server: Server, name: str) -> None:
         check_clients(stage)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_other_requests(server: Server, name: str) -> None:
-    path, body = REQUESTS[name]
+    path, body = BAD_REQUESTS[name]
     with scene(server) as stage:
         assert stage.http.post(path, body).status in (400, 404, 500, 503)
         check_clients(stage)

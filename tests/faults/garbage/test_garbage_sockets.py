@@ -29,7 +29,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 
 RANDOM = random.Random(5)
-UNIONS = (
+MESSAGE_UNIONS = (
     unions.ClientToScheduler,
     inference.SchedulerToClient,
     unions.SchedulerToWorker,
@@ -41,10 +41,12 @@ UNIONS = (
     unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
 )
-TAGS = sorted({frames.tags_by_class()[kind] for union in UNIONS for kind in typing.get_args(union)})
+TAGS = sorted(
+    {frames.tags_by_class()[kind] for union in MESSAGE_UNIONS for kind in typing.get_args(union)}
+)
 FIELDS = {
     frames.tags_by_class()[kind]: len(kind.__slots__)
-    for union in UNIONS
+    for union in MESSAGE_UNIONS
     for kind in typing.get_args(union)
 }
 
@@ -94,7 +96,7 @@ def sockets(server: Server) -> list[Path]:
 
 
 @pytest.mark.parametrize("garbage", [b"x", b"[]", b"7", b"[1, 2]", b"[" * 60_000])
-def test_at_the_handover(server: Server, garbage: bytes) -> None:
+def test_garbage_at_the_handover(server: Server, garbage: bytes) -> None:
     """A client that is no server takes over nothing, and does not prevent a take-over."""
     with scene(server) as stage:
         for _ in range(2):
@@ -119,7 +121,7 @@ def send_as_successor(server: Server, garbage: bytes) -> bool:
 
 
 OUR_OWN = b"%d.%d" % (os.getpid(), os.getpid())
-ENDINGS = (
+STREAM_ENDINGS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -145,7 +147,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
                 if identity is not None:
                     dealer.setsockopt(zmq.IDENTITY, identity)
                 dealer.sndtimeo = patience_ms
-                monitor = dealer.get_monitor_socket(ENDINGS)
+                monitor = dealer.get_monitor_socket(STREAM_ENDINGS)
                 dealer.connect(f"ipc://{path}")
                 # A peer that only publishes has no connection to this kind of socket.
                 with contextlib.suppress(zmq.Again):
@@ -177,7 +179,7 @@ def test_other_kinds_of_sockets(server: Server, kind: int) -> None:
         assert stage.load.troubles() == []
 
 
-def test_the_identity_of_another(server: Server) -> None:
+def test_a_stolen_identity(server: Server) -> None:
     """A peer with the identity of a connected process is rejected, and that process stays
     connected.
     """
@@ -203,7 +205,7 @@ def has_ended(link: Dealer) -> bool:
 
 
 def test_model_code_cannot_impersonate_a_server_process(server: Server) -> None:
-    """R24: models run foreign code as the server's user.
+    """Models run foreign code as the server's user.
 
     This code may connect to the server's internal sockets, but is not accepted as a gateway or a
     worker under any identity.

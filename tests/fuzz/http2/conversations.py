@@ -33,17 +33,17 @@ _REQUEST = b"\x83\x86\x84"
 class Step(NamedTuple):
     """The client sends a frame; or the server answers a stream, or resets it."""
 
-    what: str  # "send", "answer", "reset"
-    sent: bytes
+    action: str  # "send", "answer", "reset"
+    data: bytes
     stream: int = 0
 
     @property
     def name(self) -> str:
-        return _KINDS.get(self.sent[3], "UNKNOWN") if self.sent else self.what
+        return _KINDS.get(self.data[3], "UNKNOWN") if self.data else self.action
 
     @property
     def of(self) -> int:
-        return int.from_bytes(self.sent[5:9], "big") & 0x7FFFFFFF if self.sent else self.stream
+        return int.from_bytes(self.data[5:9], "big") & 0x7FFFFFFF if self.data else self.stream
 
 
 _KINDS = dict(
@@ -60,7 +60,7 @@ def _field(name: bytes, value: bytes) -> bytes:
     return encode_block(((name, value),))
 
 
-_STARTS = [
+_BLOCK_STARTS = [
     *[_REQUEST + b"\x01\x01h"] * 8,
     *(b"\x82\x87\x84\x41\x01h", b"\x83\x86\x04\x02/x\x01\x01h", b"\x83\x86\x44\x02/y\x01\x01h"),
     *(_REQUEST + b"\x66\x01h", _REQUEST + b"\x01\x01h\x0f\x10\x10application/grpc"),
@@ -105,11 +105,11 @@ _FIELDS = [
     ),
     *(b"\x00\x01a\x84\x3f\xff\xff\xff", b"\x0f\x80", b"\xc5", b"\x00\x01\xffa\x01b"),
 ]
-_FINE = [
+_VALID_FIELDS = [
     *(*_FIELDS[:4], _field(b"te", b"trailers"), b"\x90", b"\x40\x02bb\x03ccc"),
     *(_field(b"content-length", b"4"), _field(b"a", b"\xff"), _field(b"b", b"")),
 ]
-_GROWTH = [
+_INCREMENTS = [
     *(1, 1, 2, 5, 100, 2**14, 2**16, 2**30, 2**31 - 1 - 65535, 2**31 - 1, 0, 2**31, 2**32 - 1)
 ]
 _SETTINGS = [
@@ -160,7 +160,7 @@ class Conversation:
         if kind == 11:
             return [frame(RESET, 0, self._stream(), struct.pack(">I", self._number()))]
         if kind == 12:
-            increment = struct.pack(">I", self._one_of(_GROWTH))
+            increment = struct.pack(">I", self._one_of(_INCREMENTS))
             return [frame(WINDOW, 0, self._one_of([0, self._stream()]), increment)]
         if kind == 13:
             values = [self._one_of(_SETTINGS) for _ in range(self._number() % 3)]
@@ -201,8 +201,10 @@ class Conversation:
     def _block(self) -> bytes:
         count = self._number()
         is_odd = count > 0xD8
-        fields = [self._one_of(_FIELDS if is_odd else _FINE) for _ in range(count % 4)]
-        return self._one_of(_STARTS if is_odd else _STARTS[:_FINE_STARTS]) + b"".join(fields)
+        fields = [self._one_of(_FIELDS if is_odd else _VALID_FIELDS) for _ in range(count % 4)]
+        return self._one_of(_BLOCK_STARTS if is_odd else _BLOCK_STARTS[:_FINE_STARTS]) + b"".join(
+            fields
+        )
 
     def _headers(self, stream: int) -> list[bytes]:
         block, choice = self._block(), self._number()

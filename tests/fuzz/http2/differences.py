@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from shmserve.gateway.http2.header_blocks import Fields
-from tests.fuzz.http2.sides import Seen
+from tests.fuzz.http2.sides import EngineView
 
 
 class Known(NamedTuple):
@@ -17,16 +17,16 @@ class Known(NamedTuple):
     why: str
 
 
-def difference(own_view: Seen, peer_view: Seen) -> str:
+def difference(own_view: EngineView, peer_view: EngineView) -> str:
     """Return the difference of two engines after a step, as "field: ours | theirs"; "" if equal.
 
     `over` is the reason why a connection has ended, or else the resets of its engine. `resets` are
     the codes of streams that only one engine has reset, and the requests of the other.
     """
-    if own_view.over or peer_view.over:
-        if own_view.over and peer_view.over:
+    if own_view.end_reason or peer_view.end_reason:
+        if own_view.end_reason and peer_view.end_reason:
             return ""
-        ends = [view.over or _describe_fresh_reset(view) for view in (own_view, peer_view)]
+        ends = [view.end_reason or _describe_fresh_reset(view) for view in (own_view, peer_view)]
         return f"over: {' | '.join(ends)}"
     if own_view.resets != peer_view.resets:
         return f"resets: {_resets(own_view, peer_view)} | {_resets(peer_view, own_view)}"
@@ -37,11 +37,11 @@ def difference(own_view: Seen, peer_view: Seen) -> str:
     return ""
 
 
-def _describe_fresh_reset(view: Seen) -> str:
-    return "-" if view.fresh is None else f"resets {view.fresh}"
+def _describe_fresh_reset(view: EngineView) -> str:
+    return "-" if view.last_reset is None else f"resets {view.last_reset}"
 
 
-def _resets(view: Seen, other_view: Seen) -> str:
+def _resets(view: EngineView, other_view: EngineView) -> str:
     resets = []
     for number, code in view.resets.items():
         if other_view.resets.get(number) != code:
@@ -56,7 +56,7 @@ def format_fields(fields: Fields) -> str:
     return repr(b" ".join(b"=".join(pair) for pair in fields))
 
 
-def _requests(view: Seen, other_view: Seen) -> str:
+def _requests(view: EngineView, other_view: EngineView) -> str:
     return str(
         {
             n: request

@@ -12,10 +12,10 @@ from h2.exceptions import H2Error
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
 from shmserve.gateway.http2.incoming import Limits
-from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
+from tests.support.wire.http2 import ACK, CLIENT_OPENING, GO_AWAY, PING, RESET, SETTINGS
 from tests.support.wire.http2_engine import Engine, RequestFields, frames_of
 
-_WINDOW = 2**31 - 1
+_MAX_WINDOW = 2**31 - 1
 LIMITS = Limits(streams=100, header_list=65536, window=65535, frame=16384)
 _ANSWER = b"\x88"
 
@@ -30,15 +30,15 @@ class Request:
 
 
 @dataclass
-class Seen:
+class EngineView:
     """The result of a conversation so far in an engine.
 
-    It has the reason why the connection is `over`, the open requests, the reset streams, and the
-    acknowledgements.
+    It has the reason why the connection ended (`end_reason`), the open requests, the reset
+    streams, and the acknowledgements.
     """
 
-    over: str = ""
-    fresh: int | None = None  # the code of a reset in the last step
+    end_reason: str = ""
+    last_reset: int | None = None  # the code of a reset in the last step
     requests: dict[int, Request] = field(default_factory=dict)
     resets: dict[int, int] = field(default_factory=dict)
     answers: list[tuple[int, bytes]] = field(default_factory=list)
@@ -46,13 +46,13 @@ class Seen:
     def take(self, frames_sent: bytes) -> None:
         for sent_frame in frames_of(frames_sent):
             if sent_frame.kind == RESET:
-                self.fresh = int.from_bytes(sent_frame.payload, "big")
-                self.resets[sent_frame.stream] = self.fresh
+                self.last_reset = int.from_bytes(sent_frame.payload, "big")
+                self.resets[sent_frame.stream] = self.last_reset
                 self.requests.pop(sent_frame.stream, None)
             elif sent_frame.kind == GO_AWAY:
                 code = FaultCode(int.from_bytes(sent_frame.payload[4:8], "big")).name
                 text = sent_frame.payload[8:].decode("latin-1")
-                self.over = self.over or f"{code} {text}".strip()
+                self.end_reason = self.end_reason or f"{code} {text}".strip()
             elif sent_frame.kind in (SETTINGS, PING) and sent_frame.flags & ACK:
                 self.answers.append((sent_frame.kind, sent_frame.payload))
 
@@ -63,7 +63,7 @@ class Seen:
 
 
 class Side(Protocol):
-    seen: Seen
+    view: EngineView
 
     def take(self, data: bytes) -> None:
         """Read a frame of the client."""
@@ -75,20 +75,20 @@ class Side(Protocol):
         """Reset a stream by the server."""
 
 
-class Ours:
+class OwnSide:
     """The engine of the gateway; it receives this number of bytes at once."""
 
     def __init__(self, step: int = 1 << 20) -> None:
         self._step = step
         self._engine = Engine(LIMITS)
         self._answered: set[int] = set()
-        self.early: set[int] = set()  # streams that it has reset before the client was done
+        self.early_resets: set[int] = set()  # streams that it has reset before the client was done
         self.decoded: Fields = ()  # the fields of the last header block
         headers = self._engine.http2._headers
         headers._decode = self._decode  # type: ignore[method-assign]
         headers._convert = self._read
-        self.seen = Seen()
-        self.take(OPENED)
+        self.view = EngineView()
+        self.take(CLIENT_OPENING)
 
     def take(self, data: bytes) -> None:
         engine = self._engine
@@ -100,7 +100,7 @@ class Ours:
         self._look(at)
 
     def _look(self, at: int) -> None:
-        engine, view = self._engine, self.seen
+        engine, view = self._engine, self.view
         view.requests = {
             number: Request(list(vars(request.fields)["sent"]), request.data, request.ended)
             for number, request in engine.requests.items()
@@ -110,8 +110,8 @@ class Ours:
         for number in view.resets:
             view.requests.pop(number, None)
             if number not in engine.requests or not engine.requests[number].ended:
-                self.early.add(number)
-        assert engine.http2.closing == bool(view.over)
+                self.early_resets.add(number)
+        assert engine.http2.closing == bool(view.end_reason)
         assert all(stream.id == number for number, stream in engine.http2.streams.items())
         assert not view.requests.keys() & view.resets.keys()
 
@@ -165,19 +165,19 @@ class H2:
     def __init__(self) -> None:
         self._engine = H2Connection(self._config)
         self._engine.initiate_connection()
-        self._engine.increment_flow_control_window(_WINDOW - 65535)
+        self._engine.increment_flow_control_window(_MAX_WINDOW - 65535)
         self._engine.data_to_send()
-        self.seen = Seen()
-        self.take(OPENED)
+        self.view = EngineView()
+        self.take(CLIENT_OPENING)
 
     def take(self, data: bytes) -> None:
         try:
             events = self._engine.receive_data(data)
         except H2Error as error:
             self._engine.data_to_send()
-            self.seen.over = f"{type(error).__name__} {error}"
+            self.view.end_reason = f"{type(error).__name__} {error}"
             return
-        requests = self.seen.requests
+        requests = self.view.requests
         for event in events:
             if isinstance(event, h2.events.RequestReceived):
                 fields = [(bytes(name), bytes(value)) for name, value in event.headers]
@@ -190,18 +190,18 @@ class H2:
                     requests[event.stream_id].ended = True
             elif isinstance(event, h2.events.StreamReset):
                 requests.pop(event.stream_id, None)
-        self.seen.take(self._engine.data_to_send())
+        self.view.take(self._engine.data_to_send())
 
     def answer(self, stream: int) -> None:
-        has_ended = self.seen.answered(stream)
+        has_ended = self.view.answered(stream)
         self._engine.send_headers(stream, [(b":status", b"200")], end_stream=True)
         if not has_ended:
             self._engine.reset_stream(stream, FaultCode.NO_ERROR)
-        self.seen.take(self._engine.data_to_send())
+        self.view.take(self._engine.data_to_send())
 
     def reset(self, stream: int) -> None:
         self._engine.reset_stream(stream, FaultCode.CANCEL)
-        self.seen.take(self._engine.data_to_send())
+        self.view.take(self._engine.data_to_send())
 
 
 class Ngh2:
@@ -210,10 +210,10 @@ class Ngh2:
     def __init__(self) -> None:
         self._engine = ngh2.Connection(ngh2.Role.SERVER)
         self._engine.initiate_connection()
-        self._engine.set_local_window_size(_WINDOW)
+        self._engine.set_local_window_size(_MAX_WINDOW)
         self._engine.data_to_send()
-        self.seen = Seen()
-        self.take(OPENED)
+        self.view = EngineView()
+        self.take(CLIENT_OPENING)
 
     def take(self, data: bytes) -> None:
         error = ""
@@ -221,7 +221,7 @@ class Ngh2:
             self._engine.receive_data(data)
         except ngh2.NGH2Error as error_raised:
             error = f"{type(error_raised).__name__} {error_raised}"
-        requests = self.seen.requests
+        requests = self.view.requests
         for event in self._engine.events():
             if isinstance(event, ngh2.RequestReceived):
                 requests[event.stream_id] = Request(_plain(event.headers), ended=event.end_stream)
@@ -235,20 +235,20 @@ class Ngh2:
                     requests[event.stream_id].ended = True
             elif isinstance(event, ngh2.StreamReset):
                 requests.pop(event.stream_id, None)
-        self.seen.take(self._engine.data_to_send())
-        self.seen.over = self.seen.over or error
+        self.view.take(self._engine.data_to_send())
+        self.view.end_reason = self.view.end_reason or error
 
     def answer(self, stream: int) -> None:
-        has_ended = self.seen.answered(stream)
+        has_ended = self.view.answered(stream)
         self._engine.send_response(stream, [(b":status", b"200")], end_stream=True)
-        self.seen.take(self._engine.data_to_send())
+        self.view.take(self._engine.data_to_send())
         if not has_ended:
             self._engine.reset_stream(stream, FaultCode.NO_ERROR)
-            self.seen.take(self._engine.data_to_send())
+            self.view.take(self._engine.data_to_send())
 
     def reset(self, stream: int) -> None:
         self._engine.reset_stream(stream, FaultCode.CANCEL)
-        self.seen.take(self._engine.data_to_send())
+        self.view.take(self._engine.data_to_send())
 
 
 def _plain(headers: Any) -> list[tuple[bytes, bytes]]:

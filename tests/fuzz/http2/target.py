@@ -7,10 +7,10 @@ from h2.exceptions import H2Error
 
 from tests.fuzz.http2.conversations import Conversation
 from tests.fuzz.http2.differences import difference, find_known_difference, format_fields
-from tests.fuzz.http2.sides import H2, Ngh2, Ours, Side
+from tests.fuzz.http2.sides import H2, Ngh2, OwnSide, Side
 
 # The number of times that each entry of the table occurred, for the analysis of a long run.
-MET: Counter[str] = Counter()
+DIFFERENCE_COUNTS: Counter[str] = Counter()
 
 
 def http2(data: bytes) -> None:
@@ -27,27 +27,30 @@ def http2(data: bytes) -> None:
     if number % 2 == 0:
         other_sides["ngh2"] = Ngh2()
     else:
-        other_sides["cut"] = Ours(1 + number // 16)
-    own_side = Ours()
+        other_sides["cut"] = OwnSide(1 + number // 16)
+    own_side = OwnSide()
     for step in Conversation(conversation).steps():
         for side in (own_side, *other_sides.values()):
-            side.seen.fresh = None
-        behind_reset, has_begun = step.of in own_side.early, step.of in own_side.seen.requests
-        if step.what == "send":
-            own_side.take(step.sent)
+            side.view.last_reset = None
+        behind_reset, has_begun = (
+            step.of in own_side.early_resets,
+            step.of in own_side.view.requests,
+        )
+        if step.action == "send":
+            own_side.take(step.data)
         elif own_side.is_open(step.stream):
-            _perform(own_side, step.what, step.stream)
+            _perform(own_side, step.action, step.stream)
         else:
             continue
         for name, peer in list(other_sides.items()):
-            if step.what == "send":
-                peer.take(step.sent)
+            if step.action == "send":
+                peer.take(step.data)
             else:
                 try:
-                    _perform(peer, step.what, step.stream)
+                    _perform(peer, step.action, step.stream)
                 except (H2Error, ngh2.NGH2Error) as error:
-                    peer.seen.over = f"{type(error).__name__} {error}"
-            found_difference = "" if own_side.in_block else difference(own_side.seen, peer.seen)
+                    peer.view.end_reason = f"{type(error).__name__} {error}"
+            found_difference = "" if own_side.in_block else difference(own_side.view, peer.view)
             if found_difference:
                 found_difference = f"{step.name} {found_difference}"
                 if behind_reset and "STREAM_CLOSED" in found_difference:
@@ -56,9 +59,9 @@ def http2(data: bytes) -> None:
                     found_difference += f" with trailers {format_fields(own_side.decoded)}"
                 known_difference = find_known_difference(name, found_difference)
                 assert known_difference is not None, f"{name}: {found_difference}"
-                MET[f"{name}: {known_difference.why}"] += 1
+                DIFFERENCE_COUNTS[f"{name}: {known_difference.why}"] += 1
                 del other_sides[name]
-        if own_side.seen.over or not other_sides:
+        if own_side.view.end_reason or not other_sides:
             return
 
 

@@ -29,7 +29,7 @@ max_batch_size: 4
 input [ {{ name: "X" data_type: TYPE_FP32 dims: [ {LENGTH} ] }} ]
 output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ {LENGTH} ] }} ]
 """
-STEP = """
+STEP_MODEL = """
 backend: "pytorch"
 runtime: "model.py"
 dynamic_batching { }
@@ -41,7 +41,7 @@ NAMES = ("one", "two", "three")
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
     for name in NAMES:
-        repositories.write(models, name, CONFIG + STEP, MODEL)
+        repositories.write(models, name, CONFIG + STEP_MODEL, MODEL)
     write_ensemble(models)
     return start(models, gpu=True)
 

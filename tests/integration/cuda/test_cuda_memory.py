@@ -20,7 +20,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.support import repositories, servers
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
@@ -34,7 +34,7 @@ SIDE = 512
 SIZE = SIDE * SIDE * 4
 X = np.arange(SIDE * SIDE, dtype=np.float32).reshape(SIDE, SIDE) % 97
 MODEL = f"""
-{WAITING}
+{WAITING_CODE}
 import torch
 
 class Model(torch.nn.Module):
@@ -49,7 +49,7 @@ input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
 instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
 """
-EXPORTER = """
+EXPORTER_PROGRAM = """
 import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
 region = shm.create_shared_memory_region("r", int(sys.argv[1]), 0)
 shm.set_shared_memory_region(region, [np.full(int(sys.argv[1]) // 4, 3, np.float32)])
@@ -91,7 +91,7 @@ class Child:
 
     def __init__(self, byte_size: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", EXPORTER, str(byte_size)],
+            [sys.executable, "-c", EXPORTER_PROGRAM, str(byte_size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -16,7 +16,7 @@ import torch
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
 
@@ -27,8 +27,8 @@ pytestmark = [
 
 SIDE = 4096
 ROW = SIDE * 4
-TWICE = f"""
-{WAITING}
+DOUBLING_MODEL = f"""
+{WAITING_CODE}
 import torch
 
 class Model(torch.nn.Module):
@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
         return x * 2
 """
 # Long on the device, and no time at all to ask for.
-SLOW = """
+SLOW_MODEL = """
 import torch
 
 class Model(torch.nn.Module):
@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
 """
 # The first value selects the fault: 1 asks for more memory than any device has, 2 breaks CUDA in
 # this process.
-FRAGILE = """
+FRAGILE_MODEL = """
 import torch
 
 class Model(torch.nn.Module):
@@ -112,21 +112,23 @@ max_batch_size: 8
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
 """
-STRINGS = """
+STRING_MODEL = """
 input [ { name: "words" data_type: TYPE_STRING dims: [ 2 ] } ]
 output [ { name: "again" data_type: TYPE_STRING dims: [ 2 ] } ]
 """
 ON_CPU = "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
 ON_GPU = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] count: 1 } ]\n"
-BATCHING = "dynamic_batching { }\n"
-STAYS = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n'
+DYNAMIC_BATCHING = "dynamic_batching { }\n"
+KEEPS_ON_DEVICE = (
+    'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n'
+)
 MODELS = {
-    "twice": (TWICE, CONFIG % "pytorch" + ON_GPU + BATCHING),
-    "slow": (SLOW, CONFIG % "pytorch" + ON_GPU),
-    "fragile": (FRAGILE, CONFIG % "pytorch" + ON_GPU),
-    "python": (PYTHON, CONFIG % "python" + ON_GPU + STAYS),
-    "host": (HOST, CONFIG % "python" + STRINGS + ON_CPU),
-    "anywhere": (TWICE, CONFIG % "pytorch"),
+    "twice": (DOUBLING_MODEL, CONFIG % "pytorch" + ON_GPU + DYNAMIC_BATCHING),
+    "slow": (SLOW_MODEL, CONFIG % "pytorch" + ON_GPU),
+    "fragile": (FRAGILE_MODEL, CONFIG % "pytorch" + ON_GPU),
+    "python": (PYTHON, CONFIG % "python" + ON_GPU + KEEPS_ON_DEVICE),
+    "host": (HOST, CONFIG % "python" + STRING_MODEL + ON_CPU),
+    "anywhere": (DOUBLING_MODEL, CONFIG % "pytorch"),
     "native": (NATIVE, 'backend: "native"\n'),
 }
 PROGRAM = f"""
@@ -205,7 +207,7 @@ def test_a_batch_is_gathered_from_everywhere(
         assert (results[3]["y"] == batch(2, 4) * 2).all()
 
 
-def test_rows_side_by_side_are_a_batch_as_they_are(
+def test_adjacent_rows_are_a_batch_without_a_copy(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """The inputs are not gathered. Only the outputs are copied, on the device, to their ranges."""
@@ -246,7 +248,7 @@ def test_the_response_follows_the_end_of_the_devices_work(
             assert (region["y"].numpy() == batch(1, turn) * 2).all()
 
 
-def test_a_python_model_that_calls_another(client: shmserve.client.Server) -> None:
+def test_a_python_model_that_calls_another_model(client: shmserve.client.Server) -> None:
     """Its tensors stay on the device; those of its call travel in host memory."""
     with client.allocate(forms(2), device="cuda:0") as region:
         region["x"].fill(batch(2))
@@ -289,7 +291,7 @@ def test_a_model_on_the_cpu(server: Server) -> None:
         shm.destroy_shared_memory_region(strings)
 
 
-def test_instances_are_put_on_the_devices_there_are(server: Server) -> None:
+def test_instances_are_placed_on_existing_devices(server: Server) -> None:
     """The default is Triton's: one instance on each device."""
     with server.http() as http:
         groups = http.get("/v2/models/anywhere/config").ok().json()["instance_group"]

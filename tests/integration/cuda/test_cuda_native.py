@@ -20,7 +20,7 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from tests.support import repositories, servers
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
@@ -32,7 +32,7 @@ pytestmark = [
 
 SIDE = 1024
 SIZE = SIDE * SIDE * 4
-LINEAR = f"""
+LINEAR_MODEL = f"""
 import torch
 
 class Model(torch.nn.Linear):
@@ -40,8 +40,8 @@ class Model(torch.nn.Linear):
         torch.manual_seed(0)
         super().__init__({SIDE}, {SIDE})
 """
-TWICE = f"""
-{WAITING}
+DOUBLING_MODEL = f"""
+{WAITING_CODE}
 import torch
 
 class Model(torch.nn.Module):
@@ -71,7 +71,10 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, input_name in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
+    for name, text, input_name in (
+        ("linear", LINEAR_MODEL, "input"),
+        ("twice", DOUBLING_MODEL, "x"),
+    ):
         repositories.write(models, name, CONFIG % input_name, text)
     return start(models, gpu=True)
 
@@ -143,14 +146,14 @@ def test_without_torch_in_the_program(client: shmserve.client.Server) -> None:
         assert (part["y"] == x[:2] * 2).all()
 
 
-def test_devices_that_are_not_there(client: shmserve.client.Server) -> None:
+def test_missing_devices(client: shmserve.client.Server) -> None:
     with pytest.raises(shmserve.client.InvalidArgument, match="sees no device"):
         client.allocate(forms(), device=f"cuda:{torch.cuda.device_count()}")
     with pytest.raises(shmserve.client.Unavailable, match="cannot be allocated"):
         client.allocate({"x": ((1 << 40,), "FP32")}, device="cuda:0")
 
 
-def test_released_in_flight(server: Server, client: shmserve.client.Server) -> None:
+def test_a_region_released_in_flight(server: Server, client: shmserve.client.Server) -> None:
     region = client.allocate(forms(), device="cuda:0")
     region["x"].fill(1)
     y = region["y"].torch()

@@ -52,7 +52,7 @@ MODELS = {
 }
 # A program that exports memory. On a line of input it frees the memory, allocates the same size
 # again, and exports it.
-EXPORTER = """
+EXPORTER_PROGRAM = """
 import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
 value = 3
 while True:
@@ -91,7 +91,10 @@ def client(server: Server) -> Iterator[triton.InferenceServerClient]:
 @pytest.fixture
 def exporter() -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
-        [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", EXPORTER_PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     yield child
     child.send_signal(signal.SIGCONT)

@@ -88,7 +88,9 @@ def test_3_5_one_buffer_is_one_address(client: shmserve.client.Server) -> None:
     infer_sequence(client, "in_place", end=True)
 
 
-def test_rows_of_several_sequences_are_gathered_there(client: shmserve.client.Server) -> None:
+def test_rows_of_several_sequences_are_gathered_on_the_device(
+    client: shmserve.client.Server,
+) -> None:
     x = np.ones((1, 1), np.float32)
     for at in range(4):
         futures = [

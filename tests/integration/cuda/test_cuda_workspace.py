@@ -93,7 +93,7 @@ def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
         assert [future.result() for future in pending_calls] == [[0] * 30] * 6
 
 
-def test_the_process_that_holds_it_dies(server: Server) -> None:
+def test_the_workspace_holder_dies(server: Server) -> None:
     def holders() -> list[int]:
         child_processes = psutil.Process(server.pid).children(recursive=True)
         return [

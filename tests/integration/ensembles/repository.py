@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy_step
 
 LARGE = 300_000  # number of elements, 1.2 MB in total
-MANY = "model_transaction_policy { decoupled: true }"
+DECOUPLED = "model_transaction_policy { decoupled: true }"
 COUNT = """
     sender = request.get_response_sender()
     for i in range(int(self.input(request, "X")[0])):
@@ -13,7 +13,7 @@ COUNT = """
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 # Code of a model that returns the fields of its request as a text.
-TELL = """
+TELL_MODEL = """
     said = [request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
             request.parameters(), request.priority() if hasattr(request, "priority") else ""]
     return self.response(Y=np.array([repr(said)], object))
@@ -48,9 +48,9 @@ def _models(repository: Path) -> None:
     add_model(repository, "given", model_code, inputs, [tensor("Y", "BYTES")])
     model_code = 'return self.response(Y=self.input(request, "X") + self.input(request, "Z"))'
     add_model(repository, "sum", model_code, [tensor("X"), tensor("Z")])
-    add_model(repository, "tell", TELL, outputs=[tensor("Y", "BYTES")])
+    add_model(repository, "tell", TELL_MODEL, outputs=[tensor("Y", "BYTES")])
     for name, size in (("count", 1), ("count_large", LARGE)):
-        add_model(repository, name, COUNT.replace("self.SIZE", str(size)), settings=MANY)
+        add_model(repository, name, COUNT.replace("self.SIZE", str(size)), settings=DECOUPLED)
         code = repository / name / "1" / "model.py"
         return_line = "return [self.one(request) for request in requests]"
         code.write_text(code.read_text().replace(return_line, return_line.removeprefix("return ")))

@@ -1,4 +1,4 @@
-"""Ensembles from the view of clients, rule by rule (section 3.7)."""
+"""Ensembles from the view of clients, rule by rule."""
 
 import ast
 from collections.abc import Iterable
@@ -40,13 +40,13 @@ def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, An
 
 
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
-def test_two_steps_one_after_the_other(server: Server, size: int) -> None:
-    """Section 3.7: small tensors are in messages; large ones are read where they were written."""
+def test_two_sequential_steps(server: Server, size: int) -> None:
+    """Small tensors are in messages; large ones are read where they were written."""
     values = np.arange(2 * size, dtype=np.float32).reshape(2, size)
     assert (infer(server, "two", IN=values).as_numpy("OUT") == (values + 1) * 2).all()
 
 
-def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
+def test_tensors_of_fixed_shapes_are_in_the_ensembles_memory(server: Server) -> None:
     assert "3 tensors of fixed shapes between steps: 7.2 MB per request" in server.log()
     values = np.arange(LARGE, dtype=np.float32)[None]
     for _ in range(100):  # a leak of 3.6 MB per request would fill the arena
@@ -86,15 +86,15 @@ def test_a_nested_ensemble(server: Server) -> None:
 
 
 def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
-    """Section 3.7: pruning."""
+    """Steps whose outputs nothing needs are not run."""
     tensors = [json_input("IN", floats(1))]
     requested_outputs = {"inputs": tensors, "outputs": [{"name": "GOOD"}]}
     assert http.infer("pruned", requested_outputs).tensors()["GOOD"].tolist() == [2]
     assert http.infer("pruned", {"inputs": tensors}).status == 500
 
 
-def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:
-    """Section 3.7: a leading 1 is added or removed between models with and without batching."""
+def test_batch_dimensions_are_added_and_removed(server: Server) -> None:
+    """A leading 1 is added or removed between models with and without batching."""
     assert outputs(server, "into_batch", IN=floats(1, 2)) == {"OUT": [4, 6]}
     assert outputs(server, "out_of_batch", IN=floats(1, 2)[None]) == {"OUT": [[3, 4]]}
 
@@ -103,7 +103,7 @@ def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:
 
 
 def test_an_output_that_a_model_left_out(server: Server) -> None:
-    """Section 3.7: optional tensors; the texts are Triton's."""
+    """A step may lack optional inputs; the error texts are Triton's."""
     assert error(server, "absent_required", IN=floats(-1)) == (
         "in ensemble 'absent_required', [request id: rid] expected 1 inputs but got 0 inputs for "
         "model 'plain'. Got input(s) [], but missing required input(s) ['X']. Please provide all "
@@ -155,7 +155,7 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
 
 
 def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
-    """Section 3.7: each ensemble adds its name once."""
+    """Each ensemble adds its name once."""
     text = error(server, "outer_fails", IN=floats(1))
     assert text.startswith(
         "in ensemble 'outer_fails', in ensemble 'fails', Failed to process the request(s) for "
@@ -171,7 +171,7 @@ def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
 
 
 def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
-    """Section 3.7: id, correlation id, flags, timeout, custom parameters."""
+    """A step receives the request's id, correlation id, flags, timeout and custom parameters."""
     request = {
         "id": "mine",
         "parameters": {
@@ -198,7 +198,7 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
 
 
 def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None:
-    """Section 3.7: the next step runs once for each response."""
+    """The next step runs once for each response."""
     assert stream(server, "counts", IN=floats(3)) == [[0], [1], [2]]
     assert sorted(stream(server, "counts_then", IN=floats(3))) == [[1], [2], [3]]
     assert stream(server, "counts_then", IN=floats(0)) == []
@@ -214,7 +214,7 @@ def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
 
 @pytest.mark.parametrize("model", ["counts_large", "counts_limited"])
 def test_many_large_responses(server: Server, model: str) -> None:
-    """Section 3.7, max_inflight_requests: the responses together exceed any arena."""
+    """`max_inflight_requests`: the responses together exceed any arena."""
     responses = stream(server, model, IN=floats(300))
     assert sorted(responses) == [[i + 1, i + 1] for i in range(300)]
 
@@ -251,7 +251,7 @@ def test_a_local_client(server: Server) -> None:
 
 
 def test_statistics_are_sums_of_steps(server: Server) -> None:
-    """Section 3.7 and section 5: compute times are the sums of the steps; each request is one
+    """Compute times are the sums of the steps; each request is one
     execution.
     """
     client = triton.InferenceServerClient(server.url)

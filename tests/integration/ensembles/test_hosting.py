@@ -41,8 +41,8 @@ class Asking:
     def __init__(self, server: Server, *models: str) -> None:
         self._server = server
         self._stopped = threading.Event()
-        self.wrong: list[str] = []
-        self.right = 0
+        self.wrong_responses: list[str] = []
+        self.right_count = 0
         self._threads = [
             threading.Thread(target=send_requests, args=(model,))
             for model in models
@@ -67,11 +67,11 @@ class Asking:
             while not self._stopped.is_set():
                 reply = http.infer_binary(model, tensors, outputs=requested_outputs)
                 if reply.status != 200:
-                    self.wrong.append(f"{model}: {reply.status} {reply.error}")
+                    self.wrong_responses.append(f"{model}: {reply.status} {reply.error}")
                 elif (reply.tensors()["Y"] != values + 1).any():
-                    self.wrong.append(f"{model}: wrong values")
+                    self.wrong_responses.append(f"{model}: wrong values")
                 else:
-                    self.right += 1
+                    self.right_count += 1
 
     def _by_memory(self, model: str) -> None:
         values = np.arange(20_000, dtype=np.float32)
@@ -79,9 +79,9 @@ class Asking:
             while not self._stopped.is_set():
                 try:
                     if (client.infer(model, {"X": values})["Y"] != values + 1).any():
-                        self.wrong.append(f"{model}: wrong values")
+                        self.wrong_responses.append(f"{model}: wrong values")
                 except shmserve.client.ShmserveError as error:
-                    self.wrong.append(f"{model}: {error}")
+                    self.wrong_responses.append(f"{model}: {error}")
 
 
 @pytest.fixture
@@ -99,11 +99,11 @@ def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: P
                 requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
                 reply = http.infer_binary(name, tensors, outputs=requested_outputs)
                 assert reply.tensors()["OUT"].tolist() == [3.0]
-            until("steps are asked directly", lambda: asking_clients.right > 20)
-        assert asking_clients.wrong == []
+            until("steps are asked directly", lambda: asking_clients.right_count > 20)
+        assert asking_clients.wrong_responses == []
 
 
-def test_each_model_is_in_a_process_of_its_own_where_that_is_asked_for(repository: Path) -> None:
+def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
     with running(repository, "--ensemble-scheduling=separate") as server:
         ensembles = [f"ensemble {name}" for name in ("first", "second", "third")]
         assert schedulers(server) == [
@@ -127,25 +127,25 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not
             server.load("second")
             all_shared = ["ensemble first", "scheduler alone"]
             until("c moves", lambda: schedulers(server) == all_shared)  # noqa: B023
-            right_before = asking_clients.right
-            until("all are asked", lambda: asking_clients.right > right_before + 50)  # noqa: B023
+            right_before = asking_clients.right_count
+            until("all are asked", lambda: asking_clients.right_count > right_before + 50)  # noqa: B023
             server.unload("second")
             until("c moves", lambda: len(schedulers(server)) == 3)
             server.unload("first")
             until("all are alone", lambda: len(schedulers(server)) == 4)
-    assert asking_clients.wrong == []
+    assert asking_clients.wrong_responses == []
 
 
-def test_components_that_an_ensemble_connects_become_one(server: Server) -> None:
+def test_models_that_an_ensemble_connects_share_a_process(server: Server) -> None:
     server.load("first")
     server.load("third")
     assert schedulers(server) == ["ensemble first", "ensemble third"]
     with Asking(server, "a", "c", "d") as asking_clients:
         server.load("second")
         until("all are in one", lambda: len(schedulers(server)) == 1)
-        right_before = asking_clients.right
-        until("all are asked", lambda: asking_clients.right > right_before + 50)
-    assert asking_clients.wrong == []
+        right_before = asking_clients.right_count
+        until("all are asked", lambda: asking_clients.right_count > right_before + 50)
+    assert asking_clients.wrong_responses == []
 
 
 def test_a_step_is_reloaded_beside_its_ensemble(
@@ -158,6 +158,6 @@ def test_a_step_is_reloaded_beside_its_ensemble(
             code.write_text(code.read_text() + f"\n# {number}\n")
             server.load("a")
             assert schedulers(server) == ["ensemble first"]
-        right_before = asking_clients.right
-        until("all are asked", lambda: asking_clients.right > right_before + 50)
-    assert asking_clients.wrong == []
+        right_before = asking_clients.right_count
+        until("all are asked", lambda: asking_clients.right_count > right_before + 50)
+    assert asking_clients.wrong_responses == []

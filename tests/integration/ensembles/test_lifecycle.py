@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy_step
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import Server, refuses_connections, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
-ALL = ("add", "other", "inner", "outer")
-CALL = """
+MODEL_NAMES = ("add", "other", "inner", "outer")
+CALLING_METHOD = """
 wait()
 tensors = [pb_utils.Tensor("X", self.input(request, "X"))]
 call = pb_utils.InferenceRequest(model_name="add", requested_output_names=["Y"], inputs=tensors)
 return pb_utils.InferenceResponse(call.exec().output_tensors())
 """
-ADD = 'return self.response(Y=self.input(request, "X") + 1)'
+RETURN_INCREMENT = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def repository(empty_server: tuple[Server, Path]) -> Path:
 
 @pytest.fixture
 def server(empty_server: tuple[Server, Path], repository: Path) -> Server:
-    add_model(repository, "add", ADD)
-    add_model(repository, "other", ADD)
+    add_model(repository, "add", RETURN_INCREMENT)
+    add_model(repository, "other", RETURN_INCREMENT)
     steps = [xy_step("add", "IN", "m"), xy_step("other", "m", "OUT")]
     add_ensemble(repository, "inner", steps)
     add_ensemble(repository, "outer", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})])
@@ -42,7 +42,9 @@ def server(empty_server: tuple[Server, Path], repository: Path) -> Server:
 
 def states(http: Http) -> dict[str, str]:
     rows = http.post("/v2/repository/index", {}).json()
-    return {row["name"]: row["state"] for row in rows if "state" in row and row["name"] in ALL}
+    return {
+        row["name"]: row["state"] for row in rows if "state" in row and row["name"] in MODEL_NAMES
+    }
 
 
 def infer_one(http: Http, model: str) -> Any:
@@ -50,12 +52,12 @@ def infer_one(http: Http, model: str) -> Any:
 
 
 def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> None:
-    """Section 1.8: loading an ensemble loads its step models.
+    """Loading an ensemble loads its step models.
 
     Unloading a step model unloads the ensemble, and loading the model again restores it.
     """
     http.load("outer").ok()
-    assert states(http) == dict.fromkeys(ALL, "READY")
+    assert states(http) == dict.fromkeys(MODEL_NAMES, "READY")
     assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
     http.unload("add").ok()
     unloaded = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
@@ -63,12 +65,12 @@ def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> No
     assert infer_one(http, "outer").status == 404
     assert http.get("/v2/models/outer/ready").status == 400
     http.load("add").ok()
-    assert states(http) == dict.fromkeys(ALL, "READY")
+    assert states(http) == dict.fromkeys(MODEL_NAMES, "READY")
     assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
 
 
 def test_unload_dependents(http: Http) -> None:
-    """Section 1.8: without `unload_dependents` the step models stay loaded.
+    """Without `unload_dependents` the step models stay loaded.
 
     With it, models that were loaded only for the ensemble are unloaded.
     """
@@ -125,19 +127,19 @@ def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     )
 
 
-def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
+def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(
     tmp_path: Path,
 ) -> None:
     """The next steps and the calls begin after the drain has begun, including those of nested
     ensembles.
     """
-    add_model(tmp_path, "add", ADD)
-    add_model(tmp_path, "slow", f"wait()\n{ADD}")
-    add_model(tmp_path, "caller", CALL)
-    add_model(tmp_path, "calling", CALL)
+    add_model(tmp_path, "add", RETURN_INCREMENT)
+    add_model(tmp_path, "slow", f"wait()\n{RETURN_INCREMENT}")
+    add_model(tmp_path, "caller", CALLING_METHOD)
+    add_model(tmp_path, "calling", CALLING_METHOD)
     for name in ("slow", "caller", "calling"):
         file = tmp_path / name / "1" / "model.py"
-        file.write_text(f"{WAITING}\n{file.read_text()}")
+        file.write_text(f"{WAITING_CODE}\n{file.read_text()}")
     add_ensemble(tmp_path, "steps", [xy_step("slow", "IN", "m"), xy_step("add", "m", "OUT")])
     add_ensemble(tmp_path, "calls", [xy_step("calling", "IN", "m"), xy_step("add", "m", "OUT")])
     request = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}

@@ -1,4 +1,4 @@
-"""Properties of an ensemble's request across all of its processes (section 3.7).
+"""Properties of an ensemble's request across all of its processes.
 
 The properties are its timeout, cancellation and limits, and the sequence parameters of its steps.
 """
@@ -23,7 +23,7 @@ from tests.support.texts import Beginning
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
-SAYS = {
+TEXT_METHODS = {
     "id": {"sequence_id": 99},
     "text": {"sequence_id": "abc"},
     "end": {"sequence_end": True},
@@ -31,8 +31,8 @@ SAYS = {
     "all": {"sequence_id": 99, "sequence_start": False, "sequence_end": True},
     "other": {"colour": "blue"},
 }
-INTEGERS = [tensor("INPUT0", "INT32")], [tensor("OUTPUT0", "INT32")]
-WATCH = """
+INTEGER_TENSORS = [tensor("INPUT0", "INT32")], [tensor("OUTPUT0", "INT32")]
+WATCHING_METHOD = """
     x = self.input(request, "X")
     if x[0]:
         pb_utils.Logger.log_warn("it runs")
@@ -48,7 +48,7 @@ COUNT = """
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 
-_EXPIRED = Beginning("in ensemble 'waits', Request timeout expired (")
+_EXPIRED_TEXT = Beginning("in ensemble 'waits', Request timeout expired (")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def server(models: Path, start: Start) -> Server:
     add_model(models, "same", 'return self.response(Y=self.input(request, "X"))')
     _sequences(models)
     _add_gated_models(models)
-    add_model(models, "watches", WATCH)
+    add_model(models, "watches", WATCHING_METHOD)
     add_model(models, "behind", 'return self.response(Y=self.input(request, "X"))')
     steps = [
         xy_step("same", "IN", "a"),
@@ -72,7 +72,7 @@ def _sequences(repository: Path) -> None:
     code = f"return self.response(Y=np.array([repr({fields})], object))"
     texts = [tensor("OUT", "BYTES")]
     add_model(repository, "tell", code, outputs=[tensor("Y", "BYTES")])
-    for name, parameters in SAYS.items():
+    for name, parameters in TEXT_METHODS.items():
         method_body = f"""
             x = pb_utils.Tensor("Y", self.input(request, "X"))
             return pb_utils.InferenceResponse([x], parameters={parameters!r})
@@ -91,10 +91,10 @@ def _sequences(repository: Path) -> None:
 def _add_gated_models(repository: Path) -> None:
     repositories.add(repository, "gated")
     method_body = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
-    add_model(repository, "first", method_body, *INTEGERS, max_batch_size=8)
+    add_model(repository, "first", method_body, *INTEGER_TENSORS, max_batch_size=8)
     gated = {"INPUT0": "a"}, {"OUTPUT0": "OUTPUT0"}
     steps = [step("first", {"INPUT0": "INPUT0"}, {"OUTPUT0": "a"}), step("gated", *gated)]
-    add_ensemble(repository, "waits", steps, *INTEGERS, max_batch_size=8)
+    add_ensemble(repository, "waits", steps, *INTEGER_TENSORS, max_batch_size=8)
 
     config_path = repositories.add_as(repository, "wide", "gated") / "config.pbtxt"
     config_path.write_text(config_path.read_text().replace("count: 1", "count: 3"))
@@ -130,7 +130,7 @@ def _add_gated_models(repository: Path) -> None:
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
     server: Server, model: str, expected: list[Any]
 ) -> None:
-    """Section 3.7: the `sequence_*` parameters of a step's response override the request's
+    """The `sequence_*` parameters of a step's response override the request's
     flags for all later steps, and are part of the response.
     """
     seen_fields, parameters = ask_sequence(server, model)
@@ -169,7 +169,7 @@ def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestP
     first_request = pool.number("waits", 1)
     visit = server.gate.next()
     late_request = pool.number("waits", 2, deadline_us=300_000).result()
-    assert (late_request.status, late_request.error) == (503, _EXPIRED)
+    assert (late_request.status, late_request.error) == (503, _EXPIRED_TEXT)
     visit.release()
     assert values(first_request.result()) == [1]
     assert server.gate.is_idle()
@@ -180,7 +180,7 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) 
     late_request = pool.number("waits", 1, deadline_us=1_000_000)
     visit = server.gate.next()
     reply = late_request.result()
-    assert (reply.status, reply.error) == (503, _EXPIRED)
+    assert (reply.status, reply.error) == (503, _EXPIRED_TEXT)
     visit.release()
     next_request = pool.number("waits", 2)
     server.gate.next().release()
@@ -219,10 +219,10 @@ def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iter
 
 
 @pytest.mark.parametrize(("model", "max_requests"), [("limited", 2), ("unlimited", 3)])
-def test_only_so_many_requests_of_a_step_at_a_time(
+def test_the_requests_in_flight_of_a_step_are_limited(
     server: Server, model: str, max_requests: int
 ) -> None:
-    """Section 3.7, max_inflight_requests: limits the concurrent requests of a step for all
+    """`max_inflight_requests`: limits the concurrent requests of a step for all
     requests of the ensemble together, also after a decoupled step.
     """
     with ThreadPoolExecutor() as pool:

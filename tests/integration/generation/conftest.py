@@ -11,7 +11,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, running
 
-EMBEDDER = """
+EMBEDDER_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -69,7 +69,7 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository.mkdir()
     for name, engine in MODELS.items():
         add_model(repository, name, engine)
-    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
     with running(repository, grpc=True) as started:
         yield started
 

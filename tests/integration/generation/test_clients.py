@@ -14,7 +14,7 @@ from tests.support import clients
 from tests.support.scripted_llm import ANSWER, ANSWERS, CALL, CALLED, write_scripted
 from tests.support.servers import Server, running
 
-PROGRAMS = Path(__file__).with_name("clients")
+PROGRAMS_FOLDER = Path(__file__).with_name("clients")
 # Program -> the package that it needs, and the folder of that package ("": the tests' packages).
 PYTHON = {
     "openai_client.py": ("openai", ""),
@@ -26,7 +26,7 @@ PYTHON = {
 }
 NODE = {"openai_client.mjs": "openai", "ai_client.mjs": "ai"}
 # Without a network, litellm would try to download its price list for a long time.
-QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+QUIET_ENVIRONMENT = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def test_clients_in_python(url: str, program: str) -> None:
     path = clients.FOLDER / folder
     if folder and not (path / package).exists():
         pytest.skip(f"there is no {package} here (make clients)")
-    environment = {**QUIET, **({"PYTHONPATH": str(path)} if folder else {})}
-    command = [sys.executable, str(PROGRAMS / program), url]
+    environment = {**QUIET_ENVIRONMENT, **({"PYTHONPATH": str(path)} if folder else {})}
+    command = [sys.executable, str(PROGRAMS_FOLDER / program), url]
     assert clients.run(command, environment).endswith("all is right\n")
 
 
@@ -61,5 +61,5 @@ def test_clients_in_node(url: str, program: str) -> None:
     node = shutil.which("node")
     if node is None or not (clients.FOLDER / "node_modules" / NODE[program]).exists():
         pytest.skip(f"there is no Node here with {NODE[program]} (make clients)")
-    command = [node, str(PROGRAMS / program), url, str(clients.FOLDER)]
+    command = [node, str(PROGRAMS_FOLDER / program), url, str(clients.FOLDER)]
     assert clients.run(command).endswith("all is right\n")

@@ -19,8 +19,8 @@ import tritonclient.grpc as grpc
 
 from shmserve import client as native
 from tests.integration.generation.conftest import (
-    EMBEDDER,
     EMBEDDER_CONFIG,
+    EMBEDDER_MODEL,
     MODELS,
     Beams,
     Greedy,
@@ -127,7 +127,7 @@ def test_other_clients_faults_change_no_tokens(
     )
 
 
-def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
+def test_a_stream_contains_the_whole_text(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
     unary = client.completions.create(**request)
     events = list(
@@ -320,7 +320,7 @@ def test_requests_that_cannot_be_converted_are_refused(
 
 def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "asleep", "aliases: [night]\n")
-    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    repositories.write(tmp_path / "models", "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
     flags = ("--load-on-demand", "--served-model-name=first")
     with running(tmp_path / "models", *flags) as server, client_of(server) as client:
 
@@ -339,7 +339,7 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
             assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
 
 
-BAD = {
+BAD_FIELDS = {
     "no body": ([], 400, None, "a JSON object"),
     "no JSON": (b"{", 400, None, "failed to parse"),
     "no text": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None, "no low surrogate"),
@@ -368,9 +368,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD, ids=str)
+@pytest.mark.parametrize("case", BAD_FIELDS, ids=str)
 def test_errors_name_the_field(generative: Server, case: str) -> None:
-    body, status, param, text = BAD[case]
+    body, status, param, text = BAD_FIELDS[case]
     with generative.http() as http:
         reply = http.post("/v1/completions", body)
     error = reply.json()["error"]
@@ -389,7 +389,7 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CONSTRAINED)
-def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: str) -> None:
+def test_each_name_of_a_constraint_applies(client: openai.OpenAI, case: str) -> None:
     request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
     text = client.completions.create(prompt="a", **request).choices[0].text
@@ -450,7 +450,7 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_a_beam_search_finds_what_transformers_finds(
+def test_a_beam_search_equals_that_of_transformers(
     client: openai.OpenAI, beams: Beams, prompt: str
 ) -> None:
     completion = client.completions.create(
@@ -472,7 +472,7 @@ def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model:
     assert generative.metric("shmserve_llm_speculative_drafted", model=model)
 
 
-def test_metrics_tell_what_was_generated(generative: Server) -> None:
+def test_metrics_count_generated_tokens(generative: Server) -> None:
     name = "shmserve_llm_"
     generated_before = generative.metric(f"{name}tokens_generated", model="tiny")
     tokens = token_ids(generative, "tiny", PROMPTS[0], ignore_eos=True)
@@ -542,7 +542,7 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
         ("/v2/models/tiny/generate", {"input_ids": "%"}),
     ],
 )
-def test_large_bodies_have_the_errors_of_small_ones(
+def test_large_and_small_bodies_have_the_same_errors(
     generative: Server, path: str, body: dict[str, Any]
 ) -> None:
     model_body = {"model": "tiny", "truncate_prompt_tokens": 5, **body}

@@ -84,7 +84,7 @@ def test_a_completion_with_its_prompt(
         assert logprobs["text_offset"][len(tokens) :][:1] == [len(PROMPT)][:max_tokens]
 
 
-def test_an_evaluation_finds_what_transformers_finds(
+def test_an_evaluation_equals_that_of_transformers(
     client: openai.OpenAI, scores: Scores, tokens: list[int]
 ) -> None:
     """Sends the requests of lm-eval's `local-completions`, and evaluates the responses like it."""

@@ -18,7 +18,7 @@ PARAMETERS: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
-LONG = tuple(f"{number:04x}" for number in range(240))
+LONG_ANSWERS = tuple(f"{number:04x}" for number in range(240))
 # Format -> the scripted text, the hint in the chat template, the special tokens, and the engine
 # arguments.
 SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]] = {
@@ -54,8 +54,12 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]]
         *("[name(key=value)]", (), {"city": 'a"b', "days": 3}),
     ),
     "long": (
-        ('<tool_call>{"name": "get_weather", "arguments": {"city": "', *LONG, '"}}</tool_call>'),
-        *("<tool_call>", (), {"city": "".join(LONG)}),
+        (
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "',
+            *LONG_ANSWERS,
+            '"}}</tool_call>',
+        ),
+        *("<tool_call>", (), {"city": "".join(LONG_ANSWERS)}),
     ),
 }
 LAST_ANSWERS = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_call>")

@@ -42,8 +42,13 @@ ARGUMENTS: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 WIDTH, RANK, LAYERS = 128, 4, 2
-LONG: dict[str, Any] = {"model": "tiny", "prompt": "the", "max_tokens": 480, "ignore_eos": True}
-THINK = 319  # the number of the token </think>
+LONG_REQUEST: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "the",
+    "max_tokens": 480,
+    "ignore_eos": True,
+}
+THINK_TOKEN = 319  # the number of the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -92,7 +97,7 @@ def write_model(folder: Path) -> None:
     write_folder(folder / "weights", hidden_size=WIDTH, head_dim=WIDTH // 4)
     tokenizer = Tokenizer.from_str(tokenizer_text(318))
     tokenizer.add_special_tokens(["<think>", "</think>"])
-    assert tokenizer.token_to_id("</think>") == THINK
+    assert tokenizer.token_to_id("</think>") == THINK_TOKEN
     (folder / "weights" / "tokenizer.json").write_text(tokenizer.to_str())
     (folder / "adapter").mkdir()
     generator = torch.Generator().manual_seed(1)
@@ -210,6 +215,19 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tool_choice": "auto"}])
+def test_responses_equal_those_of_vllms_server(
+    server: Server, vllm_port: int, fields: dict[str, Any]
+) -> None:
+    found = []
+    for port in (server.http_port, vllm_port):
+        body = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 20}
+        response = json.loads(post(port, "/v1/responses", {**body, **fields}))
+        texts = [part["text"] for item in response["output"] for part in item["content"]]
+        found.append((texts, response["status"], response["usage"]["output_tokens"]))
+    assert found[0] == found[1]
+
+
 def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
         request = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -218,7 +236,7 @@ def test_200_concurrent_requests(server: Server) -> None:
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    body, generated_before = {**LONG, "stream": True}, count_generated(server)
+    body, generated_before = {**LONG_REQUEST, "stream": True}, count_generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
@@ -227,7 +245,7 @@ def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None
     for connection in connections:
         connection.getresponse().read(100)
         connection.close()
-    assert is_aborted(server, generated_before, 20 * LONG["max_tokens"])
+    assert is_aborted(server, generated_before, 20 * LONG_REQUEST["max_tokens"])
 
 
 def gauge(server: Server, begin: str) -> list[float]:
@@ -254,7 +272,7 @@ def count_generated(server: Server) -> float:
 
 
 def is_aborted(server: Server, generated_before: float, max_tokens: int) -> bool:
-    """Return whether the engine stops before it has generated `most` further tokens."""
+    """Return whether the engine stops before it has generated `max_tokens` further tokens."""
     time.sleep(FRESH_S)
     running_gauge = "vllm:num_requests_running{"
     until("nothing runs", lambda: gauge(server, running_gauge) == [0.0])
@@ -300,7 +318,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(
                 "messages": [{"role": "user", "content": "hi"}],
                 "max_tokens": 60,
                 "seed": seed,
-                "logit_bias": {str(THINK): 6.0},
+                "logit_bias": {str(THINK_TOKEN): 6.0},
                 "stream": stream,
             }
             raw = post(port, "/v1/chat/completions", body)
@@ -323,7 +341,7 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
         ("/tokenize", {"prompt": "the quick 東京", "return_token_strs": True}),
         ("/tokenize", {"messages": messages}),
         ("/tokenize", {"messages": messages, "add_generation_prompt": False}),
-        ("/detokenize", {"tokens": [5, 6, 7, THINK]}),
+        ("/detokenize", {"tokens": [5, 6, 7, THINK_TOKEN]}),
     ]
     for path, body in cases:
         answers, vllm_answers = (
@@ -361,7 +379,7 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     assert is_aborted(server, generated_before, 16 * 480)
 
 
-def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
+def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server) -> None:
     """As in vLLM, the lowest number is first.
 
     Metrics are reported twice a second, so the requests must wait for longer than that.
@@ -417,7 +435,7 @@ def test_a_killed_process_is_replaced(server: Server, victim: str) -> None:
         if word in " ".join(child.cmdline())
     )
     objects_before = shared_memory(server)
-    request = {**LONG, "stream": True, "n": 64}
+    request = {**LONG_REQUEST, "stream": True, "n": 64}
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("POST", "/v1/completions", json.dumps(request))
     response = connection.getresponse()

@@ -26,7 +26,7 @@ from tests.support.wire.raw_http import Http, in_region, shm_input
 TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-DISABLED = "Client shared memory is disabled"
+DISABLED_TEXT = "Client shared memory is disabled"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def refused(action: Callable[[], object]) -> tuple[str, str]:
 # --- the same answers as over HTTP
 
 
-def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
+def test_repeated_inference(client: triton.InferenceServerClient) -> None:
     for number in range(4):
         a = np.arange(16, dtype=np.int32).reshape(1, 16) * number
         tensors = []
@@ -198,7 +198,7 @@ def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerCl
 def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
-    """R6: a region is usable over the other listener in the next call, and removed there, too."""
+    """A region is usable over the other listener in the next call, and removed there, too."""
     with SharedObject(2 * SIZE) as shared_object:
         shared_object.write(VALUES)
         for _ in range(5):
@@ -237,7 +237,7 @@ def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
 
 @needs_users
 def test_users(server: Server, client: triton.InferenceServerClient) -> None:
-    """R5: over gRPC on loopback a user sees and uses only its own regions."""
+    """Over gRPC on loopback a user sees and uses only its own regions."""
     with contextlib.ExitStack() as stack:
         alice, bob = (
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
@@ -298,7 +298,7 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 def test_without_a_token_there_is_only_health(
     tokenless_client: triton.InferenceServerClient,
 ) -> None:
-    """R18: without a token every API except health is refused."""
+    """Without a token every API except health is refused."""
     assert tokenless_client.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for send_call in (
@@ -398,7 +398,7 @@ def test_a_restricted_protocol_needs_its_header(
 def test_other_hosts_have_no_regions(
     guarded_server: Server, tokenless_client: triton.InferenceServerClient
 ) -> None:
-    """R3: a listener for other hosts has no regions, not even for a client that has some over
+    """A listener for other hosts has no regions, not even for a client that has some over
     HTTP.
     """
     headers = bearer(TOKEN)
@@ -408,13 +408,13 @@ def test_other_hosts_have_no_regions(
                 "one", shared_object.key, 2 * SIZE, headers=headers
             )
         )
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         register = {"key": shared_object.key, "byte_size": 2 * SIZE}
         path = "/v2/systemsharedmemory/region/one/register"
         http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
         assert not tokenless_client.get_system_shared_memory_status(headers=headers).regions
         code, text = refused(lambda: infer_in(tokenless_client, "one", headers))
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         path = "/v2/systemsharedmemory/unregister"
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
 
@@ -430,7 +430,7 @@ def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
         code, text = refused(
             lambda: client.register_system_shared_memory("one", shared_object.key, SIZE)
         )
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         assert not client.get_system_shared_memory_status().regions
 
 

@@ -24,17 +24,17 @@ from tritonclient.grpc import service_pb2_grpc
 from shmserve.cli import client
 from shmserve.ipc import endpoints
 from tests.support import certificates, repositories
-from tests.support.sequence_models import CONTROLS, IDLE
+from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME
 from tests.support.servers import Server, Start, refuses_connections, run_command, running, title
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
 from tests.support.wire.http2 import (
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     SERVICE,
     WINDOW,
     frame,
@@ -181,7 +181,7 @@ def test_compressed_responses(
         socket.create_connection(("127.0.0.1", tls_server.grpc_port), timeout=20) as plain_socket,
         tls.wrap_socket(plain_socket, server_hostname="localhost") as sock,
     ):
-        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head) + b"".join(pieces))
+        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head) + b"".join(pieces))
         sock.sendall(frame(DATA, END_STREAM, 1))
         answer = b""
         while b"grpc-status" not in answer:
@@ -327,7 +327,7 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_drain_answers_what_was_asked(models: Path) -> None:
+def test_a_drain_answers_pending_calls(models: Path) -> None:
     """Calls and streams in flight finish. A new call on the same channel cannot connect."""
     with (
         running(models, grpc=True) as server,
@@ -346,7 +346,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
             yield simple_request("late")
 
         idle_sock = socket.create_connection(("127.0.0.1", server.grpc_port), timeout=10)
-        idle_sock.sendall(OPENED)
+        idle_sock.sendall(CLIENT_OPENING)
         idle = call.ModelStreamInfer(requests(), timeout=30)
         assert next(idle).infer_response.id == "in a stream"
         visit = server.gate.next()
@@ -383,7 +383,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
 def test_an_open_sequence_ends_in_its_stream_and_the_channel_finds_the_next_server(
     tmp_path: Path,
 ) -> None:
-    batching = f"sequence_batching {{ {CONTROLS} {IDLE} direct {{ }} }}"
+    batching = f"sequence_batching {{ {CONTROL_INPUTS} {IDLE_TIME} direct {{ }} }}"
     repositories.add(tmp_path, "sequencer", config=batching)
     wait = threading.Event()
 
@@ -427,7 +427,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
         array = np.full((1, 4), 7, np.int32)
         pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
-        idle.sendall(OPENED)
+        idle.sendall(CLIENT_OPENING)
         idle.recv(65536)
         server.process.send_signal(signal.SIGTERM)
         while idle.recv(65536):
@@ -439,7 +439,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
+def test_a_drain_waits_for_a_slow_reader(models: Path, method: str) -> None:
     """The answer was given, and most of it is still to be sent."""
     request = request_of("gated", np.zeros((1, 40_000), np.int32), "INT32")
     del request.raw_input_contents[:]
@@ -449,7 +449,7 @@ def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
         socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as sock,
     ):
         server.gate.close()
-        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, post(SERVICE + method)))
+        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, post(SERVICE + method)))
         body = message(request.SerializeToString())
         for at in range(0, len(body), 16384):
             sock.sendall(frame(DATA, 0, 1, body[at : at + 16384]))
@@ -486,7 +486,7 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
         assert server.wait_exit(10) == 0
 
 
-def test_the_process(tls_server: Server) -> None:
+def test_the_gateway_process(tls_server: Server) -> None:
     (gateway,) = tls_server.find("gateway grpc")
     assert title(gateway) == "gateway grpc"
     (port,) = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}

@@ -1,4 +1,4 @@
-"""R15: clients that keep the gRPC gateway waiting for a preface or a request are disconnected."""
+"""Clients that keep the gRPC gateway waiting for a preface or a request are disconnected."""
 
 import contextlib
 import socket
@@ -25,10 +25,10 @@ from tests.rigs.gateway_rig import Puppet
 from tests.support.waiting import until
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     HEADERS,
-    OPENED,
     PREFACE,
     SERVICE,
     SETTINGS,
@@ -37,7 +37,7 @@ from tests.support.wire.http2 import (
     post,
 )
 
-_BOOT = (
+_BOOT_MESSAGES = (
     "import sys; from shmserve.gateway.grpc.main import run;"
     "run(sys.stdin.buffer.read(), int(sys.argv[1]))"
 )
@@ -77,7 +77,7 @@ def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     )
     fd = listener.fileno()
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT, str(fd)], stdin=subprocess.PIPE, pass_fds=(fd,)
+        [sys.executable, "-c", _BOOT_MESSAGES, str(fd)], stdin=subprocess.PIPE, pass_fds=(fd,)
     )
     try:
         assert process.stdin is not None
@@ -115,8 +115,8 @@ def read_all(sock: socket.socket) -> None:
     [
         b"",
         PREFACE[:10],
-        OPENED,  # the client never acknowledges the SETTINGS
-        OPENED + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
+        CLIENT_OPENING,  # the client never acknowledges the SETTINGS
+        CLIENT_OPENING + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
@@ -154,7 +154,7 @@ def test_a_request_that_does_not_arrive_ends_its_call(port: int, method: str) ->
 
 def test_half_a_request_ends_its_call(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as slow_socket:
-        slow_socket.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        slow_socket.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         slow_socket.sendall(frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ModelInfer")))
         slow_socket.sendall(frame(DATA, 0, 1, message(bytes(1000))[:500]))
         until_said(slow_socket, b"the request did not arrive in time")
@@ -208,7 +208,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         idle_connection = ends.enter_context(
             socket.create_connection(("127.0.0.1", port), timeout=20)
         )
-        idle_connection.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        idle_connection.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         crowd_sockets = [
             ends.enter_context(
                 socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
@@ -217,7 +217,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         ]
         for sock in crowd_sockets:
             with contextlib.suppress(OSError):
-                sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
+                sock.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         until(
             "they have their share",
             lambda: 0 < sum(map(is_open, crowd_sockets)) <= share_of(max_connections),

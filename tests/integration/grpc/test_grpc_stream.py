@@ -16,7 +16,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
-STRICT = (("triton_grpc_error", "true"),)
+STRICT_METADATA = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_one_response_a_request_in_order(server: Server) -> None:
             )
 
 
-def test_a_fast_request_waits_for_the_slow_one_before_it(server: Server) -> None:
+def test_a_fast_request_waits_for_the_slow_request_before_it(server: Server) -> None:
     with stub(server) as call:
         stream = call.ModelStreamInfer(iter([gated_request(1), simple_request("fast")]), timeout=30)
         server.gate.next().release()
@@ -75,7 +75,7 @@ def test_an_error_is_a_response(server: Server) -> None:
     ]
 
 
-def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
+def test_an_error_of_a_model_is_a_response(server: Server) -> None:
     """The error names the request and is its final response, as in Triton."""
     with stub(server) as call:
         requests = [crime("error", "a"), crime("ok", "b")]
@@ -96,7 +96,7 @@ def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
 def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
     requests = [simple_request("a"), unknown_version_request("b"), simple_request("c")]
     with stub(server) as call:
-        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT_METADATA)
         assert next(stream).infer_response.id == "a"
         with pytest.raises(grpc.RpcError) as error_info:
             next(stream)
@@ -107,7 +107,7 @@ def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
 def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
     with stub(server) as call:
         requests = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
-        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT_METADATA)
         assert next(stream).infer_response.id == "a"
         with pytest.raises(grpc.RpcError) as error_info:
             next(stream)

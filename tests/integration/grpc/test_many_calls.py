@@ -21,11 +21,11 @@ from shmserve.proto import grpc_service_pb2, reflection_pb2
 from tests.support.wire.cutting_proxy import CuttingProxy
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request
 from tests.support.wire.http2 import (
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     SERVICE,
     frame,
     message,
@@ -35,10 +35,10 @@ from tests.support.wire.http2 import (
 if TYPE_CHECKING:
     from tests.integration.grpc.conftest import Endpoint
 
-CALLS, TOGETHER = 10_000, 100
-CONNECTIONS = 1000
-STREAMED = 10_000
-RAW = simple_request().SerializeToString()
+CALL_COUNT, CONCURRENT_CALLS = 10_000, 100
+CONNECTION_COUNT = 1000
+STREAMED_COUNT = 10_000
+RAW_REQUEST = simple_request().SerializeToString()
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 ENCODINGS = {  # gRPC's numbers of the encodings
     "gzip": (grpc.Compression.Gzip, 0b101),
@@ -57,22 +57,25 @@ def test_ten_thousand_calls_on_a_connection(plain_endpoint: Endpoint) -> None:
         grpc.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
     ):
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        for _ in range(CALLS // TOGETHER):
-            pending_calls = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
+        for _ in range(CALL_COUNT // CONCURRENT_CALLS):
+            pending_calls = [infer.future(RAW_REQUEST, timeout=30) for _ in range(CONCURRENT_CALLS)]
             assert all(is_answer(call.result()) for call in pending_calls)
         assert proxy.connections == 1
 
 
 async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
     channels = [
-        grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION) for _ in range(CONNECTIONS)
+        grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION)
+        for _ in range(CONNECTION_COUNT)
     ]
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         (gateway,) = plain_endpoint.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
-        assert len(connections) >= CONNECTIONS
-        pending_calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
+        assert len(connections) >= CONNECTION_COUNT
+        pending_calls = [
+            channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in channels
+        ]
         assert all(map(is_answer, await asyncio.gather(*pending_calls)))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
@@ -80,7 +83,7 @@ async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
 
 def test_a_long_stream(plain_endpoint: Endpoint) -> None:
     def requests() -> Iterator[bytes]:
-        for number in range(STREAMED):
+        for number in range(STREAMED_COUNT):
             yield simple_request(str(number)).SerializeToString()
 
     with plain_endpoint.channel() as channel:
@@ -89,7 +92,7 @@ def test_a_long_stream(plain_endpoint: Endpoint) -> None:
             response = pb.ModelStreamInferResponse.FromString(raw).infer_response
             assert response.id == str(number) and is_right(response)
             number += 1
-    assert number == STREAMED
+    assert number == STREAMED_COUNT
 
 
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
@@ -139,8 +142,8 @@ def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> N
     with socket.create_connection(
         ("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20
     ) as sock:
-        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
-        sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
+        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head))
+        sock.sendall(frame(DATA, END_STREAM, 1, message(RAW_REQUEST)))
         received_bytes = b""
         while (rest_of_status := received_bytes.partition(b"grpc-status")[2])[1:] == b"" or len(
             rest_of_status
@@ -155,7 +158,7 @@ def test_a_far_deadline(plain_endpoint: Endpoint) -> None:
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for timeout_s in (3600.0, 1e6, 1e9):
-            assert is_answer(infer(RAW, timeout=timeout_s))
+            assert is_answer(infer(RAW_REQUEST, timeout=timeout_s))
 
 
 @pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
@@ -190,13 +193,13 @@ def test_metadata_that_is_too_large_fails_only_its_call(
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
         requests: SimpleQueue[bytes | None] = SimpleQueue()
-        requests.put(RAW)
+        requests.put(RAW_REQUEST)
         answers = stream(iter(requests.get, None), timeout=30)
         next(answers)
         with pytest.raises(grpc.RpcError) as error_info:
-            infer(RAW, timeout=20, metadata=[("large", "x" * size)])
+            infer(RAW_REQUEST, timeout=20, metadata=[("large", "x" * size)])
         assert error_info.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        requests.put(RAW)
+        requests.put(RAW_REQUEST)
         next(answers)
         requests.put(None)
         assert list(answers) == []

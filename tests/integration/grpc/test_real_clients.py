@@ -30,9 +30,9 @@ from tests.support.wire.http2 import SERVICE
 if TYPE_CHECKING:
     from tests.integration.grpc.conftest import Endpoint
 
-LARGE = np.arange(150_000, dtype=np.float32)  # 600 KB
-STREAMED = 200
-RIGHT = "all is right\n"
+LARGE_ARRAY = np.arange(150_000, dtype=np.float32)  # 600 KB
+STREAMED_COUNT = 200
+SUCCESS_TEXT = "all is right\n"
 
 
 def options(endpoint: Endpoint) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def simple() -> list[triton.InferInput]:
 
 
 def large() -> list[triton.InferInput]:
-    tensor = triton.InferInput("INPUT0", LARGE.shape, "FP32")
-    return [tensor.set_data_from_numpy(LARGE)]
+    tensor = triton.InferInput("INPUT0", LARGE_ARRAY.shape, "FP32")
+    return [tensor.set_data_from_numpy(LARGE_ARRAY)]
 
 
 def check(result: triton.InferResult) -> None:
@@ -66,7 +66,7 @@ def test_tritonclient(any_endpoint: Endpoint) -> None:
             check(client.infer("simple", simple(), request_id=str(number)))
         for algorithm in (None, "gzip", "deflate"):
             result = client.infer("identity", large(), compression_algorithm=algorithm)
-            assert (result.as_numpy("OUTPUT0") == LARGE).all()
+            assert (result.as_numpy("OUTPUT0") == LARGE_ARRAY).all()
         with pytest.raises(InferenceServerException, match="'模型' is not found") as error_info:
             client.infer("模型", simple())
         assert error_info.value.status() == "StatusCode.NOT_FOUND"
@@ -83,9 +83,9 @@ def test_tritonclients_stream(any_endpoint: Endpoint) -> None:
     answers: list[tuple[Any, Any]] = []
     with triton.InferenceServerClient(**options(any_endpoint)) as client:
         client.start_stream(lambda result, error: answers.append((result, error)))
-        for number in range(STREAMED):
+        for number in range(STREAMED_COUNT):
             client.async_stream_infer("simple", simple(), request_id=str(number))
-        until("all are answered", lambda: len(answers) == STREAMED)
+        until("all are answered", lambda: len(answers) == STREAMED_COUNT)
         client.stop_stream()
     for number, (result, error) in enumerate(answers):
         assert error is None and result.get_response().id == str(number)
@@ -94,7 +94,7 @@ def test_tritonclients_stream(any_endpoint: Endpoint) -> None:
 
 def test_tritonclient_with_asyncio(any_endpoint: Endpoint) -> None:
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        for number in range(STREAMED):
+        for number in range(STREAMED_COUNT):
             yield {"model_name": "simple", "inputs": simple(), "request_id": str(number)}
 
     async def infer_all() -> None:
@@ -105,13 +105,13 @@ def test_tritonclient_with_asyncio(any_endpoint: Endpoint) -> None:
             ):
                 check(result)
             result = await client.infer("identity", large(), compression_algorithm="gzip")
-            assert (result.as_numpy("OUTPUT0") == LARGE).all()
+            assert (result.as_numpy("OUTPUT0") == LARGE_ARRAY).all()
             number = 0
             async for result, error in client.stream_infer(requests()):
                 assert error is None and result.get_response().id == str(number)
                 check(result)
                 number += 1
-            assert number == STREAMED
+            assert number == STREAMED_COUNT
 
     asyncio.run(infer_all())
 
@@ -129,8 +129,8 @@ def test_grpcios_generic_client(any_endpoint: Endpoint, compression: grpc.Compre
             for call in pending_calls:
                 assert is_right(pb.ModelInferResponse.FromString(call.result()))
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
-        answers = list(stream(iter([raw] * STREAMED), timeout=30, compression=compression))
-        assert len(answers) == STREAMED
+        answers = list(stream(iter([raw] * STREAMED_COUNT), timeout=30, compression=compression))
+        assert len(answers) == STREAMED_COUNT
         for answer in answers:
             assert is_right(pb.ModelStreamInferResponse.FromString(answer).infer_response)
 
@@ -182,16 +182,16 @@ def node_client() -> list[str]:
     return clients.find_node()
 
 
-def test_gos(go_client: Path, any_endpoint: Endpoint) -> None:
+def test_the_go_client(go_client: Path, any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (f"-root={any_endpoint.root}",)
-    assert clients.run([str(go_client), f"-target={any_endpoint.target}", *root]) == RIGHT
+    assert clients.run([str(go_client), f"-target={any_endpoint.target}", *root]) == SUCCESS_TEXT
     any_endpoint.server.gate.next().release()
     assert any_endpoint.server.gate.is_idle()
 
 
-def test_nodes(node_client: list[str], any_endpoint: Endpoint) -> None:
+def test_the_node_client(node_client: list[str], any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (str(any_endpoint.root),)
-    assert clients.run_node([*node_client, any_endpoint.target, *root]) == RIGHT
+    assert clients.run_node([*node_client, any_endpoint.target, *root]) == SUCCESS_TEXT
     any_endpoint.server.gate.next().release()
     assert any_endpoint.server.gate.is_idle()
 

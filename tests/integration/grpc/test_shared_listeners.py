@@ -22,16 +22,16 @@ from tritonclient.grpc import service_pb2_grpc
 from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
-from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
 from tests.support.waiting import until
 from tests.support.wire.cutting_proxy import CuttingProxy, connect_unix
 from tests.support.wire.grpc_calls import is_right, memory_range, refusal, simple_request
 from tests.support.wire.http2 import (
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     SERVICE,
     frame,
     message,
@@ -40,7 +40,7 @@ from tests.support.wire.http2 import (
 
 TITLES = ["gateway grpc", "gateway grpc1", "gateway grpc2"]
 TOKEN = "0123456789abcdef-all"
-DEATHS, CALLERS = 10, 6
+DEATH_COUNT, CALLER_COUNT = 10, 6
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
 
@@ -55,7 +55,7 @@ def server(folder: Path) -> Iterator[Server]:
     flags = (
         "--grpc-workers=3",
         f"--grpc-unix-socket={folder / 'socket'}",
-        f"--shm-group={FRIENDS}",
+        f"--shm-group={FRIENDS_GID}",
         f"--auth-token-file={tokens}",
     )
     with running(folder / "models", *flags, grpc=True) as started:
@@ -69,7 +69,7 @@ def gateways(server: Server) -> list[str]:
     return sorted(title for title in server.titles().elements() if title.startswith(TITLES[0]))
 
 
-def test_the_processes(server: Server) -> None:
+def test_the_gateway_processes(server: Server) -> None:
     assert gateways(server) == TITLES
     for gateway in server.find(TITLES[0]):
         ports = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}
@@ -83,7 +83,7 @@ def live(port: int, outcomes: Counter[str]) -> None:
             # No connection is refused, and an accepted one is answered unless the gateway exits.
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
                 head = frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ServerLive"))
-                sock.sendall(OPENED + head + frame(DATA, END_STREAM, 1, message(b"")))
+                sock.sendall(CLIENT_OPENING + head + frame(DATA, END_STREAM, 1, message(b"")))
                 received_bytes = b""
                 while b"grpc-status\x010" not in received_bytes:
                     piece = sock.recv(65536)
@@ -114,17 +114,17 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
         until("calls go on", lambda: outcomes["answered"] > answered_before)
 
     choice = random.Random(1)
-    with ThreadPoolExecutor(CALLERS) as pool:
-        callers = [pool.submit(send_calls) for _ in range(CALLERS)]
+    with ThreadPoolExecutor(CALLER_COUNT) as pool:
+        callers = [pool.submit(send_calls) for _ in range(CALLER_COUNT)]
         try:
-            for _ in range(DEATHS):
+            for _ in range(DEATH_COUNT):
                 kill([choice.choice(server.find(TITLES[0]))])
             kill(server.find(TITLES[0]))
         finally:
             has_finished.set()
         for caller in callers:
             caller.result()
-    assert outcomes["cut off"] <= CALLERS * (DEATHS + 3)
+    assert outcomes["cut off"] <= CALLER_COUNT * (DEATH_COUNT + 3)
 
 
 def test_calls_of_a_client_go_on(server: Server) -> None:
@@ -181,7 +181,7 @@ def region_request(name: str) -> Any:
 
 def test_the_sockets_mode(server: Server, folder: Path) -> None:
     stat_result = (folder / "socket").stat()
-    assert stat.S_IMODE(stat_result.st_mode) == 0o660 and stat_result.st_gid == FRIENDS
+    assert stat.S_IMODE(stat_result.st_mode) == 0o660 and stat_result.st_gid == FRIENDS_GID
     assert f"gRPC service at unix socket {folder / 'socket'}" in server.log()
 
 
@@ -196,8 +196,8 @@ def test_the_servers_user_needs_no_token(server: Server, folder: Path) -> None:
 
 
 @needs_users
-def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
-    """R18: its regions are its own, and their objects must be."""
+def test_a_client_is_identified_by_its_uid(server: Server, folder: Path) -> None:
+    """A client sees only its own regions, and registers only objects that it owns."""
     path, options = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
     status = pb.SystemSharedMemoryStatusRequest()
     with pytest.raises(PermissionError):
@@ -205,8 +205,8 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
     with (
         SharedObject(2 * SIZE) as her_object,
         SharedObject(2 * SIZE) as own_object,
-        unix(path, ALICE, FRIENDS) as alice,
-        unix(path, BOB, FRIENDS) as bob,
+        unix(path, ALICE, FRIENDS_GID) as alice,
+        unix(path, BOB, FRIENDS_GID) as bob,
         unix(path, os.geteuid()) as root,
     ):
         os.chown(her_object.path, ALICE, -1)

@@ -15,7 +15,7 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
-BATCHING = "dynamic_batching { }"
+DYNAMIC_BATCHING = "dynamic_batching { }"
 _FROM_REQUEST = " microseconds, from the request's parameter 'deadline_us')"
 
 
@@ -23,7 +23,7 @@ _FROM_REQUEST = " microseconds, from the request's parameter 'deadline_us')"
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """The gated model, with and without batching."""
     repositories.add_as(models, "plain", "gated")
-    repositories.add_as(models, "batching", "gated", BATCHING)
+    repositories.add_as(models, "batching", "gated", DYNAMIC_BATCHING)
     return serve_models(models)
 
 

@@ -116,7 +116,7 @@ def test_an_unknown_path_of_openai_names_the_list_of_routes(http: Http) -> None:
     assert "Not Found (GET /docs lists the routes)" in reply.error
 
 
-def test_statistics_of_what_is_not_there(http: Http) -> None:
+def test_statistics_of_missing_models(http: Http) -> None:
     reply = http.get("/v2/models/nothing/stats")
     assert (reply.status, reply.error) == (400, "requested model 'nothing' is not available")
     reply = http.get("/v2/models/simple/versions/9/stats")

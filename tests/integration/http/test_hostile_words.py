@@ -26,14 +26,14 @@ from tests.support.servers import Server, Start
 from tests.support.wire.grpc_calls import refusal, simple_request, stub
 from tests.support.wire.raw_http import Http, json_input, raw_connection
 
-FORGED = "E 2026-01-01T00:00:00.000Z supervisor[1] forged"
-SHORT = f"x\r\n{FORGED}\n\x1b[31mred\x1b[0m\x00\u2028{FORGED}"
-LONG = SHORT + "y" * (1 << 20)
-LINE = re.compile(
+FORGED_LINE = "E 2026-01-01T00:00:00.000Z supervisor[1] forged"
+SHORT_WORD = f"x\r\n{FORGED_LINE}\n\x1b[31mred\x1b[0m\x00\u2028{FORGED_LINE}"
+LONG_WORD = SHORT_WORD + "y" * (1 << 20)
+LOG_LINE = re.compile(
     r"[DIWE] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
     r"(supervisor|gateway (0|grpc)|scheduler \w+|worker \w+\.0)\[\d+\] .*"
 )
-SHOUTER = """
+SHOUTING_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 
@@ -53,14 +53,14 @@ ONES = np.ones((1, 16), np.int32)
 def server(models: Path, start: Start) -> Server:
     repositories.add(models, "simple")
     config = repositories.identity_config("shouter", "BYTES", [1])
-    repositories.write(models, "shouter", config, SHOUTER)
+    repositories.write(models, "shouter", config, SHOUTING_MODEL)
     flags = ["--model-control-mode=explicit", "--load-model=simple", "--load-model=shouter"]
     return start(models, *flags, "--log-verbose=1", grpc=True)
 
 
 @pytest.fixture(autouse=True)
 def log_stays_ours(server: Server) -> Iterator[None]:
-    """R23: each line that a test adds to the log has the server's format, is printable and not
+    """Each line that a test adds to the log has the server's format, is printable and not
     too long.
     """
     log_length = len(server.log())
@@ -71,17 +71,17 @@ def log_stays_ours(server: Server) -> Iterator[None]:
     assert added, "nothing was logged, so nothing was shown"
     for line in added.split("\n")[:-1]:
         assert line.isprintable(), line[:300]
-        assert LINE.fullmatch(line) or line.startswith("    "), line[:300]
+        assert LOG_LINE.fullmatch(line) or line.startswith("    "), line[:300]
         assert len(line) < 20_000
-    assert not re.search(rf"(?m)^{re.escape(FORGED)}", added)
+    assert not re.search(rf"(?m)^{re.escape(FORGED_LINE)}", added)
 
 
 def request_body(**members: Any) -> dict[str, Any]:
     return {"inputs": [json_input("INPUT0", ONES), json_input("INPUT1", ONES)], **members}
 
 
-@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
-def test_in_the_json_of_a_request(http: Http, word: str) -> None:
+@pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
+def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
     first_input, second_input = request_body()["inputs"]
     reply = http.infer("simple", request_body(id=word)).ok()
     assert reply.json()["id"] == word
@@ -103,7 +103,7 @@ def test_in_the_json_of_a_request(http: Http, word: str) -> None:
         assert refused_reply.error
 
 
-@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
 @pytest.mark.parametrize("request_id", ["error", "exception"])
 def test_hostile_text_in_outputs_and_errors_of_a_model(
     http: Http, word: str, request_id: str
@@ -114,7 +114,7 @@ def test_hostile_text_in_outputs_and_errors_of_a_model(
 
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])
-def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
+def test_hostile_bytes_that_are_not_text(server: Server, request_id: str) -> None:
     """The model writes half a character to stderr. The log shows it escaped, and no worker
     exits.
     """
@@ -126,8 +126,8 @@ def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
     assert (status, text.endswith(r": a\udcffb")) == ("INTERNAL", True), text
 
 
-def test_in_paths(http: Http) -> None:
-    word = quote(SHORT, safe="")
+def test_hostile_words_in_paths(http: Http) -> None:
+    word = quote(SHORT_WORD, safe="")
     for method, path in (
         ("GET", f"/{word}"),
         ("POST", f"/v2/models/{word}/infer"),
@@ -146,8 +146,8 @@ def test_in_paths(http: Http) -> None:
     http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # also succeeds for unknown models
 
 
-@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
-def test_in_what_is_asked_of_the_control_plane(http: Http, word: str) -> None:
+@pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
+def test_hostile_words_in_requests_to_the_control_plane(http: Http, word: str) -> None:
     encoded = base64.b64encode(b"x").decode()
     path = "/v2/repository/models/simple/load"
     region = "/v2/systemsharedmemory/region/r/register"
@@ -166,14 +166,14 @@ def test_in_what_is_asked_of_the_control_plane(http: Http, word: str) -> None:
     http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
 
-def test_in_headers_and_requests_that_are_none(server: Server) -> None:
+def test_hostile_words_in_headers_and_malformed_requests(server: Server) -> None:
     start = b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     for text in (
-        b"\x1b[31m" + FORGED.encode() + b"\r\n\r\n",
+        b"\x1b[31m" + FORGED_LINE.encode() + b"\r\n\r\n",
         b"GET /\x1b[31m HTTP/1.1\r\nHost: \x1b\r\n\r\n",
         start + b"Authorization: Bearer \x1b[31m\r\n\r\n",
         start + b"X\x1b: 1\r\n\r\n",
-        start + b"X: 1\r\n" + FORGED.encode() + b"\r\n\r\n",
+        start + b"X: 1\r\n" + FORGED_LINE.encode() + b"\r\n\r\n",
         start + b"Inference-Header-Content-Length: \x1b[31m\r\nContent-Length: 0\r\n\r\n",
         b"GET /v2 HTTP/1.1\r\nHost: " + b"e" * 9000 + b"\r\n\r\n",
     ):
@@ -182,7 +182,7 @@ def test_in_headers_and_requests_that_are_none(server: Server) -> None:
             assert connection.recv(65536)[:9] == b"HTTP/1.1 "
 
 
-@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
 def test_over_grpc(server: Server, word: str) -> None:
     with stub(server) as call:
         assert call.ModelInfer(simple_request(word), timeout=20).id == word
@@ -208,8 +208,8 @@ def test_over_grpc(server: Server, word: str) -> None:
             assert error_info.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-@pytest.mark.parametrize("word", [SHORT, LONG[: 1 << 18]], ids=["short", "long"])
-def test_over_the_native_listener(server: Server, word: str) -> None:
+@pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD[: 1 << 18]], ids=["short", "long"])
+def test_hostile_words_over_the_native_listener(server: Server, word: str) -> None:
     input_refs = (TensorRef("INPUT0", "INT32", (1, 16), ONES.tobytes()),)
     with contextlib.closing(Guest(server).hello()) as local_client:
         link = local_client.link("simple")

@@ -73,7 +73,7 @@ def test_binary_both_ways(http: Http) -> None:
     assert reply.body[size:] == (A + B).tobytes() + (A - B).tobytes()
 
 
-def test_binary_in_json_out_and_the_other_way(http: Http) -> None:
+def test_binary_inputs_with_json_outputs_and_the_reverse(http: Http) -> None:
     inputs = [("INPUT0", "INT32", [1, 16], A.tobytes()), ("INPUT1", "INT32", [1, 16], B.tobytes())]
     reply = http.infer_binary("simple", inputs).ok()
     assert reply.headers["Content-Type"] == "application/json"

@@ -15,10 +15,14 @@ import pytest
 from shmserve.cli import client
 from tests.support import repositories
 from tests.support.servers import Server, run_command, running
-from tests.support.users import ALICE, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users
 from tests.support.wire.raw_http import Http, Reply, UnixHttp, json_input
 
-TOKEN, PROGRAM, SCRAPER = "0123456789abcdef-all", "0123456789abcdef-program", "0123456789abcdef-m"
+TOKEN, PROGRAM, SCRAPER_TOKEN = (
+    "0123456789abcdef-all",
+    "0123456789abcdef-program",
+    "0123456789abcdef-m",
+)
 ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
 
 
@@ -28,12 +32,12 @@ def guarded_server(folder: Path) -> Iterator[Server]:
     repository = folder / "models"
     repositories.add(repository, "identity")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER_TOKEN} metrics\n")
     tokens.chmod(0o600)
     flags = [
         "--http-address=0.0.0.0",
         f"--http-unix-socket={folder / 'socket'}",
-        f"--shm-group={FRIENDS}",
+        f"--shm-group={FRIENDS_GID}",
         f"--auth-token-file={tokens}",
         "--http-restricted-api=model-repository,model-config:admin-key=let-me",
         "--model-control-mode=explicit",
@@ -62,7 +66,7 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
-    """R18: without a token every API except health is refused."""
+    """Without a token every API except health is refused."""
     assert http.get("/v2/health/ready").status == 200
     for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
         for reply in (
@@ -128,15 +132,15 @@ def test_restricted_apis_are_tritons(http: Http) -> None:
     assert http.get("/v2/models/identity", bearer(TOKEN)).status == 200
 
 
-def test_metrics_have_a_scope_of_their_own(guarded_server: Server) -> None:
+def test_metrics_have_their_own_scope(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as scraper:
         assert scraper.get("/metrics").status == 401
         assert scraper.get("/metrics", bearer(PROGRAM)).status == 403
-        assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
+        assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER_TOKEN)).ok().body
 
 
 def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
-    """R5: register and unregister answer with Triton's text; there is nothing to see or to use."""
+    """Register and unregister respond with Triton's text, and no region is listed or usable."""
     headers = bearer(TOKEN)
     text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to"
     body = {"key": "/nothing", "byte_size": 64}
@@ -159,7 +163,7 @@ def test_the_unix_socket_is_for_the_server_and_its_group(
     path = folder / "socket"
     status = path.stat()
     assert stat.S_ISSOCK(status.st_mode)
-    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, FRIENDS)
+    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, FRIENDS_GID)
     with unix(path) as unix_client:
         assert unix_client.get("/v2").status == 200, "who runs the server needs no token there"
         assert unix_client.get("/v2/systemsharedmemory/status").ok().json() == []
@@ -177,8 +181,8 @@ def test_the_unix_socket_admits_the_group_with_a_token(
         with unix(path) as connection:
             return connection.get("/v2", headers)
 
-    assert as_user(ALICE, lambda: get_metadata({}), (FRIENDS,)).status == 401
-    assert as_user(ALICE, lambda: get_metadata(bearer(PROGRAM)), (FRIENDS,)).status == 200
+    assert as_user(ALICE, lambda: get_metadata({}), (FRIENDS_GID,)).status == 401
+    assert as_user(ALICE, lambda: get_metadata(bearer(PROGRAM)), (FRIENDS_GID,)).status == 200
     with pytest.raises(PermissionError):
         as_user(ALICE, lambda: get_metadata(bearer(TOKEN)))
 
@@ -206,7 +210,7 @@ def test_the_unix_socket_admits_the_group_with_a_token(
     ],
 )
 def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_error: str) -> None:
-    """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
+    """An address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
     ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
     completed = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
     assert completed.returncode == 2
@@ -215,7 +219,7 @@ def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_e
 
 
 def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
-    """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
+    """Only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
     with socket.socket(socket.AF_UNIX) as stale_socket:
@@ -248,7 +252,7 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
-    """R21: what a browser sends for a name that was made to point here is refused."""
+    """A browser's request for a host name that was made to resolve to this address is refused."""
     with server.http() as http:
         for host in ("evil", f"evil.example:{server.http_port}"):
             assert http.get("/v2", {"Host": host}).status == 421
@@ -262,7 +266,7 @@ def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
 
 
 PAGE = "https://app.example.com"
-PREFLIGHT = {
+PREFLIGHT_HEADERS = {
     "Origin": PAGE,
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization,content-type",
@@ -281,14 +285,16 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         assert http.get("/health", {"Host": "inference.example.com"}).status == 200
         assert http.get("/version", {"Host": "example.com"}).status == 421
         for path in ("/v1/chat/completions", "/v2/models/identity/infer", "/nowhere"):
-            allowed_reply = http.call("OPTIONS", path, None, PREFLIGHT)
+            allowed_reply = http.call("OPTIONS", path, None, PREFLIGHT_HEADERS)
             assert (allowed_reply.status, allowed_reply.body) == (200, b"")
             assert allowed_reply.headers["Access-Control-Allow-Origin"] == PAGE
             assert (
                 allowed_reply.headers["Access-Control-Allow-Headers"]
                 == "authorization,content-type"
             )
-        response = http.call("OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"})
+        response = http.call(
+            "OPTIONS", "/v1/models", None, {**PREFLIGHT_HEADERS, "Origin": "https://b.c"}
+        )
         assert response.status == 403 and "Access-Control-Allow-Origin" not in response.headers
         page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         path = "/v2/models/identity/infer"
@@ -300,4 +306,4 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         assert refused_reply.headers["Access-Control-Allow-Origin"] == PAGE
         assert refused_reply.json()["error"]["type"] == "authentication_error"
         with unix(unix_socket) as local:
-            assert local.call("OPTIONS", path, None, PREFLIGHT).status == 403
+            assert local.call("OPTIONS", path, None, PREFLIGHT_HEADERS).status == 403

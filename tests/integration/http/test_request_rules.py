@@ -37,7 +37,7 @@ BATCH_NOTE = (
     "docs for more info on max_batch_size."
 )
 
-WRONG: dict[str, tuple[Any, int, str]] = {
+WRONG_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "no inputs member": (
         {},
         500,
@@ -197,9 +197,9 @@ WRONG: dict[str, tuple[Any, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG_REQUESTS)
 def test_wrong_request(http: Http, case: str) -> None:
-    request, status, error = WRONG[case]
+    request, status, error = WRONG_REQUESTS[case]
     reply = http.infer("simple", request)
     assert error in reply.error
     assert reply.status == status
@@ -228,11 +228,14 @@ def test_a_body_that_is_no_request(http: Http, body: bytes) -> None:
     assert http.infer("simple", simple_body()).status == 200
 
 
-BINARY = [("INPUT0", "INT32", [1, 16], ROW.tobytes()), ("INPUT1", "INT32", [1, 16], ROW.tobytes())]
+BINARY_INPUTS = [
+    ("INPUT0", "INT32", [1, 16], ROW.tobytes()),
+    ("INPUT1", "INT32", [1, 16], ROW.tobytes()),
+]
 
 
 def test_wrong_binary_sizes(http: Http) -> None:
-    body, headers = binary_request(BINARY)
+    body, headers = binary_request(BINARY_INPUTS)
     reply = http.infer("simple", body[:-4], headers)
     assert reply.status == 400
     assert reply.error.endswith(
@@ -241,7 +244,9 @@ def test_wrong_binary_sizes(http: Http) -> None:
     reply = http.infer("simple", body + b"1234", headers)
     assert reply.status == 400
     assert reply.error.endswith("unexpected additional input data for model 'simple'")
-    reply = http.infer_binary("simple", [("INPUT0", "INT32", [1, 16], b"\0" * 60), BINARY[1]])
+    reply = http.infer_binary(
+        "simple", [("INPUT0", "INT32", [1, 16], b"\0" * 60), BINARY_INPUTS[1]]
+    )
     assert reply.status == 400
     assert "INPUT0" in reply.error
 
@@ -261,8 +266,8 @@ def test_wrong_binary_sizes(http: Http) -> None:
     ],
 )
 def test_wrong_header_length(http: Http, value: str, error: str) -> None:
-    """R14: the header length is a number within the body."""
-    body, _ = binary_request(BINARY)
+    """The header length is a number within the body."""
+    body, _ = binary_request(BINARY_INPUTS)
     reply = http.infer("simple", body, {"Inference-Header-Content-Length": value})
     assert reply.status == 400
     assert error in reply.error

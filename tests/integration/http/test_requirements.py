@@ -21,15 +21,15 @@ from tests.support.servers import Server, Start, running
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
-TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
-SCRAPER = "0123456789abcdef-metrics"
-ADMIN, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
+TOKEN, WRONG_TOKEN = "0123456789abcdef-all", "0123456789abcdef-wrong"
+SCRAPER_TOKEN = "0123456789abcdef-metrics"
+ADMIN_KEY, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
 ROW = np.array([1], np.int32)
 CONSTANT_BODY = {"inputs": [json_input("INPUT0", ROW)]}
 
 
 # The headers that this server forwards to its models.
-FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
+FORWARDED_HEADERS = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def server(folder: Path, start: Start) -> Server:
         "--load-model=echo_request",
         "--load-model=constant",
         f"--http-unix-socket={folder / 'socket'}",
-        f"--http-header-forward-pattern={FORWARDED}",
+        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
         "--grpc-header-forward-pattern",
-        FORWARDED,
+        FORWARDED_HEADERS,
         "--log-verbose=2",
     ]
     return start(repository, *flags, grpc=True)
@@ -65,7 +65,7 @@ def refusal(send_call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
 
 
 def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
-    """R3: processes communicate over sockets in the run directory, and not over abstract names."""
+    """Processes communicate over sockets in the run directory, and not over abstract names."""
     names = {
         str(connection.laddr)
         for process in server.tree()
@@ -80,7 +80,7 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
 
 
 def test_only_configured_listeners_exist(server: Server) -> None:
-    """R3, R4: on loopback alone, too."""
+    """Holds for a server that listens on loopback only."""
     listening = {
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
         for process in server.tree()
@@ -117,8 +117,8 @@ HEADERS = {
 }
 
 
-def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
-    """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
+def test_headers_only_become_parameters(http: Http, call: Any) -> None:
+    """A header that matches the pattern becomes a parameter. A reserved parameter name is
     refused, and other headers are ignored.
     """
     request = request_of("echo_request", ROW, "INT32")
@@ -142,19 +142,24 @@ def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> No
             assert (code, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "triton_x", "triton_"]
+RESERVED_NAMES = [
+    "triton_enable_empty_final_response",
+    "triton_final_response",
+    "triton_x",
+    "triton_",
+]
 
 
-@pytest.mark.parametrize("key", RESERVED)
+@pytest.mark.parametrize("key", RESERVED_NAMES)
 def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
-    """R16: names that start with triton_ are reserved, except for one that gRPC clients may
+    """Names that start with triton_ are reserved, except for one that gRPC clients may
     send."""
     reply = http.infer("echo_request", {**CONSTANT_BODY, "parameters": {key: True}})
     assert reply.status == 400
     assert "parameter keys starting with 'triton_' are reserved" in reply.error
     request = request_of("echo_request", ROW, "INT32")
     request.parameters[key].bool_param = True
-    if key == RESERVED[0]:
+    if key == RESERVED_NAMES[0]:
         seen_request = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
         assert seen_request["parameters"] == {}
     else:
@@ -164,22 +169,22 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
 
 
 NAMES = ["..", ".", "../elsewhere/secret", "/etc", "a/b", "a\\b", "\x00", "constant\x00"]
-GOOD = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
-UNKNOWN_NAMES = [*GOOD, "constant\n", "", "x" * 256]
+LOADABLE_NAMES = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
+UNKNOWN_NAMES = [*LOADABLE_NAMES, "constant\n", "", "x" * 256]
 
 
 @pytest.mark.parametrize("name", NAMES + UNKNOWN_NAMES)
 def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
-    """R17: any model name, in any encoding, names only a folder of the repository."""
+    """Any model name, in any encoding, names only a folder of the repository."""
     titles_before = server.titles()
     escaped_name = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
     # A valid name may be that of a model whose files are in the request, but not of a folder
     # elsewhere.
-    for parameters in ({},) if name in GOOD else ({}, override):
+    for parameters in ({},) if name in LOADABLE_NAMES else ({}, override):
         reply = http.post(f"/v2/repository/models/{escaped_name}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
@@ -204,7 +209,6 @@ def test_a_model_name_cannot_leave_the_repository(
     "version", ["..", "../1", "1/..", "-1", "0x1", "1e0", " 1", "1\x00", "9" * 30]
 )
 def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
-    """R17."""
     escaped_version = "".join(f"%{byte:02x}" for byte in version.encode())
     for path in ("config", "infer", "ready"):
         for version_text in (escaped_version, version if version.isalnum() else escaped_version):
@@ -227,7 +231,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
 def test_files_of_a_load_request_stay_in_their_folder(
     http: Http, call: Any, folder: Path, path: str
 ) -> None:
-    """R17: over both listeners; and what a configuration names must be there too."""
+    """Holds for both listeners; the files that a configuration names must be in the folder, too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
     load_parameters = {
@@ -249,8 +253,8 @@ def test_files_of_a_load_request_stay_in_their_folder(
     assert http.infer("constant", CONSTANT_BODY).ok().tensors()["OUTPUT0"][0] == 1
 
 
-def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> None:
-    """R21: also where metrics are."""
+def test_foreign_host_headers_are_refused_at_every_port(server: Server) -> None:
+    """Holds for the metrics port, too."""
     for port, path in ((server.http_port, "/v2"), (server.metrics_port, "/metrics")):
         with contextlib.closing(Http(port)) as http:
             assert http.get(path, {"Host": f"evil.example:{port}"}).status == 421
@@ -274,15 +278,15 @@ def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
 
 
 def test_no_secret_is_seen_anywhere(folder: Path) -> None:
-    """R22: not in the log, a command line, an environment, the run directory, or an answer; and
+    """Not in the log, a command line, an environment, the run directory, or an answer; and
     not when processes start again."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{SCRAPER_TOKEN} metrics\n")
     tokens.chmod(0o600)
     flags = [
         f"--auth-token-file={tokens}",
-        f"--http-restricted-api=statistics,logging:admin-key={ADMIN}",
+        f"--http-restricted-api=statistics,logging:admin-key={ADMIN_KEY}",
         f"--grpc-restricted-protocol=statistics,logging:admin-key={GRPC_ADMIN}",
         "--log-verbose=2",
     ]
@@ -291,14 +295,22 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
 
         def send_requests() -> None:
             with server.http() as http, stub(server) as call:
-                credentials = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                credentials = (
+                    (TOKEN, ADMIN_KEY),
+                    (TOKEN, "x"),
+                    (WRONG_TOKEN, ADMIN_KEY),
+                    (SCRAPER_TOKEN, ADMIN_KEY),
+                )
                 for token, admin in credentials:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
                     paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
                     answers.extend(repr(http.get(path, headers)) for path in paths)
                     metadata = [
                         ("authorization", f"Bearer {token}"),
-                        ("triton-grpc-protocol-admin-key", GRPC_ADMIN if admin == ADMIN else "x"),
+                        (
+                            "triton-grpc-protocol-admin-key",
+                            GRPC_ADMIN if admin == ADMIN_KEY else "x",
+                        ),
                     ]
                     for method, request in (
                         (call.ModelStatistics, pb.ModelStatisticsRequest()),
@@ -329,7 +341,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
             server.find_one(title).kill()
         server.wait_ready()
         send_requests()
-        secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
+        secrets = (TOKEN, WRONG_TOKEN, SCRAPER_TOKEN, ADMIN_KEY, GRPC_ADMIN)
         texts_with_secret = [
             text for text in visible_texts() if any(secret in text for secret in secrets)
         ]

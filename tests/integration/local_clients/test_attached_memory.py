@@ -28,8 +28,8 @@ from tests.support.servers import ROOT
 from tests.support.waiting import until
 
 SPECS = {"x": ((1, 20_000), "FP32"), "output": ((1, 20_000), "FP32")}
-AT = 80_000  # of the output: 20,000 numbers are a multiple of 64 bytes
-TOTAL_BYTES = AT + 80_000
+OUTPUT_OFFSET = 80_000  # of the output: 20,000 numbers are a multiple of 64 bytes
+TOTAL_BYTES = OUTPUT_OFFSET + 80_000
 SEALING = os.MFD_ALLOW_SEALING
 CONTEXTS = ("fork", "spawn", "forkserver")
 
@@ -92,7 +92,9 @@ def test_memory_of_another_maker_is_used_in_place(
     with server.attach(source_array, SPECS) as region:
         numbers(shared_memory.buf)[:] = 3
         server.infer("double", region)
-        assert (numbers(shared_memory.buf, AT) == 6).all() and (region["output"] == 6).all()
+        assert (numbers(shared_memory.buf, OUTPUT_OFFSET) == 6).all() and (
+            region["output"] == 6
+        ).all()
         second_result = server.infer("double", x=region["x"], outputs={"output": region["output"]})
         assert second_result["output"][0, 0] == 6
     assert Path("/dev/shm", shared_memory.name).exists(), "its maker unlinks it"
@@ -121,7 +123,7 @@ async def test_asyncio_attaches(
     async with shmserve.client.aio.connect(local_server.run_dir) as other_client:
         region = await other_client.attach(shared_memory.name, SPECS)
         await other_client.infer("double", region)
-    assert (numbers(shared_memory.buf, AT) == 2).all()
+    assert (numbers(shared_memory.buf, OUTPUT_OFFSET) == 2).all()
 
 
 @pytest.mark.parametrize(("seals", "flags"), [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)])
@@ -133,7 +135,7 @@ def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) 
     with server.attach(fd, SPECS) as region:
         region["x"][:] = 4
         server.infer("double", region)
-    assert np.frombuffer(os.pread(fd, 80_000, AT), np.float32).min() == 8
+    assert np.frombuffer(os.pread(fd, 80_000, OUTPUT_OFFSET), np.float32).min() == 8
     os.close(fd)
 
 
@@ -178,7 +180,7 @@ def test_memory_that_others_may_truncate_is_copied(
     with server.attach(shared_memory, SPECS) as region:
         region["x"][:] = 3
         server.infer("double", region)
-    assert (numbers(shared_memory.buf, AT) == 6).all()
+    assert (numbers(shared_memory.buf, OUTPUT_OFFSET) == 6).all()
 
 
 def test_truncated_memory_fails_its_requests_only(server: Server) -> None:
@@ -276,7 +278,7 @@ def test_a_region_of_another_client_of_this_process(
             other_client.infer("double", region)
 
 
-MAKER = """
+MAKER_PROGRAM = """
 import sys, numpy as np, shmserve.client
 from multiprocessing.shared_memory import SharedMemory
 shared = SharedMemory(create=True, size=160_000)
@@ -300,7 +302,7 @@ def regions_of(server: LocalServer) -> int:
 def test_killed_processes_leave_nothing(server: Server, local_server: LocalServer) -> None:
     """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
     regions_before, objects_before = regions_of(local_server), set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-c", MAKER, str(local_server.run_dir)]
+    command = [sys.executable, "-c", MAKER_PROGRAM, str(local_server.run_dir)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as maker:

@@ -10,7 +10,7 @@ from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
-SCALE = '''
+SCALING_MODEL = '''
 """Three models in one file."""
 import numpy as np
 from torch import Tensor
@@ -57,7 +57,7 @@ class Sizes:
 def server(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """A server of five classes, and of no repository."""
     file = tmp_path_factory.mktemp("native") / "several.py"
-    file.write_text(SCALE)
+    file.write_text(SCALING_MODEL)
     example = ROOT / "examples" / "native_model.py"
     classes = (f"{file}:Scale", f"{file}:Wrong", f"{file}:Sizes", f"{example}:Blur")
     return start((), *classes, f"{file}:Several", "--set", "add=2.5")

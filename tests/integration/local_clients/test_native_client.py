@@ -60,7 +60,7 @@ def test_small_tensors_by_keyword_mapping_and_list(client) -> None:
         result["OUTPUT0"][:] = 0  # the program's own
 
 
-def test_the_same_form_with_other_numbers(client) -> None:
+def test_the_same_shapes_with_other_numbers(client) -> None:
     for step in range(5):
         result = client.infer("simple", INPUT0=A * step, INPUT1=B)
         assert (result["OUTPUT0"] == A * step + B).all()
@@ -121,7 +121,7 @@ def test_errors_are_typed(client, error, text, model, inputs) -> None:
     assert error_info.value.code in ("NOT_FOUND", "INVALID_ARG")
 
 
-def test_a_version_that_is_not_there(client) -> None:
+def test_a_missing_version(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B, version="1")
     with pytest.raises(shmserve.client.NotFound, match="version 9 is not found"):
         client.infer("simple", INPUT0=A, INPUT1=B, version="9")
@@ -151,7 +151,7 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
             use_view()
 
 
-def test_a_view_keeps_its_memory_and_the_next_request_takes_other(client) -> None:
+def test_a_view_keeps_its_memory_during_the_next_request(client) -> None:
     x, second_frame = frames(seed=1), frames(seed=2)
     y = client.infer("rows", INPUT0=x)["OUTPUT0"]
     plain_view = np.asarray(y)[0, :10]
@@ -160,7 +160,7 @@ def test_a_view_keeps_its_memory_and_the_next_request_takes_other(client) -> Non
     assert (y == x).all() and (plain_view == x[0, :10]).all()
 
 
-def test_slots_are_used_again(client) -> None:
+def test_slots_are_reused(client) -> None:
     for seed in range(20):
         x = frames(seed=seed)
         assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
@@ -328,7 +328,7 @@ def test_futures(client) -> None:
     assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
 
 
-def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
+def test_timeouts_of_answered_requests_are_removed(client) -> None:
     for _ in range(20):
         futures = [
             client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)
@@ -409,7 +409,7 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     assert len(client._channels) <= 15
 
 
-def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None:
+def test_more_requests_than_a_frame_may_contain(client, rows_server: Server) -> None:
     x = np.ones(4000, np.float32)
     count = (64 << 20) // x.nbytes + 100
 
@@ -467,7 +467,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     assert len({id(slot) for slot in prepared._ring}) == len(prepared._ring) == 1
 
 
-def test_a_timeout_that_is_none(client) -> None:
+def test_an_invalid_timeout(client) -> None:
     x = np.ones(4, np.float32)
     for seconds in (1e7, 1e12, float("inf")):
         assert client.infer_async("identity", INPUT0=x, timeout=seconds).result(20)

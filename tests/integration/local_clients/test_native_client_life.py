@@ -30,7 +30,7 @@ from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 ROW = 8192
-EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+EXPLICIT_FLAGS = ("--model-control-mode=explicit", "--load-model=*")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def gated_server(models: Path, start: Start) -> Server:
     repositories.add(models, "gated", "simple")
     repositories.add_identity(models, "rows", "FP32", [ROW], max_batch_size=8)
     repositories.add_identity(models, "large", "FP32", [ROW], source="gated")
-    return start(models, *EXPLICIT)
+    return start(models, *EXPLICIT_FLAGS)
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_a_cancelled_future_is_cancelled_at_the_server(
         waiting.result()
 
 
-def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
+def test_a_thread_that_waits_for_many_futures_detects_a_cancelled_future(
     gated_server: Server, client: shmserve.client.Server
 ) -> None:
     blocking_future = client.infer_async("gated", _value(client, 1))
@@ -203,7 +203,7 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated_server: Server)
 
 
 @pytest.mark.parametrize("as_input", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
-def test_memory_is_kept_for_what_is_in_flight(
+def test_memory_of_requests_in_flight_is_kept(
     gated_server: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
 ) -> None:
     """This includes a request whose program has only a plain view of the memory, and deletes the
@@ -231,7 +231,7 @@ def test_memory_is_kept_for_what_is_in_flight(
         assert (np.asarray(output) == expected).all()
 
 
-CRASHING = """
+CRASHING_PROGRAM = """
 import sys, numpy as np, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
 region = client.allocate({"INPUT0": ((1, 8192), "FP32")})
@@ -257,7 +257,7 @@ def _count_mapped_memories(process: psutil.Process) -> int:
 def test_a_killed_client_leaks_nothing(
     gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    command = [sys.executable, "-c", CRASHING, str(gated_server.run_dir)]
+    command = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -279,7 +279,7 @@ def test_a_killed_client_leaks_nothing(
     assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 
-FORKING = """
+FORKING_PROGRAM = """
 import os, signal, sys, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
 region = client.allocate({"INPUT0": ((1, 8192), "FP32"), "OUTPUT0": ((1, 8192), "FP32")})
@@ -293,7 +293,7 @@ sys.stdin.read()
 
 
 def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated_server: Server) -> None:
-    command = [sys.executable, "-c", FORKING, str(gated_server.run_dir)]
+    command = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -337,7 +337,7 @@ def test_a_forked_child_does_not_use_its_parents_connection(
     assert client._session.connection() is connection and connection.alive
 
 
-async def test_a_forked_child_closes_nothing_of_its_parents_event_loop(
+async def test_a_forked_child_does_not_close_its_parents_event_loop(
     gated_server: Server,
 ) -> None:
     async with aio.connect(gated_server.run_dir) as server:
@@ -482,7 +482,7 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ends
     assert isinstance(error, shmserve.client.Disconnected)
 
 
-def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Server) -> None:
+def test_a_callback_may_send_requests_and_allocate_memory(client: shmserve.client.Server) -> None:
     """The callback runs in the thread that reads responses, while other threads allocate memory."""
     x = np.ones((4, ROW), np.float32)
     second_result: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()

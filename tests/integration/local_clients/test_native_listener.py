@@ -77,9 +77,7 @@ def test_memory_of_another_user_is_refused(local_client: Guest) -> None:
     assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused_message.message
 
 
-def test_a_local_client_uses_its_own_memory_and_no_other(
-    local_client: Guest, server: Server
-) -> None:
+def test_a_local_client_uses_only_its_own_memory(local_client: Guest, server: Server) -> None:
     link = local_client.link("identity")
     with memfd() as fd:
         memory = unpack_memory(
@@ -124,7 +122,7 @@ def test_device_memory_of_a_server_without_one(local_client: Guest) -> None:
     assert cuda_devices() or "the server has no CUDA device" in refused_message.message
 
 
-def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
+def test_inputs_of_a_local_client_are_validated(local_client: Guest) -> None:
     link = local_client.link("simple")
     a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
     b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
@@ -144,7 +142,7 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
 @pytest.mark.parametrize(
     "work", [b"", b"\x90", b"\xc1", b"\x93" + b"\xc0" * 3, b"\x99\x01\x90\x90\x80" + b"\0" * 5]
 )
-def test_work_that_is_none_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
+def test_malformed_work_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
     link = local_client.link("simple")
     link.send(Submit(1, work, [], 0, 0, 0, 0))
     failed_message = answer(link)
@@ -195,7 +193,7 @@ def test_unexpected_descriptors_are_closed(local_client: Guest, server: Server) 
     until("they are closed", lambda: len(list(supervisor.iterdir())) <= count_before)
 
 
-ASK = """
+ASKING_PROGRAM = """
 import os, sys
 import numpy as np, shmserve.client
 os.setgroups([int(sys.argv[2])] if sys.argv[2] else [])
@@ -222,7 +220,7 @@ def test_other_users_need_the_group(repository: Path) -> None:
         os.chmod(server.folder, 0o755)
 
         def run_client(group: str) -> subprocess.CompletedProcess[str]:
-            return run_python("-c", ASK, server.run_dir, group)
+            return run_python("-c", ASKING_PROGRAM, server.run_dir, group)
 
         stranger_run = run_client("")
         assert "Disconnected" in stranger_run.stderr, stranger_run.stderr

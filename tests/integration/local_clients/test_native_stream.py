@@ -211,7 +211,9 @@ def test_a_request_and_its_responses_in_one_region(client: shmserve.client.Serve
             assert n == 49
 
 
-def test_an_error_in_a_region_does_not_hold_up_the_next(client: shmserve.client.Server) -> None:
+def test_an_error_in_a_region_does_not_delay_the_next_request(
+    client: shmserve.client.Server,
+) -> None:
     with client.allocate({"OUT": ((1,), "INT32")}) as region:
         steps = [b"1", b"error two", b"error three", b"4"]
         stream = client.stream("steps", {"STEPS": steps}, outputs=region)
@@ -229,14 +231,14 @@ def disconnect_message(path: Path) -> bytes:
     return b"left " + os.fsencode(path)
 
 
-LEAVES: dict[str, Callable[[list[Any]], None]] = {
+WAYS_TO_LEAVE: dict[str, Callable[[list[Any]], None]] = {
     "close": lambda streams: streams[0].close(),
     "with": lambda streams: streams[0].__exit__(None, None, None),
     "collected": lambda streams: streams.clear(),
 }
 
 
-@pytest.mark.parametrize("ending", LEAVES)
+@pytest.mark.parametrize("ending", WAYS_TO_LEAVE)
 def test_closing_a_stream_cancels_its_request(
     client: shmserve.client.Server, tmp_path: Path, ending: str
 ) -> None:
@@ -245,7 +247,7 @@ def test_closing_a_stream_cancels_its_request(
     stream = streams[0]
     if ending == "collected":
         del stream
-    LEAVES[ending](streams)
+    WAYS_TO_LEAVE[ending](streams)
     gc.collect()
     until("the model sees it", (tmp_path / "seen").exists)
     if streams:
@@ -299,7 +301,7 @@ def test_a_reader_that_stops_reading_stops_only_its_own_stream(
     assert values(unread_stream) == [1] * (3 * FIRST_CREDIT) and note.exists()
 
 
-def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Server) -> None:
+def test_more_threads_than_links(client: shmserve.client.Server) -> None:
     """Others have the connection's thread wait for them."""
     failures: list[BaseException] = []
     barrier = threading.Barrier(20)

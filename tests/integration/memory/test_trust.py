@@ -21,7 +21,7 @@ from tests.support.leaks import created_since, server_descriptors
 from tests.support.regions import SharedObject
 from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, running
-from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
 from tests.support.waiting import until
 from tests.support.wire.raw_http import (
     Http,
@@ -36,8 +36,8 @@ from tests.support.wire.raw_http import (
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-MAX_REGIONS, SPARSE = 40, 1 << 20
-ME = os.geteuid()
+MAX_REGIONS, SPARSE_BYTES = 40, 1 << 20
+OWN_UID = os.geteuid()
 _LIBC = ctypes.CDLL(None)
 
 
@@ -47,11 +47,11 @@ def server(folder: Path) -> Iterator[Server]:
     repositories.add(repository, "identity", "gated", "text")
     flags = [
         f"--http-unix-socket={folder / 'socket'}",
-        f"--shm-group={FRIENDS}",
+        f"--shm-group={FRIENDS_GID}",
         "--shm-overlap=error",
         f"--shm-max-regions-per-uid={MAX_REGIONS}",
         f"--shm-max-regions={2 * MAX_REGIONS}",
-        f"--shm-sparse-byte-size={SPARSE}",
+        f"--shm-sparse-byte-size={SPARSE_BYTES}",
         f"--shm-max-byte-size={64 << 20}",
     ]
     with running(repository, *flags) as started:
@@ -90,7 +90,7 @@ class User:
             with contextlib.closing(self._open()) as connection:
                 return question(connection)
 
-        return act() if self.uid == ME else as_user(self.uid, act, self._groups)
+        return act() if self.uid == OWN_UID else as_user(self.uid, act, self._groups)
 
     def register(self, name: str, shared: SharedObject, size: int = 2 * SIZE) -> Reply:
         return self.send_request(lambda http: http.register(name, shared.key, size))
@@ -120,8 +120,8 @@ def listener(request: pytest.FixtureRequest) -> str:
 
 @needs_users
 def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
-    """R5: over the Unix socket and over loopback, a user has access only to its own objects."""
-    own_user, alice, bob = (User(server, folder, listener, uid) for uid in (ME, ALICE, BOB))
+    """Over the Unix socket and over loopback, a user has access only to its own objects."""
+    own_user, alice, bob = (User(server, folder, listener, uid) for uid in (OWN_UID, ALICE, BOB))
     with (
         alice.object() as alices_object,
         bob.object(0o666) as bobs_object,
@@ -187,9 +187,12 @@ def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http:
 @needs_users
 def test_a_group_shares(server: Server, folder: Path) -> None:
     """Row 16: members may use objects of the group that the group may read and write."""
-    alice, bob = (User(server, folder, "unix", uid, FRIENDS) for uid in (ALICE, BOB))
+    alice, bob = (User(server, folder, "unix", uid, FRIENDS_GID) for uid in (ALICE, BOB))
     stranger_user = User(server, folder, "unix", BOB + 1)
-    with alice.object(0o660, FRIENDS) as shared, alice.object(0o640, FRIENDS) as alices_object:
+    with (
+        alice.object(0o660, FRIENDS_GID) as shared,
+        alice.object(0o640, FRIENDS_GID) as alices_object,
+    ):
         bob.register("shared", shared).ok()
         assert bob.register("hers", alices_object).status == 403
         assert stranger_user.register("mine", shared).status == 403
@@ -208,9 +211,9 @@ def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, fo
     alice = User(server, folder, "unix", ALICE)
     with alice.object() as alices_object:
         alice.register("hers", alices_object).ok()
-        assert User(server, folder, "unix", ME).names() == ["hers"]
-        assert User(server, folder, "loopback", ME).names() == []
-        User(server, folder, "unix", ME).send_request(lambda http: http.unregister()).ok()
+        assert User(server, folder, "unix", OWN_UID).names() == ["hers"]
+        assert User(server, folder, "loopback", OWN_UID).names() == []
+        User(server, folder, "unix", OWN_UID).send_request(lambda http: http.unregister()).ok()
         assert alice.names() == []
 
 
@@ -222,7 +225,7 @@ def maps(worker: psutil.Process) -> str:
 def test_memory_that_others_can_truncate_is_never_mapped(
     server: Server, folder: Path, http: Http
 ) -> None:
-    """R9: memory of untrusted users is read and written by system calls; memory of the server's
+    """Memory of untrusted users is read and written by system calls; memory of the server's
     user is mapped.
     """
     alice = User(server, folder, "unix", ALICE)
@@ -257,7 +260,7 @@ def chaos(shared: SharedObject, size: int, stop: threading.Event) -> None:
 
 @needs_users
 def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folder: Path) -> None:
-    """R9: during 200 requests, the client truncates, extends and punches the object.
+    """During 200 requests, the client truncates, extends and punches the object.
 
     Requests fail or succeed, and no process exits.
     """
@@ -291,7 +294,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
 def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
     server: Server, http: Http
 ) -> None:
-    """R9: a trusted client that truncates its object kills a worker, and possibly the worker of
+    """A trusted client that truncates its object kills a worker, and possibly the worker of
     the retry. Both are replaced, and the region is unregistered as the cause.
     """
     other_pids = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
@@ -322,25 +325,28 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
 
 
 def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
-    """R10: pages that the server must allocate count until the object is removed.
+    """Pages that the server must allocate count until the object is removed.
 
     Pages that the client has allocated do not count.
     """
-    with SharedObject(4 * SPARSE) as large_object, SharedObject(SPARSE // 2) as small_object:
-        refused_reply = http.register("large", large_object.key, 4 * SPARSE)
+    with (
+        SharedObject(4 * SPARSE_BYTES) as large_object,
+        SharedObject(SPARSE_BYTES // 2) as small_object,
+    ):
+        refused_reply = http.register("large", large_object.key, 4 * SPARSE_BYTES)
         assert refused_reply.status == 400
-        assert f"{4 * SPARSE} bytes of shared memory object" in refused_reply.error
+        assert f"{4 * SPARSE_BYTES} bytes of shared memory object" in refused_reply.error
         assert "posix_fallocate" in refused_reply.error
         assert os.fstat(large_object.fd).st_blocks == 0, "nothing was allocated for it"
-        os.posix_fallocate(large_object.fd, 0, 4 * SPARSE)
-        http.register("large", large_object.key, 4 * SPARSE).ok()
-        http.register("small", small_object.key, SPARSE // 2).ok()
-        assert os.fstat(small_object.fd).st_blocks * 512 == SPARSE // 2
+        os.posix_fallocate(large_object.fd, 0, 4 * SPARSE_BYTES)
+        http.register("large", large_object.key, 4 * SPARSE_BYTES).ok()
+        http.register("small", small_object.key, SPARSE_BYTES // 2).ok()
+        assert os.fstat(small_object.fd).st_blocks * 512 == SPARSE_BYTES // 2
         http.unregister("small").ok()
-        with SharedObject(SPARSE) as other_object:
-            assert http.register("other", other_object.key, SPARSE).status == 400
+        with SharedObject(SPARSE_BYTES) as other_object:
+            assert http.register("other", other_object.key, SPARSE_BYTES).status == 400
             small_object.unlink()
-            http.register("other", other_object.key, SPARSE).ok()
+            http.register("other", other_object.key, SPARSE_BYTES).ok()
             http.unregister().ok()
     with SharedObject(65 << 20) as huge_object:
         assert "--shm-max-byte-size" in http.register("huge", huge_object.key, 65 << 20).error
@@ -359,7 +365,7 @@ def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def test_registrations_have_a_limit(server: Server, http: Http) -> None:
-    """R10: of ten thousand registrations, those beyond the limit fail with 400.
+    """Of ten thousand registrations, those beyond the limit fail with 400.
 
     No descriptor and no object in /dev/shm is leaked.
     """
@@ -421,7 +427,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
 
 
 def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> None:
-    """R11: another thread rewrites the length prefixes of BYTES.
+    """Another thread rewrites the length prefixes of BYTES.
 
     Each request succeeds with consistent lengths or fails.
     """
@@ -452,7 +458,7 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
             flipping_thread.join()
 
 
-HOOK = """
+PREEXEC_HOOK = """
 import os, sys
 
 def hook(event, arguments):
@@ -467,8 +473,8 @@ with open(os.environ["PICKLED"], "a") as seen:
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    """R1: no process of a server that starts, serves and stops unpickles anything."""
-    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    """No process of a server that starts, serves and stops unpickles anything."""
+    (tmp_path / "sitecustomize.py").write_text(PREEXEC_HOOK)
     repositories.add(tmp_path / "models", "identity")
     seen_file = tmp_path / "seen"
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen_file)}

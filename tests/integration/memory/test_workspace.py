@@ -12,7 +12,7 @@ from tests.support.wire.raw_http import Http
 from tests.support.workspace_models import add, request_body
 
 MB = 1 << 20
-POOL = 12 * MB
+POOL_BYTES = 12 * MB
 
 NATIVE = '''
 """The same as a class."""
@@ -41,9 +41,9 @@ class Model:
 def server(models: Path, start: Start) -> Server:
     """Start a server whose two models need 14 MB each, with a workspace of 12 MB."""
     add(models, "large", 8 * MB)
-    add(models, "whole", POOL)
+    add(models, "whole", POOL_BYTES)
     repositories.write(models, "small", 'backend: "native"\n', NATIVE)
-    return start(models, f"--workspace-byte-size=cpu={POOL}")
+    return start(models, f"--workspace-byte-size=cpu={POOL_BYTES}")
 
 
 def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
@@ -62,7 +62,7 @@ def test_more_than_the_whole_pool_names_both_figures(http: Http) -> None:
     reply = http.infer("large", request_body(13 * MB))
     assert reply.status == 500
     text = reply.json()["error"]
-    assert f"{13 * MB} bytes" in text and f"pool has {POOL}" in text
+    assert f"{13 * MB} bytes" in text and f"pool has {POOL_BYTES}" in text
     http.infer("whole", request_body(1)).ok()
 
 
@@ -90,7 +90,7 @@ def test_without_a_pool_the_error_names_the_flag(
         ("cuda:00=4096", "'cuda:00' is not a device with a pool"),
     ],
 )
-def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None:
+def test_an_invalid_setting(repository: Path, value: str, text: str) -> None:
     result = run_command(
         "serve", f"--model-repository={repository}", f"--workspace-byte-size={value}"
     )
@@ -98,7 +98,7 @@ def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None
     assert f"--workspace-byte-size: {text}" in result.stderr
 
 
-def test_a_device_that_is_not_there_ends_the_start(repository: Path) -> None:
+def test_a_missing_device_ends_the_start(repository: Path) -> None:
     result = run_command(
         *("serve", f"--model-repository={repository}", "--workspace-byte-size=cuda:99=4096"),
         *("--http-port=0", "--grpc-port=0", "--metrics-port=0"),

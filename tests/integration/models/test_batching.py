@@ -10,21 +10,22 @@ from tests.support import repositories
 from tests.support.held_queue import Queue
 from tests.support.request_pool import RequestPool, request_pool, values
 from tests.support.servers import Server
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
-DYNAMIC = "dynamic_batching { %s }"
-LONG = 30_000_000
+DYNAMIC_BATCHING = "dynamic_batching { %s }"
+LONG_TIMEOUT_US = 30_000_000
 # Long enough for several requests to arrive within it, even if the machine pauses for a moment.
-AMPLE = 1_500_000
+LONG_DELAY_US = 1_500_000
 
 MODELS = {
     "plain": "",
-    "eager": DYNAMIC % "",
-    "preferred": DYNAMIC % f"preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: {LONG}",
-    "preferred_now": DYNAMIC % "preferred_batch_size: [ 4, 6 ]",
-    "patient": DYNAMIC % f"max_queue_delay_microseconds: {AMPLE}",
-    "short": DYNAMIC % "default_queue_policy { max_queue_size: 2 }",
-    "timed": DYNAMIC
+    "eager": DYNAMIC_BATCHING % "",
+    "preferred": DYNAMIC_BATCHING
+    % f"preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: {LONG_TIMEOUT_US}",
+    "preferred_now": DYNAMIC_BATCHING % "preferred_batch_size: [ 4, 6 ]",
+    "patient": DYNAMIC_BATCHING % f"max_queue_delay_microseconds: {LONG_DELAY_US}",
+    "short": DYNAMIC_BATCHING % "default_queue_policy { max_queue_size: 2 }",
+    "timed": DYNAMIC_BATCHING
     % "default_queue_policy { default_timeout_microseconds: 1500000 allow_timeout_override: true }",
 }
 
@@ -42,7 +43,7 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     for name, config in MODELS.items():
         repositories.add_as(models, name, "gated", config)
     add_two(models, "two", MODELS["eager"])
-    add_two(models, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
+    add_two(models, "ordered", DYNAMIC_BATCHING % "preserve_ordering: true", max_batch_size=1)
     return serve_models(models)
 
 
@@ -76,7 +77,7 @@ def test_requests_are_never_split(queue: Callable[[str], Queue]) -> None:
     assert held_calls.batches(4) == [[1, 2], [3], [4], [5]]
 
 
-def test_shapes_part_batches(queue: Callable[[str], Queue]) -> None:
+def test_different_shapes_are_in_different_batches(queue: Callable[[str], Queue]) -> None:
     held_calls = queue("eager")
     for value, columns in ((1, 5), (2, 5), (3, 6), (4, 5)):
         held_calls.add(value, 1, columns)
@@ -107,7 +108,7 @@ def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     held_calls.holder.release()
 
 
-def test_the_delay_gathers(server: Server, pool: RequestPool) -> None:
+def test_the_queue_delay_gathers_requests(server: Server, pool: RequestPool) -> None:
     start_s = time.monotonic()
     answers = [pool.number("patient", value) for value in (1, 2, 3)]
     visit = server.gate.next()
@@ -145,9 +146,9 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
     start_s = time.monotonic()
     late_request = held_calls.pool.number("timed", 1)
     expired_request = held_calls.pool.number("timed", 2, deadline_us=50_000)
-    assert (expired_request.result().status, expired_request.result().error) == (503, EXPIRED)
+    assert (expired_request.result().status, expired_request.result().error) == (503, EXPIRED_TEXT)
     assert not late_request.done(), "the one before it has the queue's timeout"
-    assert (late_request.result().status, late_request.result().error) == (503, EXPIRED)
+    assert (late_request.result().status, late_request.result().error) == (503, EXPIRED_TEXT)
     assert 1.5 <= time.monotonic() - start_s < 5
     held_calls.holder.release()
     assert held_calls.first.result().status == 200
@@ -155,9 +156,9 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
 
 def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:
     """The schedulers start once twelve requests are queued."""
-    preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {AMPLE}"
+    preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {LONG_DELAY_US}"
     repositories.add_as(repository, "eager", "gated", MODELS["eager"])
-    repositories.add_as(repository, "preferred", "gated", DYNAMIC % preferred)
+    repositories.add_as(repository, "preferred", "gated", DYNAMIC_BATCHING % preferred)
     server = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": "12"})
     server.gate.close()
     for model, executed in (("eager", {8: 1, 4: 1}), ("preferred", {7: 1, 4: 1, 1: 1})):
@@ -196,10 +197,10 @@ def test_two_instances_run_at_the_same_time(server: Server, pool: RequestPool) -
 
 def test_server_wide_defaults(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add_as(repository, "model", "gated")
-    server = serve(repository, "--dynamic-batching", f"--max-queue-delay-us={AMPLE}")
+    server = serve(repository, "--dynamic-batching", f"--max-queue-delay-us={LONG_DELAY_US}")
     with server.http() as http:
         config = http.get("/v2/models/model/config").ok().json()
-    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == AMPLE
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == LONG_DELAY_US
     with request_pool(server) as pool:
         answers = [pool.number("model", value) for value in (1, 2, 3)]
         visit = server.gate.next()

@@ -94,7 +94,7 @@ class TritonPythonModel:
             responses.append(pb_utils.InferenceResponse([seen]))
         return responses
 """
-ORDINARY = """
+ORDINARY_CODE = """
 backend: "python"
 input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
 output [ { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] } ]
@@ -136,13 +136,13 @@ NOT_READY = (
 @pytest.fixture(scope="module")
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     repositories.write(models, "steps", STEPS, STEPS_MODEL)
-    repositories.write(models, "ordinary", ORDINARY, ORDINARY_MODEL)
+    repositories.write(models, "ordinary", ORDINARY_CODE, ORDINARY_MODEL)
     repositories.write(models, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
     for name, words in (
         ("generator", ("def", "Iterator", "time.sleep(0.01)")),
         ("asynchronous", ("async def", "AsyncIterator", "await asyncio.sleep(0.01)")),
     ):
-        code = "import asyncio" + STREAMING.format(*words)
+        code = "import asyncio" + STREAMING_CODE.format(*words)
         repositories.write(models, name, 'backend: "native"', code)
     repositories.write(models, "ensemble", ENSEMBLE, "")
     asynchronous = CALLER_MODEL % ("async def", "async def", "await ")
@@ -161,18 +161,18 @@ def run_caller(http: Http, model: str, code: str, *steps: str) -> list[str]:
     return events
 
 
-ITERATOR = {
+ITERATOR_CODE = {
     "caller": "iterator = call().exec(decoupled=True)\n",
     "async_caller": "iterator = await call().async_exec(decoupled=True)\n",
 }
-ITERATE = {
+ITERATING_CODE = {
     "caller": "for response in call().exec(decoupled=True): seen.append(shown(response))",
     "async_caller": "for response in await call().async_exec(decoupled=True):\n"
     "    seen.append(shown(response))",
 }
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
@@ -187,12 +187,12 @@ ITERATE = {
 def test_each_response_and_the_end(
     http: Http, model: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert run_caller(http, model, ITERATE[model], *steps) == expected
+    assert run_caller(http, model, ITERATING_CODE[model], *steps) == expected
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 def test_an_ordinary_model_s_one_response(http: Http, model: str) -> None:
-    code = ITERATE[model].replace("call()", "call('ordinary')")
+    code = ITERATING_CODE[model].replace("call()", "call('ordinary')")
     assert run_caller(http, model, code, "only") == ["only"]
 
 
@@ -211,10 +211,10 @@ seen.extend(map(shown, iterator))
     assert run_caller(http, "caller", code, "a", "final") == ["a", "again", iteration_done, "a"]
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 def test_an_interrupted_iterator_continues(http: Http, model: str) -> None:
     code = f"""
-{ITERATOR[model]}
+{ITERATOR_CODE[model]}
 for rounds in range(2):
     for n, response in enumerate(iterator):
         seen.append(shown(response))
@@ -260,7 +260,7 @@ seen.append(shown(next(iterator)))
     until("the model sees it", path.exists)
 
 
-CANCELS = {
+CANCELLING_CODE = {
     "before": """
 iterator.cancel()
 seen.extend(map(shown, iterator))
@@ -277,7 +277,7 @@ iterator.cancel()
 seen.extend(map(shown, iterator))
 """,
 }
-STREAMING = """
+STREAMING_CODE = """
 import time
 from collections.abc import AsyncIterator, Iterator
 from numpy import ndarray
@@ -291,7 +291,7 @@ class Model:
 """
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 @pytest.mark.parametrize("moment", ["before", "during"])
 @pytest.mark.parametrize(
     ("steps", "expected"),
@@ -304,12 +304,14 @@ class Model:
 def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
     http: Http, model: str, moment: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert run_caller(http, model, ITERATOR[model] + CANCELS[moment], *steps) == expected
+    assert (
+        run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE[moment], *steps) == expected
+    )
 
 
-@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("model", ITERATING_CODE)
 def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
-    assert run_caller(http, model, ITERATOR[model] + CANCELS["after"], "a", "b") == [
+    assert run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE["after"], "a", "b") == [
         "a",
         "b",
         "empty",
@@ -351,7 +353,7 @@ except asyncio.CancelledError:
     until("the model sees it", path.exists)
 
 
-def test_many_at_once_from_a_coroutine(http: Http) -> None:
+def test_many_concurrent_calls_from_a_coroutine(http: Http) -> None:
     code = """
 iterators = await asyncio.gather(*(call().async_exec(decoupled=True) for _ in range(10)))
 for iterator in iterators:
@@ -376,7 +378,7 @@ for _ in range(20):
     assert run_caller(http, "caller", code, "a") == [str(1 << 20)] * 20
 
 
-def test_a_model_sees_how_much_memory_its_calls_take(http: Http) -> None:
+def test_a_model_reads_the_memory_use_of_its_calls(http: Http) -> None:
     """A model reads the memory usage to detect leaks, as Triton's tests do."""
     code = """
 import c_python_backend_utils

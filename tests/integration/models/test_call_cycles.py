@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.gates import WAITING, holding
+from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, json_input
 
-CALL = """import asyncio, threading
+CALLING_MODEL = """import asyncio, threading
 import triton_python_backend_utils as pb_utils
 
 def prepared(request):
@@ -28,12 +28,12 @@ def response(found):
         return pb_utils.InferenceResponse(error=found.error())
     return pb_utils.InferenceResponse(found.output_tensors())
 """
-BLOCKING = """
+BLOCKING_CODE = """
 class TritonPythonModel:
     def execute(self, requests):
         return [response(prepared(request).exec()) for request in requests]
 """
-COROUTINE = """
+COROUTINE_CODE = """
 class TritonPythonModel:
     async def execute(self, requests):
         return [response(found) for found in await asyncio.gather(*map(self.ask, requests))]
@@ -48,7 +48,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             sender.send(response(await prepared(request).async_exec()), flags=1)
 """
-ENDS = """
+FINAL_CODE = """
 class TritonPythonModel:
     def execute(self, requests):
         return [self.answer(request) for request in requests]
@@ -59,7 +59,7 @@ class TritonPythonModel:
         y = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", y)])
 """
-LEAF = f"""{WAITING}
+LEAF_MODEL = f"""{WAITING_CODE}
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -68,11 +68,11 @@ class TritonPythonModel:
         inputs = [pb_utils.get_input_tensor_by_name(each, "X").as_numpy() for each in requests]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", each)]) for each in inputs]
 """
-IO = """input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
+TENSORS = """input [ { name: "X" data_type: TYPE_INT32 dims: [ 1 ] } ]
 output [ { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] } ]
 """
 DECOUPLED = "model_transaction_policy { decoupled: true }\n"
-LIMITED = """instance_group [ { kind: KIND_CPU count: 1
+LIMITED_GROUP = """instance_group [ { kind: KIND_CPU count: 1
   rate_limiter { resources [ { name: "R" count: 1 } ] } } ]
 """
 ENSEMBLE = """platform: "ensemble"
@@ -82,31 +82,31 @@ ensemble_scheduling { step [ { model_name: "inner" model_version: -1
 
 
 def add(repository: Path, name: str, code: str, settings: str = "", *targets: str) -> None:
-    source = f"TARGETS = {targets!r}\n{CALL if targets else ''}{code}"
-    repositories.write(repository, name, f'backend: "python"\n{IO}{settings}', source)
+    source = f"TARGETS = {targets!r}\n{CALLING_MODEL if targets else ''}{code}"
+    repositories.write(repository, name, f'backend: "python"\n{TENSORS}{settings}', source)
 
 
 @pytest.fixture(scope="module")
 def server_of_cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("cycles") / "models"
-    for name, code in (("exec", BLOCKING), ("async", COROUTINE)):
+    for name, code in (("exec", BLOCKING_CODE), ("async", COROUTINE_CODE)):
         add(repository, f"{name}_itself", code, "", f"{name}_itself")
         add(repository, f"{name}_first", code, "", f"{name}_second")
         add(repository, f"{name}_second", code, "", f"{name}_first")
-    add(repository, "deep", ENDS, "instance_group { kind: KIND_CPU count: 3 }\n", "deep")
+    add(repository, "deep", FINAL_CODE, "instance_group { kind: KIND_CPU count: 3 }\n", "deep")
     add(repository, "streams", STREAM, DECOUPLED, "by_stream")
-    add(repository, "by_stream", ENDS, "", "leaf")
-    add(repository, "inner", BLOCKING, "", "whole")
+    add(repository, "by_stream", FINAL_CODE, "", "leaf")
+    add(repository, "inner", BLOCKING_CODE, "", "whole")
     (repository / "whole" / "1").mkdir(parents=True)
-    (repository / "whole" / "config.pbtxt").write_text(IO + ENSEMBLE)
-    add(repository, "leaf", LEAF)
-    add(repository, "exec_leaf", BLOCKING, "", "leaf", "limited")
-    add(repository, "async_leaf", COROUTINE, "", "leaf", "limited")
+    (repository / "whole" / "config.pbtxt").write_text(TENSORS + ENSEMBLE)
+    add(repository, "leaf", LEAF_MODEL)
+    add(repository, "exec_leaf", BLOCKING_CODE, "", "leaf", "limited")
+    add(repository, "async_leaf", COROUTINE_CODE, "", "leaf", "limited")
     add(repository, "stream_leaf", STREAM, DECOUPLED, "leaf", "limited")
-    add(repository, "outer_leaf", BLOCKING, "", "exec_leaf")
-    add(repository, "limited", LEAF.replace("        wait()\n", ""), LIMITED)
-    add(repository, "holder", BLOCKING, LIMITED, "between")
-    add(repository, "between", BLOCKING, "", "limited")
+    add(repository, "outer_leaf", BLOCKING_CODE, "", "exec_leaf")
+    add(repository, "limited", LEAF_MODEL.replace("        wait()\n", ""), LIMITED_GROUP)
+    add(repository, "holder", BLOCKING_CODE, LIMITED_GROUP, "between")
+    add(repository, "between", BLOCKING_CODE, "", "limited")
     with running(repository, "--rate-limit=execution_count") as server:
         yield server
 
@@ -128,7 +128,7 @@ def infer(http: Http, model: str, value: int = 0) -> Reply:
         ("holder", "holder -> between -> limited"),
     ],
 )
-def test_a_cycle_fails_at_once_with_its_chain(
+def test_a_call_cycle_fails_immediately_and_is_named(
     server_of_cycles: Server, model: str, chain: str
 ) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
@@ -138,7 +138,7 @@ def test_a_cycle_fails_at_once_with_its_chain(
             assert "deadlock" in reply.error and f"({chain})" in reply.error
 
 
-def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) -> None:
+def test_a_recursion_fails_only_without_a_free_instance(server_of_cycles: Server) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
         assert [infer(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
         assert infer(http, "streams").status == 200
@@ -154,7 +154,7 @@ def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) 
 
 
 @pytest.mark.parametrize("model", ["exec_leaf", "async_leaf", "stream_leaf", "outer_leaf"])
-def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
+def test_a_disconnecting_client_cancels_the_calls_of_its_model(
     server_of_cycles: Server, model: str
 ) -> None:
     with ThreadPoolExecutor(1) as executor, server_of_cycles.http() as occupant:
@@ -193,7 +193,7 @@ def is_busy(server: Server, model: str) -> bool:
     ("limits", "target", "chains"),
     [
         ("", "left", {"(left -> right -> left)", "(right -> left -> right)"}),
-        (LIMITED, "third", {"(left -> right -> third)", "(right -> third -> left -> right)"}),
+        (LIMITED_GROUP, "third", {"(left -> right -> third)", "(right -> third -> left -> right)"}),
     ],
     ids=["instances", "resources"],
 )
@@ -201,12 +201,12 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
     repository: Path, serve: Callable[..., Server], limits: str, target: str, chains: set[str]
 ) -> None:
     """Each request occupies the only instance, or the resource, that the other one needs."""
-    waiting_code = WAITING + ENDS.replace(
+    waiting_code = WAITING_CODE + FINAL_CODE.replace(
         "            return resp", "            wait()\n            return resp"
     )
     add(repository, "left", waiting_code, limits, "right")
     add(repository, "right", waiting_code, "", target)
-    add(repository, "third", LEAF.replace("        wait()\n", ""), LIMITED)
+    add(repository, "third", LEAF_MODEL.replace("        wait()\n", ""), LIMITED_GROUP)
     server = serve(repository, "--rate-limit=execution_count")
     body = {"inputs": [json_input("X", np.ones(1, np.int32))]}
 
@@ -232,7 +232,7 @@ def test_a_call_after_the_hang_up_fails(
     repository: Path, serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     report_file = tmp_path / "told"
-    calling_code = f"""{WAITING}
+    calling_code = f"""{WAITING_CODE}
 class TritonPythonModel:
     def execute(self, requests):
         wait()
@@ -241,7 +241,7 @@ class TritonPythonModel:
         return made
 """
     add(repository, "again", calling_code, "", "free")
-    add(repository, "free", LEAF.replace("        wait()\n", ""))
+    add(repository, "free", LEAF_MODEL.replace("        wait()\n", ""))
     server = serve(repository)
     with holding(server.gate), server.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
         infer(http, "again")

@@ -28,7 +28,7 @@ class TritonPythonModel:
         tensor = pb_utils.Tensor("Y", np.array([said.encode()], dtype=object))
         return [pb_utils.InferenceResponse([tensor]) for _ in requests]
 """
-CLASS = """import numpy as np
+CLASS_MODEL = """import numpy as np
 from shmserve.model import FP32, INT32
 import conflicting
 
@@ -79,7 +79,9 @@ def test_conflicting_packages_share_a_server(
     add(repository, "first", first_env)
     add(repository, "second", "$$TRITON_MODEL_DIRECTORY/../../second")
     for name, env_path in (("absolute", str(second_env)), ("relative", "../../../a b")):
-        repositories.write(repository, name, 'backend: "native"\n', CLASS.format(given=env_path))
+        repositories.write(
+            repository, name, 'backend: "native"\n', CLASS_MODEL.format(given=env_path)
+        )
     with serve(repository).http() as http:
         assert answer(http, "first") == [1, str(first_env), f"{first_env}/bin"]
         assert answer(http, "second")[0] == 2
@@ -140,7 +142,7 @@ def test_a_missing_environment_is_reported_with_the_remedy(
     ],
 )
 def test_an_attribute_that_cannot_be_read(repository: Path, line: str, text: str) -> None:
-    source = CLASS.replace("environment = {given!r}", line).replace("import conflicting", "")
+    source = CLASS_MODEL.replace("environment = {given!r}", line).replace("import conflicting", "")
     repositories.write(repository, "wrong", 'backend: "native"\n', source)
     result = run_command("check", str(repository))
     assert text in result.stdout + result.stderr

@@ -85,7 +85,7 @@ def changes(reader: EventReader) -> list[tuple[int, int]]:
     return responses
 
 
-def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
+def test_instances_follow_the_load(tmp_path: Path) -> None:
     """All reports agree, and the shown configuration is the written one."""
     repositories.write(tmp_path / "models", "slow", CONFIG, MODEL)
     with running(tmp_path / "models") as server, EventReader(server.run_dir, ["models"]) as reader:

@@ -66,7 +66,7 @@ def test_check_runs_a_foreign_backend(
     assert "table.npy must have 2 dimensions, it has 3" in result.stdout + result.stderr
 
 
-def test_without_it_the_error_names_the_backends_there_are(
+def test_an_unknown_backend_names_the_existing_backends(
     empty_server: tuple[Server, Path],
 ) -> None:
     server, repository = empty_server

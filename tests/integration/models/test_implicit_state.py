@@ -1,6 +1,4 @@
-"""Implicit state: outputs that become inputs, with every backend that supports it (reference
-3.5).
-"""
+"""Implicit state: outputs that become inputs, with every backend that supports it."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,10 +11,10 @@ import torch
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.sequence_models import IDLE, controls, instances
+from tests.support.sequence_models import IDLE_TIME, controls, instances
 from tests.support.servers import ROOT, Server, Start, run_command
 
-MODULE = '''
+STATE_MODULE = '''
 """OUTPUT = SUM, which goes on with INPUT; COUNT goes on by one."""
 import torch
 from torch import nn
@@ -30,7 +28,7 @@ class Model(nn.Module):
         total = SUM_IN + INPUT
         return {"OUTPUT": total, "SUM_OUT": total, "COUNT_OUT": COUNT_IN + 1}
 '''
-GROWING = '''
+GROWING_MODEL = '''
 """OUTPUT = the zero that a sequence begins with, and all its INPUTs until now."""
 import torch
 from torch import nn
@@ -145,11 +143,13 @@ input [ {{ name: "INPUT" data_type: {data_type} dims: [ 1 ] }} ]
 output [ {{ name: "OUTPUT" data_type: {data_type} dims: [ -1 ] }} {outputs} ]
 sequence_batching {{ {strategy} {idle} {given} }}
 """
-SUM = 'state [ {{ input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 {dims} {how} }} '
+SUM_STATE = (
+    'state [ {{ input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 {dims} {how} }} '
+)
 COUNT = (
     ', { input_name: "COUNT_IN" output_name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] %s } ]'
 )
-INITIAL = 'initial_state {{ name: "{}" data_type: {} dims: [ 1 ] {} }}'
+INITIAL_STATE = 'initial_state {{ name: "{}" data_type: {} dims: [ 1 ] {} }}'
 
 
 def add(
@@ -179,7 +179,7 @@ def add(
         data_type=data_type,
         outputs=outputs,
         strategy=strategy,
-        idle=IDLE,
+        idle=IDLE_TIME,
         given=state_names,
     )
     runtime = 'runtime: "model.py"\n' if backend == "pytorch" and isinstance(code, str) else ""
@@ -189,25 +189,31 @@ def add(
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    sum_config = SUM.format(dims="dims: [ 1 ]", how="") + COUNT % ""
-    add(models, "zero", MODULE, sum_config)
-    add(models, "candidates", MODULE, sum_config, strategy="oldest { max_candidate_sequences: 8 }")
-    add(models, "unbatched", MODULE, sum_config, rows=0)
+    sum_config = SUM_STATE.format(dims="dims: [ 1 ]", how="") + COUNT % ""
+    add(models, "zero", STATE_MODULE, sum_config)
+    add(
+        models,
+        "candidates",
+        STATE_MODULE,
+        sum_config,
+        strategy="oldest { max_candidate_sequences: 8 }",
+    )
+    add(models, "unbatched", STATE_MODULE, sum_config, rows=0)
     count_output = ', { name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] }'
-    file_state_config = SUM.format(
-        dims="dims: [ 1 ]", how=INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
-    ) + COUNT % INITIAL.format("c", "TYPE_INT32", "zero_data: true")
-    folder = add(models, "filed", MODULE, file_state_config, outputs=count_output)
+    file_state_config = SUM_STATE.format(
+        dims="dims: [ 1 ]", how=INITIAL_STATE.format("s", "TYPE_FP32", 'data_file: "start"')
+    ) + COUNT % INITIAL_STATE.format("c", "TYPE_INT32", "zero_data: true")
+    folder = add(models, "filed", STATE_MODULE, file_state_config, outputs=count_output)
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(np.float32(0.5).tobytes() + b"more")
     growing = (
         'state [ { input_name: "ALL_IN" output_name: "ALL_OUT" data_type: TYPE_FP32 dims: [ -1 ] } '
         "]"
     )
-    add(models, "growing", GROWING, growing)
-    add(models, "growing_oldest", GROWING, growing, strategy="oldest { }")
+    add(models, "growing", GROWING_MODEL, growing)
+    add(models, "growing_oldest", GROWING_MODEL, growing, strategy="oldest { }")
     same_buffer_config = (
-        SUM.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
+        SUM_STATE.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
     )
     add(models, "in_place", IN_PLACE, same_buffer_config, rows=1)
     words = (
@@ -384,8 +390,8 @@ def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
 
 def test_a_file_that_is_too_short_is_a_load_error(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
-    initial = INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
-    state_text = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
+    initial = INITIAL_STATE.format("s", "TYPE_FP32", 'data_file: "start"')
+    state_text = SUM_STATE.format(dims="dims: [ 1 ]", how=initial) + "]"
     folder = add(repository, "short", IN_PLACE, state_text, rows=1)
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(b"ab")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import repositories
 from tests.support.load import Load
-from tests.support.sequence_models import CONTROLS, IDLE, instances
+from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
@@ -18,7 +18,7 @@ from tests.support.wire.raw_http import Http, json_input
 Explicit = tuple[Server, Path]
 
 # A model that returns the sum of a sequence's values and its own pid.
-SUMS = """\
+SUMS_MODEL = """\
 import os
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -43,7 +43,7 @@ SUMS_CONFIG = f"""\
 name: "sums" backend: "python" max_batch_size: 2
 input [ {{ name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }} ]
 output [ {{ name: "OUT" data_type: TYPE_INT32 dims: [ 2 ] }} ]
-sequence_batching {{ {CONTROLS} {IDLE} STRATEGY {{}} }}
+sequence_batching {{ {CONTROL_INPUTS} {IDLE_TIME} STRATEGY {{}} }}
 """
 
 
@@ -112,7 +112,7 @@ class TritonPythonModel:
         assert workers(server, "counted") == set()
 
 
-def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
+def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> None:
     """The count is changed in the repository and by an override.
 
     The scheduler and the remaining instance keep their processes, the statistics continue, and no
@@ -253,7 +253,7 @@ def run_sums_server(
     """Yield a server of the model "sums" with this number of instances."""
     server, repository = explicit
     config = SUMS_CONFIG.replace("STRATEGY", strategy)
-    folder = repositories.write(repository, "sums", config, SUMS)
+    folder = repositories.write(repository, "sums", config, SUMS_MODEL)
     set_count(folder, count)
     with server.http() as http:
         http.load("sums").ok()

@@ -41,11 +41,11 @@ class Model:
     async def predict(self, x: INT32[ndarray, 1]) -> {}:
         {} x
 """
-PLAIN = """
+PLAIN_METHOD = """
     def is_ready(self):
         return self.said()
 """
-COROUTINE = """
+COROUTINE_METHOD = """
     async def is_ready(self):
         import asyncio
         await asyncio.sleep(0)
@@ -57,7 +57,7 @@ READY_METHOD = """
 """
 
 
-@pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
+@pytest.mark.parametrize("form", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"])
 def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> None:
     for name, code in (("moody", MODEL + form + READY_METHOD), ("asker", MODEL)):
         repositories.write(repository, name, repositories.identity_config(name, "INT32", [1]), code)
@@ -83,7 +83,7 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> Non
         assert http.get("/v2/health/ready").status == 200
 
 
-@pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
+@pytest.mark.parametrize("form", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_native_model_reports_whether_it_is_ready(
     empty_server: tuple[Server, Path], form: str, streams: bool

@@ -12,7 +12,7 @@ from tests.support.waiting import until
 Explicit = tuple[Server, Path]
 
 THREADS = 16
-ROUNDS = int(os.environ.get("ORDER_ROUNDS", "4"))  # number of loads and unloads by each thread
+ROUND_COUNT = int(os.environ.get("ORDER_ROUNDS", "4"))  # number of loads and unloads by each thread
 # The errors of a load that an unload has interrupted, in Triton's words.
 TEXTS = re.compile(
     "failed to load 'constant', no version is available"
@@ -29,7 +29,7 @@ def test_load_against_unload(empty_server: Explicit) -> None:
     def orders(number: int) -> list[tuple[str, int, str]]:
         outcomes = []
         with server.http() as http:
-            for turn in range(ROUNDS):
+            for turn in range(ROUND_COUNT):
                 for verb in ("load", "unload")[:: 1 if (number + turn) % 2 else -1]:
                     reply = http.post(f"/v2/repository/models/constant/{verb}")
                     text = "" if reply.status == 200 else reply.error
@@ -42,7 +42,7 @@ def test_load_against_unload(empty_server: Explicit) -> None:
             for thread_outcomes in threads.map(orders, range(THREADS))
             for outcome in thread_outcomes
         ]
-    assert len(outcomes) == 2 * THREADS * ROUNDS
+    assert len(outcomes) == 2 * THREADS * ROUND_COUNT
     failed_orders = [(verb, text) for verb, status, text in outcomes if status != 200]
     assert {verb for verb, _ in failed_orders} <= {"load"}
     assert not [text for _, text in failed_orders if not TEXTS.fullmatch(text)]

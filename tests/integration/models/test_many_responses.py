@@ -1,4 +1,4 @@
-"""A decoupled model over every protocol, with third-party clients (section 3.10)."""
+"""A decoupled model over every protocol, with third-party clients."""
 
 import json
 import queue
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
 PATTERN = "^x-my-"
-SCORES = """
+SCORES_CONFIG = """
 max_batch_size: 4
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 3 ] } ]
 output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "labels.txt" } ]
@@ -28,7 +28,7 @@ output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "lab
 def server(models: Path, start: Start) -> Server:
     repositories.add(models, "repeat", "echo_request")
     source = (repositories.MODELS / "identity" / "1" / "model.py").read_text()
-    folder = repositories.write(models, "scores", 'backend: "python"' + SCORES, source)
+    folder = repositories.write(models, "scores", 'backend: "python"' + SCORES_CONFIG, source)
     (folder / "labels.txt").write_text("zero\n\ntwo")
     flags = (f"--http-header-forward-pattern={PATTERN}", f"--grpc-header-forward-pattern={PATTERN}")
     return start(models, *flags, grpc=True)
@@ -85,7 +85,7 @@ def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     assert [int(result.as_numpy("OUT")[0]) for result in responses] == list(range(1000))
 
 
-def test_a_stream_that_is_left_cancels(server: Server) -> None:
+def test_leaving_a_stream_cancels_its_request(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -190,7 +190,7 @@ def test_many_streams_at_once(server: Server) -> None:
 # --- classification
 
 ROWS = np.array([[0.5, 2.5, 1.0], [9.0, 8.0, 9.0]], np.float32)
-BEST = [b"2.500000:1", b"1.000000:2:two", b"9.000000:0:zero", b"9.000000:2:two"]
+BEST_CLASSES = [b"2.500000:1", b"1.000000:2:two", b"9.000000:0:zero", b"9.000000:2:two"]
 
 
 @pytest.mark.parametrize("client_module", [triton_http, triton_grpc])
@@ -205,7 +205,7 @@ def test_classification(server: Server, client_module: Any) -> None:
             result = client.infer("scores", [tensor], outputs=[infer_requested_output])
             output = result.as_numpy("OUTPUT0")
             assert output.shape == (2, 2)
-            assert output.ravel().tolist() == BEST
+            assert output.ravel().tolist() == BEST_CLASSES
         plain_result = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )

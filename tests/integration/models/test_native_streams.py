@@ -16,7 +16,7 @@ from tests.support.servers import ROOT, Server, run_command
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 
-LASTING = """
+LASTING_MODEL = """
 import asyncio, pathlib
 from collections.abc import AsyncIterator, Iterator
 from numpy import ndarray
@@ -59,7 +59,7 @@ def server_and_repository(
         (ROOT / "examples" / "native_stream.py").read_text(),
     )
     for kind in ("Plain", "Asynchronous"):
-        repositories.write(models, kind.lower(), NATIVE.format(kind), LASTING)
+        repositories.write(models, kind.lower(), NATIVE.format(kind), LASTING_MODEL)
     return serve_models(models), explicit_server[1]
 
 
@@ -102,7 +102,7 @@ def test_closing_a_stream_closes_the_models_generator(
 
 
 @pytest.mark.parametrize("model", ["plain", "asynchronous"])
-def test_an_error_ends_it(client: shmserve.client.Server, model: str) -> None:
+def test_an_error_ends_the_stream(client: shmserve.client.Server, model: str) -> None:
     responses = client.stream(model, x=np.array([-1], np.float32))
     assert next(responses)["output"][0] == -1
     with pytest.raises(ShmserveError, match="ValueError: enough"):

@@ -26,8 +26,8 @@ from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
-ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-SLOW = {"inputs": [json_input("INPUT0", np.zeros((1, 1), np.int32))]}
+REQUEST_BODY = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+SLOW_BODY = {"inputs": [json_input("INPUT0", np.zeros((1, 1), np.int32))]}
 ON_DEMAND = "ON_DEMAND"
 
 
@@ -35,7 +35,7 @@ NAMES = (
     *("http", "grpc", "stream", "native", "future", "map", "aio"),
     *("index", "metadata", "told", "called"),
 )
-CALLS = """
+CALLING_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -56,7 +56,7 @@ def states(http: Http, **body: bool) -> dict[str, str]:
 
 
 def answer(http: Http, name: str) -> int:
-    return int(http.infer(name, ASK).tensors()["OUTPUT0"][0])
+    return int(http.infer(name, REQUEST_BODY).tensors()["OUTPUT0"][0])
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in NAMES:
         repositories.add_as(folder, name, "constant")
     calls = repositories.add_as(folder, "calls", "constant")
-    (calls / "1" / "model.py").write_text(CALLS)
+    (calls / "1" / "model.py").write_text(CALLING_MODEL)
     for kind in ("", "_native"):
         repositories.add_slow(folder, f"slow{kind}")
         broken_folder = repositories.add_as(folder, f"broken{kind}", "constant")
@@ -117,7 +117,7 @@ def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
     assert not loads(server, "index")
 
 
-def test_the_first_request_loads_it(server: Server) -> None:
+def test_the_first_request_loads_the_model(server: Server) -> None:
     client = triton_http.InferenceServerClient(server.url)
     infer_input = triton_http.InferInput("INPUT0", [1], "INT32")
     infer_input.set_data_from_numpy(np.zeros(1, np.int32))
@@ -126,12 +126,12 @@ def test_the_first_request_loads_it(server: Server) -> None:
     with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client:
         assert grpc_client.infer("grpc", grpc_input()).as_numpy("OUTPUT0") == [1]
         assert states(http)["http"] == states(http)["grpc"] == "READY"
-        assert http.infer("grpc/versions/7", ASK).status == 404
+        assert http.infer("grpc/versions/7", REQUEST_BODY).status == 404
         with pytest.raises(InferenceServerException, match="version 7 is not found"):
             grpc_client.infer("grpc", grpc_input(), "7")
 
 
-def test_a_stream_waits_for_it_and_keeps_the_order(server: Server) -> None:
+def test_a_stream_waits_for_the_load_in_order(server: Server) -> None:
     answers: list[tuple[str, str]] = []
 
     def take(result: triton_grpc.InferResult | None, error: object) -> None:
@@ -147,7 +147,7 @@ def test_a_stream_waits_for_it_and_keeps_the_order(server: Server) -> None:
     assert [answer for answer, _ in answers] == ["0", "failed", "2"]
 
 
-def test_programs_on_this_host_have_it_loaded(server: Server) -> None:
+def test_local_clients_load_the_model(server: Server) -> None:
     zeros = np.zeros(1, np.int32)
     with shmserve.client.connect(server.run_dir) as native:
         assert ("native", "") in native.models()
@@ -187,9 +187,9 @@ def test_metadata_and_configuration_load_a_model(http: Http) -> None:
     assert states(http)["metadata"] == "READY"
 
 
-def test_requests_during_a_load_wait_for_it(server: Server) -> None:
+def test_requests_during_a_load_wait_for_the_load(server: Server) -> None:
     """A request whose own timeout expires fails, and the load continues."""
-    late_body = {**SLOW, "parameters": {"deadline_us": 200_000}}
+    late_body = {**SLOW_BODY, "parameters": {"deadline_us": 200_000}}
     with server.http() as http, ThreadPoolExecutor(4) as threads:
         start_s = time.monotonic()
         reply = http.infer("slow", late_body)
@@ -199,7 +199,7 @@ def test_requests_during_a_load_wait_for_it(server: Server) -> None:
 
         def send_request(_: int) -> int:
             with server.http() as own_client:
-                return own_client.infer("slow", SLOW).status
+                return own_client.infer("slow", SLOW_BODY).status
 
         def ask_late() -> str:
             with triton_grpc.InferenceServerClient(server.grpc_url) as client:
@@ -219,11 +219,11 @@ def test_requests_during_a_load_wait_for_it(server: Server) -> None:
     assert loads(server, "slow") == 1
 
 
-def test_a_load_that_fails_is_the_answer_and_is_tried_again(
+def test_a_failed_load_is_the_answer_and_is_retried(
     server: Server, http: Http, repository: Path
 ) -> None:
     for _ in range(2):
-        reply = http.infer("broken", ASK)
+        reply = http.infer("broken", REQUEST_BODY)
         assert reply.status == 400
         assert "broken on purpose" in reply.error
     assert loads(server, "broken") == 2
@@ -237,7 +237,7 @@ def test_a_load_that_fails_is_the_answer_and_is_tried_again(
 def test_a_model_that_an_operator_unloads_stays_unloaded(http: Http) -> None:
     assert answer(http, "told") == 1
     http.unload("told").ok()
-    assert http.infer("told", ASK).status == 404
+    assert http.infer("told", REQUEST_BODY).status == 404
     until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
     assert http.get("/v2/models/told/ready").status == 400
     http.load("told").ok()
@@ -264,14 +264,14 @@ def test_idle_models_are_unloaded_and_loaded_again(tmp_path: Path) -> None:
         assert loads(server, "goes") == 2 and loads(server, "stays") == 1
 
 
-ADD = 'return self.response(Y=self.input(request, "X") + 1)'
+RETURN_INCREMENT = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
-def test_an_ensemble_is_loaded_with_its_steps_and_unloaded_before_them(tmp_path: Path) -> None:
+def test_an_ensemble_is_loaded_after_and_unloaded_before_its_steps(tmp_path: Path) -> None:
     """Its steps remain loaded with it. A request for a step does not load the ensemble."""
     repository = tmp_path / "models"
     for name in ("add", "other"):
-        add_model(repository, name, ADD)
+        add_model(repository, name, RETURN_INCREMENT)
     steps = [xy_step("add", "IN", "m"), xy_step("other", "m", "OUT")]
     add_ensemble(repository, "both", steps)
     asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
@@ -304,18 +304,18 @@ def test_openai_routes_load_models_on_demand(tmp_path: Path) -> None:
         assert model_names == ["chats", "completes", "shown"]
 
 
-HEAVY = """\
+HEAVY_MODEL = """\
     def initialize(self, args):
         self.held = np.ones(64 << 20, np.uint8)
 
     def execute("""
 
 
-def test_the_least_recently_used_models_are_unloaded_for_a_new_one(tmp_path: Path) -> None:
+def test_the_least_recently_used_models_are_unloaded_for_a_new_model(tmp_path: Path) -> None:
     """Of models with at least 64 MB each, two fit into 200 MB."""
     names = ["a", "b", "c", "d"]
     for name in names:
-        repositories.insert(repositories.add_as(tmp_path, name, "constant"), HEAVY)
+        repositories.insert(repositories.add_as(tmp_path, name, "constant"), HEAVY_MODEL)
     flags = ("--load-on-demand", f"--max-loaded-byte-size={220 << 20}")
     with running(tmp_path, *flags) as server, server.http() as http:
         for name in [*names, *names]:
@@ -346,4 +346,4 @@ def test_polling_registers_new_models_and_reloads_loaded_ones(tmp_path: Path) ->
         for name in ("there", "comes"):
             shutil.rmtree(tmp_path / name)
         until("they are gone", lambda: {*states(http).values()} <= {"UNAVAILABLE"})
-        assert http.infer("comes", ASK).status == 404
+        assert http.infer("comes", REQUEST_BODY).status == 404

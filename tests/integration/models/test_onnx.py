@@ -10,7 +10,7 @@ import tritonclient.http as triton
 from tests.support.onnx_models import FLOAT, save
 from tests.support.servers import Server
 
-ACCUMULATOR = """
+ACCUMULATOR_CONFIG = """
 platform: "onnxruntime_onnx"
 max_batch_size: 4
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
@@ -49,7 +49,7 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
         [("x", FLOAT, dims), ("state", FLOAT, dims), ("start", FLOAT, ("batch", 1))],
         [("next", FLOAT, dims), ("y", FLOAT, dims)],
     )
-    (models / "accumulator" / "config.pbtxt").write_text(ACCUMULATOR)
+    (models / "accumulator" / "config.pbtxt").write_text(ACCUMULATOR_CONFIG)
     return serve_models(models)
 
 

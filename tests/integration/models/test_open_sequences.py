@@ -1,4 +1,4 @@
-"""Sequences that are open when their server or their model ends (reference 3.3, shutdown)."""
+"""Sequences that are open when their server or their model ends."""
 
 import threading
 from collections import Counter
@@ -64,7 +64,7 @@ def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None
         assert total(send_step(server, 1, end=True)) == 5
 
 
-def test_3_3_it_waits_no_longer_than_for_the_idle_time(tmp_path: Path) -> None:
+def test_3_3_a_drain_waits_at_most_for_the_idle_time(tmp_path: Path) -> None:
     with ending(tmp_path, _SHORT_S) as server:
         assert total(send_step(server, 1)) == 2
         server.wait_log("sequence 1 of model 'sums' was idle for too long")

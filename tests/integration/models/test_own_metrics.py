@@ -13,7 +13,7 @@ from tests.support.wire.raw_http import Http, json_input
 UNIT = 'a "b"\\\n'
 
 # A model with a gauge that only its own thread changes.
-TICKING = """
+TICKING_MODEL = """
 import threading
 import triton_python_backend_utils as pb_utils
 
@@ -31,7 +31,7 @@ class TritonPythonModel:
 
 
 # A model that reads the metrics page at the port in its input.
-LOOKING = """
+LOOKING_MODEL = """
 import gc
 import time
 import urllib.request
@@ -88,10 +88,10 @@ def server(models: Path, start: Start) -> Server:
     config = other_dir / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
     repositories.write(
-        models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING
+        models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING_MODEL
     )
     repositories.write(
-        models, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING
+        models, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING_MODEL
     )
     return start(models)
 
@@ -102,7 +102,7 @@ def meter(http: Http, amount: float, model: str = "metering") -> float:
     return float(http.infer(model, {"inputs": [tensor]}).tensors()["TOTAL"][0])
 
 
-def test_instances_and_models_are_one(server: Server, http: Http) -> None:
+def test_the_metrics_of_instances_are_summed(server: Server, http: Http) -> None:
     """The counts of all instances are added, and include each request that was answered."""
     totals = {meter(http, amount) for amount in (0.5, 4, 0.05, 4, 0.5, 20)}
     assert len(totals) == 6
@@ -121,7 +121,7 @@ def test_instances_and_models_are_one(server: Server, http: Http) -> None:
     assert counts == [1, 3, 5, 6]
 
 
-def test_the_text(server: Server) -> None:
+def test_the_exposition_text(server: Server) -> None:
     """As in Triton: the given names and kinds, no suffix, each family once."""
     lines = server.metrics().splitlines()
     assert [line for line in lines if line.startswith("# TYPE metering")] == [
@@ -139,7 +139,7 @@ def test_a_thread_of_the_model_changes_its_metrics(server: Server) -> None:
     until("the gauge is shown", lambda: server.metric("ticks", **{"from": "thread"}) == 1000)
 
 
-def test_a_model_sees_on_the_page_what_it_has_just_done(server: Server, http: Http) -> None:
+def test_a_models_changes_are_exposed_immediately(server: Server, http: Http) -> None:
     tensor = json_input("INPUT0", np.array([server.metrics_port], np.int32))
     for _ in range(2):
         http.infer("looking", {"inputs": [tensor]}).ok()

@@ -109,7 +109,7 @@ def test_lengths_and_mask_are_no_inputs_of_clients(server: Server) -> None:
         infer(server, "alone", large_input)
 
 
-def test_a_local_client_has_its_output_cut_in_its_region(server: Server) -> None:
+def test_the_padding_of_an_output_in_a_region_is_removed(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         layout = ((1, 3, 200, 100), "FP32")
         region = client.allocate({"IMAGE": layout, "FEATURES": layout})

@@ -14,7 +14,7 @@ from tests.support.held_queue import Queue
 from tests.support.request_pool import RequestPool
 from tests.support.servers import Server
 
-LEVELS = """
+PRIORITY_LEVELS = """
 dynamic_batching {
   priority_levels: 5
   default_priority_level: 4
@@ -56,7 +56,7 @@ STRATEGY = (
     'parameters { key: "batching_strategy" value { string_value: "%s" } }'
     "dynamic_batching { max_queue_delay_microseconds: 30000000 }"
 )
-TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
+LATENCY_TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """Start a server of models with priority levels and strategies, and a model that calls
     another one with a priority.
     """
-    path = repositories.add_as(models, "levels", "gated", LEVELS) / "config.pbtxt"
+    path = repositories.add_as(models, "levels", "gated", PRIORITY_LEVELS) / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 1"))
     repositories.write(models, "caller", CALLER, CALLER_MODEL)
     repositories.add_as(models, "prefer_latency", "gated", STRATEGY % "prefer_latency")
-    repositories.add_as(models, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
+    repositories.add_as(models, "adaptive", "gated", STRATEGY % "adaptive" + LATENCY_TARGET)
     return serve_models(models)
 
 

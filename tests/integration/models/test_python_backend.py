@@ -31,7 +31,7 @@ def call(target: str) -> dict:
     }
 
 
-def test_a_model_calls_another(http: Http) -> None:
+def test_a_model_calls_another_model(http: Http) -> None:
     output = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
     assert (output == np.arange(16)).all()
 
@@ -42,7 +42,7 @@ def test_calls_at_the_same_time(http: Http) -> None:
 
 
 @pytest.mark.parametrize("model", ["caller", "async_caller"])
-def test_calling_what_is_not_there(http: Http, model: str) -> None:
+def test_calling_a_missing_model(http: Http, model: str) -> None:
     reply = http.infer(model, call("nothing"))
     assert reply.status in (404, 500)
     assert "nothing" in reply.error
@@ -72,7 +72,7 @@ def test_a_model_logs(server: Server, http: Http) -> None:
     server.wait_log("described a request")
 
 
-FAILING = """
+FAILING_MODEL = """
 import os
 import sys
 
@@ -102,7 +102,7 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         config = repositories.identity_config(
             f"model_{number}", "FP32", [1], settings=two_instances
         )
-        repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
+        repositories.write(repository, f"model_{number}", config, FAILING_MODEL.format(statement))
     with server.http() as http:
         for number, expected_error in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
@@ -111,7 +111,7 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
             assert reply.error.startswith(where + expected_error)
 
 
-FINALIZING = '''
+FINALIZING_MODEL = '''
 """Says goodbye."""
 import os
 from pathlib import Path
@@ -133,7 +133,7 @@ class TritonPythonModel:
 
 def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> None:
     config = repositories.identity_config("model", "FP32", [1])
-    repositories.write(repository, "model", config, FINALIZING)
+    repositories.write(repository, "model", config, FINALIZING_MODEL)
     server = serve(repository)
     server.process.terminate()
     assert server.wait_exit(30) == 0
@@ -141,7 +141,7 @@ def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> N
     assert report_file.read_text() == "goodbye"
 
 
-HELPERS = '''
+HELPER_MODULE = '''
 """Imports a module that lies beside it, and finds its own folder."""
 from pathlib import Path
 
@@ -166,7 +166,7 @@ def test_modules_beside_the_model(empty_server: Explicit) -> None:
     server, repository = empty_server
     for name, answer in (("one", 1), ("two", 2)):
         config = repositories.identity_config(name, "FP32", [1])
-        folder = repositories.write(repository, name, config, HELPERS)
+        folder = repositories.write(repository, name, config, HELPER_MODULE)
         (folder / "1" / "beside.py").write_text(f"ANSWER = {answer}\n")
     with server.http() as http:
         for name, answer in (("one", 1), ("two", 2)):
@@ -205,7 +205,7 @@ def test_a_model_that_parses_its_command_line(empty_server: Explicit) -> None:
         assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
 
 
-SPEAKER = """
+SPEAKER_MODEL = """
 import os
 
 import numpy as np
@@ -238,7 +238,7 @@ class TritonPythonModel:
 def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
     server, repository = empty_server
     config = repositories.identity_config("speaker", "INT32", [1])
-    repositories.write(repository, "speaker", config, SPEAKER)
+    repositories.write(repository, "speaker", config, SPEAKER_MODEL)
     with server.http() as http:
         http.load("speaker").ok()
 
@@ -253,7 +253,7 @@ def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
 
 
-COUNTDOWN = """
+COUNTDOWN_MODEL = """
 import asyncio
 
 import triton_python_backend_utils as pb_utils
@@ -282,7 +282,7 @@ class TritonPythonModel:
 def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
     server, repository = empty_server
     config = repositories.identity_config("countdown", "INT32", [1])
-    repositories.write(repository, "countdown", config, COUNTDOWN)
+    repositories.write(repository, "countdown", config, COUNTDOWN_MODEL)
 
     def send_request(number: int) -> Reply:
         tensor = json_input("INPUT0", np.array([number], np.int32))
@@ -296,12 +296,12 @@ def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
             assert "deadlock" in reply.error and "(countdown -> countdown)" in reply.error
         assert send_request(0).status == 200
         two_instances = config + "instance_group { kind: KIND_CPU count: 2 }\n"
-        repositories.write(repository, "countdown", two_instances, COUNTDOWN)
+        repositories.write(repository, "countdown", two_instances, COUNTDOWN_MODEL)
         http.load("countdown").ok()
         assert [send_request(number).status for number in (0, 1, -1)] == [200, 200, 200]
 
 
-PARTIAL = """
+PARTIAL_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -313,14 +313,14 @@ class TritonPythonModel:
 """
 
 
-def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> None:
+def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
     """Triton's clients receive a response without the output, and the native client an error.
 
     The destination of the output no longer contains the earlier result.
     """
     server, repository = empty_server
     config = repositories.identity_config("partial", "INT32", [-1])
-    repositories.write(repository, "partial", config, PARTIAL)
+    repositories.write(repository, "partial", config, PARTIAL_MODEL)
     sevens, zeros_input = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
     with server.http() as http, SharedObject(24) as region:

@@ -25,7 +25,7 @@ dynamic_batching {{ max_queue_delay_microseconds: 1000 }}
 """
 INPUT = '{{ name: "{}" data_type: TYPE_FP32 dims: [ 4 ] }}'
 
-EAGER = '''
+EAGER_MODEL = '''
 """An nn.Module in a file."""
 import torch
 from torch import nn
@@ -91,7 +91,7 @@ def server(models: Path, start: Start) -> Server:
         exported, add(models, "exported", ["INPUT__0", "INPUT__1"], settings=settings) / "model.pt2"
     )
     torch.export.save(exported, add(models, "exported_by_name", ["b", "a"]) / "model.pt2")
-    (add(models, "eager", ["x"]) / "model.py").write_text(EAGER)
+    (add(models, "eager", ["x"]) / "model.py").write_text(EAGER_MODEL)
     return start(models)
 
 

@@ -1,4 +1,4 @@
-"""Ragged batches and optional inputs (reference section 3.6) with a real client and server.
+"""Ragged batches and optional inputs with a real client and server.
 
 `TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are queued.
 """

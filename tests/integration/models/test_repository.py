@@ -22,8 +22,8 @@ from tests.support.servers import Server, Start, running, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
-ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-BROKEN = "raise RuntimeError('broken on purpose')\n"
+REQUEST_BODY = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+BROKEN_CODE = "raise RuntimeError('broken on purpose')\n"
 
 Serve = Callable[..., Server]
 Explicit = tuple[Server, Path]
@@ -43,7 +43,7 @@ def rewrite(repository: Path, text: str, version: int = 1, name: str = "constant
 
 
 def answer(http: Http, model: str = "constant") -> int:
-    return int(http.infer(model, ASK).tensors()["OUTPUT0"][0])
+    return int(http.infer(model, REQUEST_BODY).tensors()["OUTPUT0"][0])
 
 
 def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
@@ -125,7 +125,7 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
         state, reason = states[("constant", "")]
         assert state == "UNAVAILABLE"
         assert reason == "model appears in two or more repositories"
-        assert http.infer("constant", ASK).status == 404
+        assert http.infer("constant", REQUEST_BODY).status == 404
         ready = http.get("/v2/models/constant/ready")
         assert (ready.status, ready.json()) == (400, {"error": "Model version not ready"})
         assert "model 'constant': not unique across all model repositories" in server.log()
@@ -135,7 +135,7 @@ def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> Non
     server, repository = empty_server
     repositories.add_as(repository, "good", "identity")
     repositories.add_as(repository, "bad", "constant")
-    rewrite(repository, BROKEN, name="bad")
+    rewrite(repository, BROKEN_CODE, name="bad")
     with server.http() as http:
         http.load("good").ok()
         server.wait_log("loading: good:1")
@@ -150,7 +150,7 @@ def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> Non
         server.wait_log("successfully unloaded 'good' version 1")
 
 
-def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
+def test_a_model_may_have_any_name_of_a_folder(tmp_path: Path) -> None:
     """Both protocols find such a model.
 
     Metrics, the process table and the log contain its name unchanged.
@@ -247,7 +247,7 @@ def test_the_index_reports_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_a_broken_model_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
-    rewrite(repository, BROKEN)
+    rewrite(repository, BROKEN_CODE)
     server = Server([repository])
     try:
         assert server.wait_exit(30) not in (0, None)
@@ -273,7 +273,7 @@ def assert_versionless(server: Server) -> None:
 
 def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
-    rewrite(repository, BROKEN)
+    rewrite(repository, BROKEN_CODE)
     for name in ("versionless", "unreadable"):
         shutil.rmtree(repositories.add_as(repository, name, "constant") / "1")
     (repository / "unreadable" / "config.pbtxt").write_text("nonsense: 1")
@@ -299,10 +299,10 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
             state, reason = index(http)[("constant", "1")]
             assert state == "UNAVAILABLE"
             assert "broken on purpose" in reason
-            reply = http.infer("constant", ASK)
+            reply = http.infer("constant", REQUEST_BODY)
             assert reply.status == 404
             assert reply.error == "Request for unknown model: 'constant' has no available versions"
-            reply = http.infer("constant/versions/1", ASK)
+            reply = http.infer("constant/versions/1", REQUEST_BODY)
             assert reply.status == 503
             assert (
                 reply.error
@@ -354,10 +354,10 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
         until(
             "it is unloaded", lambda: index(http)[("constant", "1")] == ("UNAVAILABLE", "unloaded")
         )
-        reply = http.infer("constant", ASK)
+        reply = http.infer("constant", REQUEST_BODY)
         assert reply.status == 404
         assert reply.error == "Request for unknown model: 'constant' has no available versions"
-        assert http.infer("constant/versions/1", ASK).status == 503
+        assert http.infer("constant/versions/1", REQUEST_BODY).status == 503
         assert http.get("/v2/models/constant/ready").status == 400
         assert http.get("/v2/health/ready").status == 200
         assert http.unload("constant").status == 200
@@ -387,7 +387,7 @@ def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
-def test_loading_what_is_not_there(empty_server: Explicit, name: str) -> None:
+def test_loading_a_missing_model(empty_server: Explicit, name: str) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http:
@@ -430,7 +430,7 @@ def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explici
 def test_load_rules(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    rewrite(repository, BROKEN)
+    rewrite(repository, BROKEN_CODE)
     with server.http() as http:
         reply = http.load("constant")
         assert reply.status == 400
@@ -567,12 +567,12 @@ def test_requests_of_an_old_generation_are_counted(
         until("all are counted", lambda: success_count() == counts_before + 1 + request_count)
 
 
-def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
+def test_a_failed_reload_keeps_the_old_version(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http, run_under_load(server, http, repository):
         http.load("constant").ok()
-        rewrite(repository, BROKEN)
+        rewrite(repository, BROKEN_CODE)
         reply = http.load("constant")
         assert reply.status == 400
         assert answer(http) == 1
@@ -589,12 +589,12 @@ def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
         assert answer(http) == 2
 
 
-def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
+def test_a_failed_version_is_removed_with_its_folder(
     empty_server: Explicit,
 ) -> None:
     server, repository = empty_server
     repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
-    rewrite(repository, BROKEN, 2, "versions")
+    rewrite(repository, BROKEN_CODE, 2, "versions")
     with server.http() as http:
         assert http.load("versions").status == 400
         assert http.get("/v2/health/ready").status == 400
@@ -665,7 +665,7 @@ def test_unload_waits_for_running_requests(empty_server: Explicit) -> None:
         running_request = pool.number("gated", 1)
         visit = server.gate.next()
         http.unload("gated").ok()
-        assert http.infer("gated", ASK).status in (404, 503)
+        assert http.infer("gated", REQUEST_BODY).status in (404, 503)
         visit.release()
         assert running_request.result().status == 200
         until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
@@ -755,15 +755,19 @@ def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> 
             assert answer(http) == 1
             rewrite(repository, source(2))
             until("the new code answers", lambda: answer(http) == 2)
-            rewrite(repository, BROKEN)
+            rewrite(repository, BROKEN_CODE)
             server.wait_log("broken on purpose")
             assert answer(http) == 2
             rewrite(repository, source(3), version=2)
             until("the new version answers", lambda: answer(http) == 3)
             repositories.add_as(tmp_path, "added", "constant").rename(repository / "added")
-            until("the new model is served", lambda: http.infer("added", ASK).status == 200)
+            until(
+                "the new model is served", lambda: http.infer("added", REQUEST_BODY).status == 200
+            )
             (repository / "added").rename(tmp_path / "removed")
-            until("the removed model is not", lambda: http.infer("added", ASK).status != 200)
+            until(
+                "the removed model is not", lambda: http.infer("added", REQUEST_BODY).status != 200
+            )
             until("nor is it known", lambda: ("added", "1") not in index(http))
             assert http.get("/v2/health/ready").status == 200
         assert load.troubles() == []
@@ -777,7 +781,7 @@ def test_poll_mode_waits_for_no_model(
     server, repository, _ = empty_polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")
     with server.http() as http:
-        until("it is served", lambda: http.infer("constant", ASK).status == 200)
+        until("it is served", lambda: http.infer("constant", REQUEST_BODY).status == 200)
         repositories.add_slow(tmp_path, "a").rename(repository / "a")
         loading = server.gate.next()
         rewrite(repository, source(2))
@@ -796,7 +800,7 @@ def test_a_model_that_appears_in_two_repositories(
     server, first_repository, second_repository = empty_polling
     repositories.add_as(tmp_path, "twice", "constant").rename(first_repository / "twice")
     with server.http() as http:
-        until("it is served", lambda: http.infer("twice", ASK).status == 200)
+        until("it is served", lambda: http.infer("twice", REQUEST_BODY).status == 200)
         assert answer(http, "twice") == 1
         policy = "version_policy: { all {} }\n"
         repositories.add_as(tmp_path, "twice", "constant", policy).rename(
@@ -804,14 +808,14 @@ def test_a_model_that_appears_in_two_repositories(
         )
         rewrite(second_repository, source(2), 2, "twice")
         severally = ("UNAVAILABLE", "model appears in two or more repositories")
-        until("it is not served", lambda: http.infer("twice", ASK).status == 404)
+        until("it is not served", lambda: http.infer("twice", REQUEST_BODY).status == 404)
         server.wait_log("model 'twice': not unique across all model repositories")
         models = index(http)
         assert models[("twice", "")] == severally and ("twice", "1") not in models
         until("all have ended", lambda: not server.find("scheduler twice"))
         assert http.get("/v2/health/ready").status == 200
         (first_repository / "twice").rename(tmp_path / "twice")
-        until("it is served again", lambda: http.infer("twice", ASK).status == 200)
+        until("it is served again", lambda: http.infer("twice", REQUEST_BODY).status == 200)
         models = index(http)
         assert models[("twice", "1")] == models[("twice", "2")] == ("READY", "")
         assert ("twice", "") not in models
@@ -824,7 +828,7 @@ def test_removing_a_broken_model_leaves_the_server_ready(
     server, repository, _ = empty_polling
     for name in ("broken", "unread"):
         repositories.add_as(tmp_path, name, "constant")
-    rewrite(tmp_path, BROKEN, name="broken")
+    rewrite(tmp_path, BROKEN_CODE, name="broken")
     (tmp_path / "unread" / "config.pbtxt").write_text("nonsense: 7")
     for name in ("broken", "unread"):
         (tmp_path / name).rename(repository / name)

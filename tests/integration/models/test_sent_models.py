@@ -1,4 +1,4 @@
-"""R18: files in a load request are executed as code; only permitted clients may send them."""
+"""Files in a load request are executed as code; only permitted clients may send them."""
 
 import base64
 import contextlib
@@ -17,13 +17,13 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
 from tests.support.servers import Server, running
-from tests.support.users import ALICE, FRIENDS, as_user, needs_users, tunnel
+from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users, tunnel
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http, UnixHttp, json_input
 
 TOKEN, INFERENCE_TOKEN = "0123456789abcdef-models", "0123456789abcdef-inference"
-CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
-ASK = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
+MODEL_CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
+REQUEST_BODY = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
 TEXT = (
     "the configuration or files of a model are accepted only from the user who runs the "
     "server, or with a token"
@@ -33,14 +33,14 @@ CONFIG = json.dumps({"backend": "python", "input": [ROW], "output": [{**ROW, "na
 
 
 def load_parameters_of(config: str) -> dict[str, str]:
-    changed_code = CODE.replace(b"ANSWER = 1", b"ANSWER = 2")
+    changed_code = MODEL_CODE.replace(b"ANSWER = 1", b"ANSWER = 2")
     return {"config": config, "file:1/model.py": base64.b64encode(changed_code).decode()}
 
 
 def over_grpc(config: str) -> pb.RepositoryModelLoadRequest:
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     request.parameters["config"].string_param = config
-    request.parameters["file:1/model.py"].bytes_param = CODE.replace(b"= 1", b"= 2")
+    request.parameters["file:1/model.py"].bytes_param = MODEL_CODE.replace(b"= 1", b"= 2")
     return request
 
 
@@ -83,11 +83,11 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
         if not guarded:
             # With --insecure, any client may load the models of the repository.
             http.post(path).ok()
-            assert http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0] == 1
+            assert http.infer("constant", REQUEST_BODY).ok().tensors()["OUTPUT0"][0] == 1
             return
-        assert http.infer("constant", ASK, admin_headers).ok().tensors()["OUTPUT0"][0] == 1
+        assert http.infer("constant", REQUEST_BODY, admin_headers).ok().tensors()["OUTPUT0"][0] == 1
         http.post(path, {"parameters": load_parameters_of(CONFIG)}, admin_headers).ok()
-        assert http.infer("constant", ASK, admin_headers).ok().tensors()["OUTPUT0"][0] == 2
+        assert http.infer("constant", REQUEST_BODY, admin_headers).ok().tensors()["OUTPUT0"][0] == 2
 
 
 def load_over_http(http: Http, parameters: dict[str, str]) -> str:
@@ -119,7 +119,7 @@ def loads_of(
     with contextlib.ExitStack() as stack:
         if listener == "unix":
             http: Http = stack.enter_context(contextlib.closing(UnixHttp(socket)))
-            as_user(uid, lambda: http.get("/v2/health/live").ok(), (FRIENDS,))
+            as_user(uid, lambda: http.get("/v2/health/live").ok(), (FRIENDS_GID,))
             yield partial(load_over_http, http)
         elif listener == "http":
             port = stack.enter_context(tunnel(server.http_port, uid))
@@ -140,7 +140,7 @@ def server_and_socket() -> Iterator[tuple[Server, Path]]:
         repositories.add(folder / "models", "constant")
         socket = folder / "socket"
         flags = ["--model-control-mode=explicit", "--load-model=constant"]
-        flags += [f"--http-unix-socket={socket}", f"--shm-group={FRIENDS}"]
+        flags += [f"--http-unix-socket={socket}", f"--shm-group={FRIENDS_GID}"]
         with running(folder / "models", *flags, grpc=True) as started:
             yield started, socket
 
@@ -156,7 +156,7 @@ def test_which_users_may_send_a_model(
     with server.http() as http:
 
         def answer() -> int:
-            return int(http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0])
+            return int(http.infer("constant", REQUEST_BODY).ok().tensors()["OUTPUT0"][0])
 
         with loads_of(server, socket, listener, ALICE) as load:
             assert load(load_parameters_of(CONFIG)) == TEXT

@@ -11,11 +11,11 @@ import tritonclient.http
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.sequence_models import IDLE, control, controls, instances
+from tests.support.sequence_models import IDLE_TIME, control, controls, instances
 from tests.support.servers import Server, run_command, running
 from tests.support.wire.raw_http import Http, json_input
 
-ITERATIVE = '''
+ITERATIVE_MODEL = '''
 """Answers when it has seen a request COUNT times."""
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -59,7 +59,7 @@ output [ {{ name: "FLAGS" data_type: TYPE_INT32 dims: [ -1 ] }} ]
 sequence_batching {{ iterative_sequence: true {strategy} }}
 {more}
 """
-CALLER = '''
+CALLER_MODEL = '''
 """Calls the model "plain" for each of VALUES, as one sequence whose id is ID."""
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -99,7 +99,7 @@ input [ { name: "VALUES" data_type: TYPE_INT32 dims: [ -1 ] },
 output [ { name: "SUM" data_type: TYPE_INT32 dims: [ 1 ] } ]
 """
 ID_TYPES = ("UINT64", "INT64", "UINT32", "INT32", "STRING")
-PAIRS = ("int32", "fp32", "bool")
+CONTROL_PAIRS = ("int32", "fp32", "bool")
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +107,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server of models with all kinds of sequences."""
     repository = tmp_path_factory.mktemp("sequences")
     for id_type in ID_TYPES:
-        config = f"sequence_batching {{ direct {{ }} {IDLE} {controls('TYPE_' + id_type)} }}"
+        config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls('TYPE_' + id_type)} }}"
         repositories.add_as(repository, f"id_{id_type}", "sequencer", config + instances(1))
-    for pair in PAIRS:
-        config = f"sequence_batching {{ oldest {{ }} {IDLE} {controls(pair=pair)} }}"
+    for pair in CONTROL_PAIRS:
+        config = f"sequence_batching {{ oldest {{ }} {IDLE_TIME} {controls(pair=pair)} }}"
         path = repositories.add_as(repository, f"pair_{pair}", "sequencer", config + instances(1))
         if pair == "fp32":
             text = (path / "config.pbtxt").read_text().replace("size: 2", "size: 0")
             (path / "config.pbtxt").write_text(text)
     start_control = control("START", "START", "int32_false_true: [ 5, 7 ]")
-    config = f"sequence_batching {{ {IDLE} control_input [ {start_control} ] }}"
+    config = f"sequence_batching {{ {IDLE_TIME} control_input [ {start_control} ] }}"
     repositories.add_as(repository, "plain", "sequencer", config + instances(2))
     for name, strategy, settings in (
         ("again", "direct { }", ""),
         ("again_oldest", "oldest { max_candidate_sequences: 8 }", ""),
         ("again_streams", "", "model_transaction_policy { decoupled: true }"),
     ):
-        code = ITERATIVE.replace("DECOUPLED", str(bool(settings)))
+        code = ITERATIVE_MODEL.replace("DECOUPLED", str(bool(settings)))
         config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=settings)
         repositories.write(repository, name, config, code)
-    repositories.write(repository, "calling", CALLER_CONFIG, CALLER)
+    repositories.write(repository, "calling", CALLER_CONFIG, CALLER_MODEL)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
         started.gate.close()
         yield started
@@ -167,7 +167,7 @@ def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None
     )
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", CONTROL_PAIRS)
 def test_3_3_pairs_of_every_datatype(http: Http, pair: str) -> None:
     shape = (1,) if pair == "fp32" else (1, 1)
     for flags, total in ((1, 2), (0, 4), (2, 6), (3, 2)):

@@ -20,11 +20,11 @@ from tests.support import certificates, repositories
 from tests.support.servers import ROOT, Server, Start, running
 from tests.support.waiting import until
 
-SHORT = ("--window=0.2", "--windows=3", "--warm-up=0.1")
+SHORT_FLAGS = ("--window=0.2", "--windows=3", "--warm-up=0.1")
 Perf = Callable[..., dict[str, Any]]
 
 # Sends each of its COUNT numbers as a response of its own.
-COUNTER = """
+COUNTER_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -46,7 +46,7 @@ input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 """
 # Refuses negative values.
-MOODY = """
+MOODY_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -60,7 +60,7 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)])
 """
 # Accepts only sequences of three requests, the first with START and the last with END.
-STRICT = """
+STRICT_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -100,10 +100,10 @@ sequence_batching {
 @pytest.fixture(scope="module")
 def perf_server(models: Path, start: Start) -> Server:
     repositories.add(models, "simple", "identity")
-    repositories.write(models, "counter", COUNTER_CONFIG, COUNTER)
-    repositories.write(models, "strict", STRICT_CONFIG, STRICT)
+    repositories.write(models, "counter", COUNTER_CONFIG, COUNTER_MODEL)
+    repositories.write(models, "strict", STRICT_CONFIG, STRICT_MODEL)
     config = repositories.identity_config("moody", "FP32", [4])
-    repositories.write(models, "moody", config, MOODY)
+    repositories.write(models, "moody", config, MOODY_MODEL)
     return start(models, grpc=True)
 
 
@@ -119,7 +119,7 @@ def perf(perf_server: Server, tmp_path: Path) -> Perf:
                     "perf",
                     *arguments,
                     *connection_flags(perf_server, protocol),
-                    *SHORT,
+                    *SHORT_FLAGS,
                     f"--json={path}",
                 ]
             )
@@ -144,7 +144,7 @@ def successes(server: Server) -> float:
     "flags", [("--warm-up=60",), ("--warm-up=0.1", "--window=0.2", "--windows=1000")]
 )
 @pytest.mark.parametrize("protocol", ["http", "native"])
-def test_an_interrupt_prints_what_was_measured(
+def test_an_interrupt_prints_the_measured_points(
     perf_server: Server, tmp_path: Path, protocol: str, flags: tuple[str, ...]
 ) -> None:
     path = tmp_path / "report.json"
@@ -237,7 +237,7 @@ def test_a_report_is_written_drawn_and_compared(
     perf_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [f"--json={tmp_path}/1.json", f"--csv={tmp_path}/1.csv", f"--plot={tmp_path}/1.svg"]
-    server = [*connection_flags(perf_server, "http"), *SHORT]
+    server = [*connection_flags(perf_server, "http"), *SHORT_FLAGS]
     assert main(["perf", "simple", "--concurrency=1:2", *server, *files]) == 0
     assert (tmp_path / "1.svg").read_text().startswith("<svg")
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
@@ -290,7 +290,7 @@ def test_an_error_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["perf", "simple", "--url=127.0.0.1:9"]) == 1
     assert "refused" in capsys.readouterr().err
 
@@ -304,8 +304,8 @@ def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixtu
     with running(repository, "--grpc-use-ssl=true", *flags, grpc=True) as server:
         where = f"--url=grpcs://localhost:{server.grpc_port}"
         large_flags = ("--shape=INPUT0:100000", "--concurrency=4", f"--root-cert={keys}/ca.pem")
-        assert main(["perf", "identity", where, *large_flags, *SHORT]) == 0
-        assert main(["perf", "identity", where, *large_flags[:-1], *SHORT]) == 1
+        assert main(["perf", "identity", where, *large_flags, *SHORT_FLAGS]) == 0
+        assert main(["perf", "identity", where, *large_flags[:-1], *SHORT_FLAGS]) == 1
         capsys.readouterr()
         # The server stops during the load.
         stopping = threading.Timer(1.0, server.stop)

@@ -18,7 +18,7 @@ from tests.support import repositories
 from tests.support.servers import ROOT, Server, running
 
 # Takes a fixed time, and a time for each row.
-SLOW = """
+SLOW_MODEL = """
 import time
 import triton_python_backend_utils as pb_utils
 
@@ -36,14 +36,14 @@ input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
 output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
 instance_group { kind: KIND_CPU count: 1 }
 """
-SHORT = ("--window=0.05", "--runs=5", "--most-instances=2")
+SHORT_FLAGS = ("--window=0.05", "--runs=5", "--most-instances=2")
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     repository = tmp_path / "models"
     repository.mkdir()
-    repositories.write(repository, "slow", CONFIG, SLOW)
+    repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
     with running(repository, "--model-control-mode=explicit", "--load-model=*") as started:
         yield started
 
@@ -63,7 +63,7 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
     # Every configuration meets this target. The quality of the choice is tested by the
     # simulation.
-    assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
+    assert main(["tune", "slow", "--p99=60s", where, *SHORT_FLAGS, *files]) == 0
     assert effective_config(server) == config_before
     recommended = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
     assert 1 <= recommended.max_batch_size <= 8
@@ -101,10 +101,10 @@ def test_tune_writes_its_recommendation_to_the_given_file(
         body = {"parameters": {"config": json.dumps(override)}}
         http.post("/v2/repository/models/slow/load", body).ok()
     url = f"--url=http://{server.url}"
-    assert main(["tune", "slow", "--p99=1us", url, *SHORT]) == 1
+    assert main(["tune", "slow", "--p99=1us", url, *SHORT_FLAGS]) == 1
     assert "no tested configuration has a p99 within 0.001 ms" in capsys.readouterr().err
     assert effective_config(server)["max_batch_size"] == 4  # not as its folder has it
-    assert main(["tune", "slow", "--p99=60s", url, *SHORT, "--apply"]) == 0
+    assert main(["tune", "slow", "--p99=60s", url, *SHORT_FLAGS, "--apply"]) == 0
     recommended = parse_pbtxt(capsys.readouterr().out)
     settings = effective_config(server)
     assert settings["max_batch_size"] == recommended.max_batch_size
@@ -133,7 +133,7 @@ def test_a_server_that_loads_nothing_on_request_is_named(
 ) -> None:
     repository = tmp_path / "models"
     repository.mkdir()
-    repositories.write(repository, "slow", CONFIG, SLOW)
+    repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1
     assert (

@@ -38,7 +38,7 @@ def test_bad_flags(repository: Path, flags: tuple[str, ...], flag_name: str) -> 
     assert completed.stdout == ""
 
 
-def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
+def test_a_missing_repository_is_refused(tmp_path: Path) -> None:
     completed = run_command("serve")
     assert completed.returncode == 2
     assert "--model-repository" in completed.stderr
@@ -197,7 +197,7 @@ def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
     ]
 
 
-DECODER = """
+DECODER_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -231,9 +231,7 @@ model_transaction_policy { decoupled: true }
 """
 
 
-def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG")
     sample = (
@@ -254,11 +252,11 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
             f'backend: "python" max_batch_size: 2 input {{ name: "{entry}" data_type: TYPE_STRING '
             f'dims: 1 }} output {{ name: "SIZE" data_type: TYPE_INT32 dims: 2 }} {settings}'
         )
-        source = DECODER.replace(old_text, new_text) if old_text else DECODER
+        source = DECODER_MODEL.replace(old_text, new_text) if old_text else DECODER_MODEL
         folder = repositories.write(repository, name, config, source)
         (folder / "warmup").mkdir()
         (folder / "warmup" / "image").write_bytes(b"\4\0\0\0\x89PNG")
-    repositories.write(repository, "unnamed", 'backend: "python"', DECODER)
+    repositories.write(repository, "unnamed", 'backend: "python"', DECODER_MODEL)
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
     none_of_them = STREAM.replace('"SUM"', '"sum"')
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from shmserve.gateway.api.figures import HISTORY_EVERY_S
-from tests.integration.generation.conftest import EMBEDDER, EMBEDDER_CONFIG
+from tests.integration.generation.conftest import EMBEDDER_CONFIG, EMBEDDER_MODEL
 from tests.rigs import watched
 from tests.rigs.chromium import CHROMIUM, Page, browser
 from tests.rigs.watched import Feed
@@ -79,12 +79,15 @@ def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> Non
 def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     with watched.send_under_load(server), Feed(server.metrics_port) as feed:
         first_message = feed.next()
-        until("all are asked", lambda: all(success_count(server, name) > 8 for name in watched.FEW))
+        until(
+            "all are asked",
+            lambda: all(success_count(server, name) > 8 for name in watched.FEW_MODELS),
+        )
     with Feed(server.metrics_port) as feed:
         report = feed.next()
     assert first_message["models"]["broken/1"]["state"] == "UNAVAILABLE"
     assert "there is no such weight" in first_message["models"]["broken/1"]["because"]
-    for name in watched.FEW:
+    for name in watched.FEW_MODELS:
         row = report["models"][f"{name}/1"]
         assert row["success"] == success_count(server, name), name
         assert row["fail"] == server.metric("nv_inference_request_failure", model=name), name
@@ -136,7 +139,7 @@ def cell(page: Page, model: str, column: str) -> str:
 
 
 @needs_chromium
-def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> None:
+def test_a_browser_shows_the_figures_of_the_metrics(server: Server, page: Page) -> None:
     with watched.send_under_load(server):
         page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
         page.wait("it shows figures", "models.size >= 7 && models.get('simple/1').recent")
@@ -172,7 +175,7 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
 
 
 @needs_chromium
-def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) -> None:
+def test_a_new_page_shows_the_history(server: Server, page: Page) -> None:
     """The server stores ten minutes of history, so charts include events before the page was
     opened.
     """
@@ -257,12 +260,12 @@ def test_the_dashboard_fits_a_phone_and_is_readable_in_the_dark(server: Server, 
         page.run("show('simple/1', true)")
         assert page.run("document.documentElement.scrollWidth") <= 390
         for part in ("#status", "dt", "td", "#rows button", "figcaption b", "li time", ".bad"):
-            assert page.run(CONTRAST.replace("PART", part)) >= 4.5, (part, dark)
+            assert page.run(CONTRAST_SCRIPT.replace("PART", part)) >= 4.5, (part, dark)
     assert not page.console
 
 
 # The WCAG contrast ratio of an element's text and its background.
-CONTRAST = """(() => {
+CONTRAST_SCRIPT = """(() => {
   const lit = text => {
     const [r, g, b] = text.match(/\\d+/g).map(n => n / 255)
       .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -333,7 +336,7 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
     repository = tmp_path / "models"
     watched.add_models(repository, generative=True)
     repositories.add(repository, "repeat", "types", "constant")
-    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER)
+    repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
     flags = ("--model-control-mode=explicit", "--load-on-demand", "--load-model=simple")
     with running(repository, *FLAGS, *flags) as server:
         server.gate.close()  # no execution waits at the gate

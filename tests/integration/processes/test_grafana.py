@@ -192,7 +192,7 @@ def test_every_panel_has_data(server: Server, prometheus: Prometheus) -> None:
 
 
 @needs_prometheus
-def test_the_alert_rules_are_right_and_worth_it(server: Server, prometheus: Prometheus) -> None:
+def test_the_alert_rules_are_valid(server: Server, prometheus: Prometheus) -> None:
     (group,) = prometheus.get("rules")["groups"]
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in alerts()]
 

@@ -19,7 +19,7 @@ from tests.support import hf_folders
 from tests.support.pages import PAGES, ROOT, Block, blocks
 from tests.support.servers import Server
 
-TRIED = [page for page in PAGES if any(block.use == "run" for block in blocks(page))]
+TESTED_PAGES = [page for page in PAGES if any(block.use == "run" for block in blocks(page))]
 LONGEST_S = 120.0
 
 
@@ -94,7 +94,7 @@ class Reader:
             server.stop()
 
 
-@pytest.mark.parametrize("page", TRIED, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TESTED_PAGES, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_as_described(page: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     examples = blocks(page)

@@ -14,7 +14,7 @@ from tests.support.leaks import created_since
 from tests.support.servers import ROOT, tree
 from tests.support.waiting import until
 
-_TEST = """
+_TEST_PROGRAM = """
 import sys
 from pathlib import Path
 from tests.support.leaks import created_since
@@ -25,7 +25,7 @@ server.wait_ready()
 print(server.pid, server.folder, flush=True)
 sys.stdin.read()
 """
-_BENCHMARK = """
+_BENCHMARK_PROGRAM = """
 import sys
 from pathlib import Path
 from bench.system.servers import Shmserve, running
@@ -38,7 +38,11 @@ with running(Shmserve(), [Path(sys.argv[1]) / "simple"], notes=[]) as server:
 
 @pytest.mark.parametrize(
     ("program", "number"),
-    [(_TEST, signal.SIGKILL), (_TEST, signal.SIGTERM), (_BENCHMARK, signal.SIGKILL)],
+    [
+        (_TEST_PROGRAM, signal.SIGKILL),
+        (_TEST_PROGRAM, signal.SIGTERM),
+        (_BENCHMARK_PROGRAM, signal.SIGKILL),
+    ],
     ids=["test-SIGKILL", "test-SIGTERM", "benchmark-SIGKILL"],
 )
 def test_the_server_of_a_killed_run_ends(

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http
 
-TALKER = """
+TALKING_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 
@@ -47,7 +47,7 @@ NO_FILE = "log file location can not be updated through network protocol"
 
 def add_talker(repository: Path, name: str = "talker") -> None:
     config = repositories.identity_config(name, "INT32", [1])
-    repositories.write(repository, name, config, TALKER)
+    repositories.write(repository, name, config, TALKING_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ def in_iso(server: Server, pid: int) -> bool:
 @pytest.mark.parametrize(
     "title", ["worker talker.0", "scheduler talker", "gateway http 1", "gateway grpc"]
 )
-def test_a_process_that_starts_again_logs_as_the_others(
+def test_a_restarted_process_has_the_changed_settings(
     server: Server, http: Http, title: str
 ) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
@@ -345,7 +345,7 @@ def test_a_process_that_starts_again_logs_as_the_others(
         new_client.infer("talker", ROW).ok()
 
 
-def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: Http) -> None:
+def test_a_model_loaded_later_has_the_changed_settings(server: Server, http: Http) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
     http.load("late").ok()
     for title in ("worker late.0", "scheduler late"):

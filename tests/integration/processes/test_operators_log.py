@@ -13,7 +13,7 @@ from tests.support import repositories
 from tests.support.servers import Server, Start, running
 
 TOKEN = "a-token-for-inference"
-FAILS = """
+FAILING_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -35,7 +35,7 @@ class TritonPythonModel:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 DECOUPLED = "model_transaction_policy { decoupled: true }\n"
-BAD = """
+BAD_MODEL = """
 def read():
     raise RuntimeError("no weights")
 
@@ -52,7 +52,7 @@ class Bad:
 def server(models: Path, start: Start) -> Server:
     repositories.add(models, "identity")
     config = repositories.identity_config("fails", "FP32", [1])
-    repositories.write(models, "fails", config, FAILS)
+    repositories.write(models, "fails", config, FAILING_MODEL)
     config = repositories.identity_config("stream", "FP32", [1]) + DECOUPLED
     repositories.write(models, "stream", config, STREAM)
     tokens = models / "tokens"
@@ -61,7 +61,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, f"--auth-token-file={tokens}", grpc=True)
 
 
-def test_a_failure_is_logged_whichever_way_it_was_asked_for(server: Server) -> None:
+def test_a_failure_of_each_protocol_is_logged(server: Server) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
     body = {"id": "over-http", "inputs": [tensor]}
@@ -106,7 +106,7 @@ def test_a_token_for_inference_is_enough_to_infer(
 
 def test_a_class_that_fails_to_load_is_reported_once_with_its_path(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
-    file.write_text(f"import numpy as np\nfrom shmserve.model import FP32\n{BAD}")
+    file.write_text(f"import numpy as np\nfrom shmserve.model import FP32\n{BAD_MODEL}")
     flags = ("--exit-on-error=false", "--strict-readiness=false")
     with running([], f"{file}:Bad", *flags) as server:
         server.wait_log("the server is ready")

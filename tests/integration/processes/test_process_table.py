@@ -24,7 +24,7 @@ logging.disable()
 asyncio.run(main())
 """
 
-_TROUBLE = """
+_TROUBLE_PROGRAM = """
 import asyncio, logging, os, sys, time
 from shmserve.supervisor.processes.children import ProcessTable
 
@@ -46,7 +46,7 @@ asyncio.run(main())
 
 # A shell is the parent process between a dead zygote and the processes that the zygote was asked to
 # fork. The table knows one of them.
-_BETWEEN = """
+_BETWEEN_PROGRAM = """
 import asyncio, os, select, signal
 from shmserve.supervisor.processes.children import ProcessTable
 
@@ -73,7 +73,7 @@ asyncio.run(main())
 # A process of a model has a subprocess with shared memory and a semaphore, as vLLM does. The
 # subprocess exits, and its objects are removed, when its standard input is closed, which happens
 # even if this program is killed.
-_SHARED = """
+_SHARED_PROGRAM = """
 import asyncio, os, sys
 from shmserve.ipc import processes
 from shmserve.supervisor.processes.children import ProcessTable
@@ -125,7 +125,7 @@ def test_a_stopped_process_is_continued_after_its_time_limit() -> None:
 
 def test_an_end_that_cannot_be_dealt_with() -> None:
     """The exception is logged, and the next exit is handled."""
-    lines = sorted(output(_TROUBLE).splitlines())
+    lines = sorted(output(_TROUBLE_PROGRAM).splitlines())
     assert lines == [
         "RuntimeError('one')",
         "RuntimeError('other')",
@@ -136,12 +136,12 @@ def test_an_end_that_cannot_be_dealt_with() -> None:
 
 def test_a_process_whose_maker_is_a_stray() -> None:
     """The unknown parent is killed with its other children; the known process is not."""
-    assert output(_BETWEEN) == "signal 15\n"
+    assert output(_BETWEEN_PROGRAM) == "signal 15\n"
 
 
 def test_shared_memory_of_a_killed_process_is_removed() -> None:
     """Python's resource tracker removes the objects of its program, and exits."""
-    assert output(_SHARED) == "[True, True]\nsignal 9\n"
+    assert output(_SHARED_PROGRAM) == "[True, True]\nsignal 9\n"
 
 
 def output(script: str) -> str:

@@ -19,7 +19,7 @@ from tests.support.wire.raw_http import Http
 
 # The server is terminated as soon as its run directory exists, and again when all other processes
 # have exited.
-_IMPATIENT = """
+_IMPATIENT_PROGRAM = """
 import os, signal, sys
 from shmserve import cli
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -46,7 +46,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, "--gateways=2")
 
 
-def test_workers_end_first_where_memory_is_short(server: Server) -> None:
+def test_workers_are_killed_first_when_memory_is_short(server: Server) -> None:
     def score(title: str) -> int:
         return int(Path(f"/proc/{server.find_one(title).pid}/oom_score_adj").read_text())
 
@@ -73,7 +73,7 @@ def test_every_process_has_a_descriptive_title(server: Server) -> None:
 
 
 def test_nothing_of_the_server_has_a_name_in_shared_memory(server: Server) -> None:
-    """R7: internal memory has no name, so it cannot be registered."""
+    """Internal memory has no name, so it cannot be registered."""
     with Load(server, simple=1, memory=0):
         mapped = {m.path for process in server.tree() for m in process.memory_maps()}
         assert not [path for path in mapped if path.startswith("/dev/shm/")]
@@ -109,7 +109,7 @@ def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
 
 
 def test_no_process_can_gain_privileges(server: Server) -> None:
-    """R24: setuid programs that models run have no more rights than the server."""
+    """Setuid programs that models run have no more rights than the server."""
     for process in server.tree()[1:]:
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "NoNewPrivs:\t1\n" in status, process.cmdline()
@@ -120,7 +120,7 @@ def errors(server: Server) -> list[str]:
     return [line for line in server.log().splitlines() if line.startswith("E ")]
 
 
-def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
+def test_sigterm_answers_accepted_requests(repository: Path) -> None:
     repositories.add(repository, "gated")
     server = Server([repository])
     try:
@@ -192,7 +192,7 @@ def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals
         server.discard()
 
 
-def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
+def test_the_exit_timeout_ends_a_hanging_request(repository: Path) -> None:
     repositories.add(repository, "gated")
     server = Server([repository], ["--exit-timeout-secs=2"])
     try:
@@ -213,7 +213,7 @@ def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
         server.discard()
 
 
-def test_sigint_ends_it_too(repository: Path) -> None:
+def test_sigint_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant")
     server = Server([repository])
     try:
@@ -247,7 +247,7 @@ def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) 
     arguments = [f"--model-repository={tmp_path}/models"]
     flags = [*arguments, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
     flags = flags if verb == "serve" else [f"{tmp_path}/models"]
-    run = run_python("-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags)
+    run = run_python("-c", _IMPATIENT_PROGRAM, verb, f"--run-dir={tmp_path}/run", *flags)
     assert run.returncode in ((0,) if verb == "serve" else (2, 143)), run.stderr
     assert os.listdir(tmp_path) == ["models"]
 

@@ -28,7 +28,7 @@ from tests.support.wire.raw_http import Http
 
 FLAGS = {"allow-grpc": False, "allow-metrics": False, "model-repository": "models"}
 AT_ONCE = 64
-NAMED = """
+NAMED_MODEL = """
 import os
 import threading
 import time
@@ -84,7 +84,7 @@ def folder() -> Iterator[Path]:
     of requests executed together.
     """
     path = Path(tempfile.mkdtemp(prefix="st-"))
-    for name, model, config in (("named", NAMED, NAMED_CONFIG), ("rows", ROWS, ROWS_CONFIG)):
+    for name, model, config in (("named", NAMED_MODEL, NAMED_CONFIG), ("rows", ROWS, ROWS_CONFIG)):
         repositories.write(path / "models", name, config, model)
     yield path
     shutil.rmtree(path)
@@ -286,7 +286,7 @@ def test_a_server_is_started_and_ended(own_folder: Path) -> None:
     assert not list(own_folder.iterdir())
 
 
-def test_a_server_that_is_there_is_found(
+def test_a_running_server_is_found(
     own_folder: Path, serve: Callable[..., Server], repository: Path
 ) -> None:
     running_server = serve(
@@ -333,7 +333,7 @@ def test_a_server_that_exits_raises_an_error(own_folder: Path) -> None:
     assert not list(own_folder.glob("shmserve-ray-*"))
 
 
-REPLICA = """
+REPLICA_PROGRAM = """
 import asyncio, json, sys
 from shmserve.ray.server import NodeServer
 
@@ -350,7 +350,7 @@ asyncio.run(main())
 def test_nothing_outlives_a_replica(own_folder: Path, with_its_child: bool) -> None:
     """Ray kills the children of a replica, too, when it can."""
     flags = json.dumps({**FLAGS, "model-repository": str(own_folder.parent / "models")})
-    command = [sys.executable, "-c", REPLICA, flags]
+    command = [sys.executable, "-c", REPLICA_PROGRAM, flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as replica:
         assert replica.stdout
         assert replica.stdout.readline() == "ready\n"

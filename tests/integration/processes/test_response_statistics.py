@@ -87,7 +87,7 @@ def test_responses_are_counted_by_their_index(repeating_server: Server) -> None:
     assert standard == {"100", "500", "2000", "5000", "+Inf"}
 
 
-def test_a_cancelled_request_is_counted_where_it_was(repeating_server: Server) -> None:
+def test_a_cancelled_request_is_counted_at_its_response(repeating_server: Server) -> None:
     with stream(repeating_server) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="cancelled")
         for _ in range(2):

@@ -23,7 +23,7 @@ from tests.support import repositories
 from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
 
-RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
+RESTART_COUNT = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
 CLIENTS = 8  # number of clients per protocol
 PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
@@ -87,7 +87,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals) -> None:
+def test_restarts_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals) -> None:
     with (
         socket.create_server(("127.0.0.1", 0), backlog=100) as http,
         socket.create_server(("127.0.0.1", 0), backlog=100) as grpc,
@@ -113,7 +113,7 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
         load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * is_killed])
         try:
             load.wait_answered()
-            for _ in range(RESTARTS):
+            for _ in range(RESTART_COUNT):
                 server.send_signal(number)
                 assert server.wait(40) == (-signal.SIGKILL if is_killed else 0)
                 manager.receive_all()
@@ -138,7 +138,7 @@ def test_restarts_by_takeover(folder: Path) -> None:
         ports = str(server.http_port), str(server.grpc_port)
         load = Load([*PROGRAM, *ports, run_dir, "registering"])
         load.wait_answered()
-        for _ in range(RESTARTS):
+        for _ in range(RESTART_COUNT):
             predecessor, same_ports = server, (first_server.http_port, first_server.metrics_port)
             server = Server(
                 [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same_ports, grpc=True
@@ -168,7 +168,7 @@ StandardError=append:/var/lib/log
 """
 
 
-def test_by_a_real_systemd(systemd: Systemd) -> None:
+def test_restarts_by_a_real_systemd(systemd: Systemd) -> None:
     hidden_folders = ("/home", "/root", "/tmp")
     if any(
         Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders
@@ -192,7 +192,7 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
         load = Load([*inside, *PROGRAM, *doors, *["killed"] * (restart_verb[0] == "kill")])
         try:
             load.wait_answered()
-            for _ in range(RESTARTS):
+            for _ in range(RESTART_COUNT):
                 assert "status" not in systemd.run("systemctl", *restart_verb, "shmserve.service")
                 load.wait_answered()
         finally:

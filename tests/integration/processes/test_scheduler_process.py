@@ -42,12 +42,12 @@ from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 from tests.support.waiting import until
 
 PATIENCE_MS = 10_000
-NUMBER = 3
-BOOT = (
+HOST_NUMBER = 3
+BOOT_MESSAGES = (
     "import ast, sys; from shmserve.scheduler.hosting.host import run; "
     "run(ast.literal_eval(sys.argv[1]))"
 )
@@ -62,7 +62,7 @@ MODEL = {
 WORK = pack_inference(Inference(()))
 NO_OUTPUTS = pack_inferred(Inferred(()))
 
-FLOOD = """
+FLOOD_PROGRAM = """
 import os, sys
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.dealer import Dealer
@@ -87,7 +87,7 @@ class Stage:
         endpoints.local_client_folder(run_dir).mkdir()
         start = SchedulerStart(
             kind="scheduler",
-            number=NUMBER,
+            number=HOST_NUMBER,
             version="1",
             config=ModelSpec.of(MODEL),
             run_dir=run_dir,
@@ -97,7 +97,7 @@ class Stage:
         # Otherwise numpy's threads would spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         host = repr(encode_start(HostStart("scheduler m", run_dir)))
-        self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
+        self.process = subprocess.Popen([sys.executable, "-c", BOOT_MESSAGES, host], env=env)
         self.numbers = itertools.count(1)
         self.host, ready = self.next(self.control)
         assert ready == Started()
@@ -105,8 +105,8 @@ class Stage:
         self.control.flush()
         self.address, ready = self.next(self.control)
         assert ready == SchedulerReady(self.process.pid)
-        self.client = self.join(endpoints.scheduler(run_dir, NUMBER), f"{os.getpid()}.ab")
-        self.worker = self.join(endpoints.instances(run_dir, NUMBER), f"0.{os.getpid()}")
+        self.client = self.join(endpoints.scheduler(run_dir, HOST_NUMBER), f"{os.getpid()}.ab")
+        self.worker = self.join(endpoints.instances(run_dir, HOST_NUMBER), f"0.{os.getpid()}")
         self.send_message(InstanceExpected(0, os.getpid()))
         self.worker.send(m.InstanceReady(0, os.getpid()))
 
@@ -133,7 +133,9 @@ class Stage:
     def end(self) -> int:
         """Stop the scheduler and then its process; return the exit status."""
         self.send_message(Stop())
-        while SchedulerClosed(NUMBER, "") not in [message for _, message in self.all(self.control)]:
+        while SchedulerClosed(HOST_NUMBER, "") not in [
+            message for _, message in self.all(self.control)
+        ]:
             pass
         self.control.post(self.host, Stop())
         self.control.flush()
@@ -215,7 +217,7 @@ def test_a_scheduler_has_a_title_and_ends_only_on_request(stage: Stage) -> None:
     assert stage.end() == 0
 
 
-def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
+def test_a_drain_accepts_earlier_requests(stage: Stage) -> None:
     """A gateway acknowledges the successor after its last request.
 
     A busy scheduler may not have read this request yet when the drain begins.
@@ -235,7 +237,7 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
     )
 
 
-def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
+def test_a_stop_fails_the_remaining_requests(stage: Stage) -> None:
     executing, queued = stage.submit(), stage.submit()
     stage.next(stage.worker)
     stage.statistics()  # the reply shows that both requests were received
@@ -251,7 +253,7 @@ def test_a_deadline_holds_while_the_worker_is_silent(stage: Stage) -> None:
     batch = stage.next(stage.worker)
     answer = stage.next(stage.client)
     duration_s = time.monotonic() - start_s
-    assert answer == m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True)
+    assert answer == m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True)
     assert 1 <= duration_s < 3
     assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0].key)
     stage.finish(batch)
@@ -297,8 +299,8 @@ def _frames_of(tag: str, *values: Any) -> list[bytes]:
 
 def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
     stranger_sockets = [
-        stage.join(endpoints.scheduler(stage.run_dir, NUMBER), f"{os.getpid()}.x"),
-        stage.join(endpoints.instances(stage.run_dir, NUMBER), f"1.{os.getpid()}"),
+        stage.join(endpoints.scheduler(stage.run_dir, HOST_NUMBER), f"{os.getpid()}.x"),
+        stage.join(endpoints.instances(stage.run_dir, HOST_NUMBER), f"1.{os.getpid()}"),
     ]
     garbage = [
         b"",
@@ -331,9 +333,11 @@ def test_a_deadline_may_be_any_number(stage: Stage) -> None:
         assert stage.next(stage.client) == m.Finished(7, *NO_OUTPUTS)
 
 
-def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None:
-    endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
-    with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
+def test_a_flood_on_one_socket_does_not_block_other_sockets(stage: Stage) -> None:
+    endpoint = endpoints.scheduler(stage.run_dir, HOST_NUMBER)
+    with subprocess.Popen(
+        [sys.executable, "-c", FLOOD_PROGRAM, endpoint], stdin=subprocess.PIPE
+    ) as flood:
         batch = stage.next(stage.worker)
         stage.send_message(ProcessExited(flood.pid, ""))
         assert 1 <= len(batch.requests) <= 8

@@ -128,7 +128,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
 
 
-def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Path) -> None:
+def test_a_server_on_inherited_sockets(repository: Path, short_folder: Path) -> None:
     """The sockets are open before the start and after the exit, so clients wait meanwhile."""
     with (
         socket.create_server(("127.0.0.1", 0)) as http,

@@ -10,7 +10,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import running
 
-_SHOW = (
+_SHOW_STREAMS = (
     "import os, sys; from shmserve.common.fd_limits import fill_standard_streams as fill; fill(); "
     "print('said', file=sys.stdout); print('said', file=sys.stderr); "
     "os.write(3, ' '.join(os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1, 2)).encode())"
@@ -27,7 +27,7 @@ def test_closed_standard_streams_become_dev_null(closed: tuple[int, ...]) -> Non
         "sh",
         sys.executable,
         "-c",
-        _SHOW,
+        _SHOW_STREAMS,
     )
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     links = result.stdout.removeprefix("said\n").split()

@@ -16,7 +16,7 @@ from tests.support.servers import ROOT, title_of
 from tests.support.waiting import until
 
 COMMAND = (sys.executable, "-m", "shmserve", "systemd")
-CLIENT = 4242  # a uid that belongs to no user
+CLIENT_UID = 4242  # a uid that belongs to no user
 TOKEN = "0123456789abcdef"
 # The checkout is not installed at the service's path.
 DROP_IN = f"""
@@ -31,7 +31,7 @@ ExecStart=/lib/systemd/systemd-journald
 StandardOutput=null
 """
 SERVICE = "shmserve.service"
-HOME, RUNTIME = "/tmp/home", f"/run/user/{CLIENT}"
+HOME, RUNTIME = "/tmp/home", f"/run/user/{CLIENT_UID}"
 USERS_MANAGER = f"""
 [Service]
 User=somebody
@@ -42,7 +42,7 @@ Environment=SYSTEMD_UNIT_PATH={HOME}/.config/systemd/user:/usr/lib/systemd/user
 ExecStart=/lib/systemd/systemd --user --unit=basic.target
 """
 _PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
-ASK = """
+ASKING_PROGRAM = """
 import numpy, shmserve.client
 ones = numpy.ones((1, 16), "int32")
 with shmserve.client.connect("/run/shmserve/server") as server:
@@ -123,7 +123,7 @@ def status_of(systemd: Systemd, *curl_options: str, groups: str) -> str:
     """
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *curl_options)
     where = ("--unix-socket", "/run/shmserve/http.sock", "http://host/v2/models/simple/config")
-    return systemd.run(*curl, *where, user=CLIENT, groups=groups).split("\n")[0]
+    return systemd.run(*curl, *where, user=CLIENT_UID, groups=groups).split("\n")[0]
 
 
 def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -> None:
@@ -146,16 +146,16 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
 
     # Members of the group are served and have their own shared memory. Other users cannot connect.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
-    client_command = (sys.executable, "-c", ASK)
-    assert systemd.run(*client_command, user=CLIENT, groups=group) == "32\n64"
-    assert "may not connect" in systemd.run(*client_command, user=CLIENT)
+    client_command = (sys.executable, "-c", ASKING_PROGRAM)
+    assert systemd.run(*client_command, user=CLIENT_UID, groups=group) == "32\n64"
+    assert "may not connect" in systemd.run(*client_command, user=CLIENT_UID)
     assert status_of(systemd, groups=group) == "200"
     assert status_of(systemd, groups="") == "000"
 
     # The service restarts on request, and after a failure.
     systemd.run("kill", "-9", systemd.show(SERVICE, "MainPID"))
     wait_restarts(systemd, 1)
-    assert systemd.run(*client_command, user=CLIENT, groups=group) == "32\n64"
+    assert systemd.run(*client_command, user=CLIENT_UID, groups=group) == "32\n64"
 
     token = systemd.path("/etc/shmserve/token")
     token.write_text(f"{TOKEN}\n")
@@ -175,7 +175,7 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
     assert not any(systemd.path("/dev/shm").iterdir())
 
 
-def test_a_reload_and_what_hangs(installed_systemd: Systemd) -> None:
+def test_a_reload_and_a_hanging_process(installed_systemd: Systemd) -> None:
     systemd = installed_systemd
     start(systemd, SERVICE)
     file = systemd.path("/etc/shmserve/shmserve.yaml")
@@ -217,16 +217,16 @@ def test_further_servers(installed_systemd: Systemd) -> None:
     assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")
 
 
-def test_a_user_has_one(systemd: Systemd) -> None:
-    for file, line in (("passwd", f"{CLIENT}::{HOME}:/bin/sh"), ("group", f"{CLIENT}:")):
+def test_a_server_of_a_user(systemd: Systemd) -> None:
+    for file, line in (("passwd", f"{CLIENT_UID}::{HOME}:/bin/sh"), ("group", f"{CLIENT_UID}:")):
         with systemd.path(f"/etc/{file}").open("a") as stream:
-            stream.write(f"somebody:x:{CLIENT}:{line}\n")
+            stream.write(f"somebody:x:{CLIENT_UID}:{line}\n")
     systemd.run("mkdir", "--parents", HOME, RUNTIME)
     systemd.run("chown", "somebody", HOME, RUNTIME)
 
     def run(*words: str) -> str:
         environment = ("env", f"HOME={HOME}", f"XDG_RUNTIME_DIR={RUNTIME}")
-        return systemd.run(*environment, *words, user=CLIENT)
+        return systemd.run(*environment, *words, user=CLIENT_UID)
 
     run("mkdir", "--parents", f"{HOME}/.config/systemd/user/{SERVICE}.d")
     drop_in = f"{HOME}/.config/systemd/user/{SERVICE}.d/90-test.conf"

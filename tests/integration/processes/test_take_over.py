@@ -83,7 +83,7 @@ def assert_untouched(server: Server) -> None:
     assert not list(server.run_dir.glob("g[0-9]*"))
 
 
-def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> None:
+def test_no_predecessor_can_be_taken_over(repository: Path, run_dir: Path) -> None:
     expected_text = "no server runs in 'RUN_DIR': start this one without --take-over"
     assert expected_text in refusal(run_dir, repository)
     assert not run_dir.exists()
@@ -126,7 +126,7 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
         assert_untouched(server)
 
 
-def test_the_next_one_fails_before_it_is_ready(
+def test_a_successor_that_fails_before_it_is_ready(
     repository: Path, slow_models: Path, run_dir: Path
 ) -> None:
     """The successor is killed, terminated, or has no model.

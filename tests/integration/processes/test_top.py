@@ -134,7 +134,7 @@ def test_top_continues_after_a_restart(tmp_path: Path) -> None:
             second_server.stop()
 
 
-def test_without_a_terminal_it_prints_once(server: Server) -> None:
+def test_top_without_a_terminal_prints_once(server: Server) -> None:
     completed = run_command("top", f"--metrics-url=http://127.0.0.1:{server.metrics_port}")
     assert (completed.returncode, completed.stderr) == (0, "")
     assert re.search(r"(?m)^simple +", completed.stdout) and "UNAVAILA" in completed.stdout

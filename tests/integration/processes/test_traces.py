@@ -25,18 +25,18 @@ from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http, json_input
 
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
-TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 ROW = np.ones((1, 1), np.float32)
 X = {"inputs": [json_input("X", ROW[0])]}
-CALL = """
+CALLING_METHOD = """
     call = pb_utils.InferenceRequest(
         model_name="one", requested_output_names=["Y"],
         inputs=[pb_utils.Tensor("X", self.input(request, "X").reshape(1, 1))])
     return self.response(Y=pb_utils.get_output_tensor_by_name(call.exec(), "Y").as_numpy()[0])
 """
-TELL = "return self.response(Y=np.array([str(request.trace().get_context())], object))"
-MANY = """
+TELL_TRACE = "return self.response(Y=np.array([str(request.trace().get_context())], object))"
+MANY_RESPONSES = """
     sender = request.get_response_sender()
     for _ in range(2):
         time.sleep(0.005)
@@ -55,10 +55,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         add_model(folder, name, model_code, max_batch_size=4, settings="dynamic_batching { }")
     add_model(folder, "slow", f"time.sleep(0.005)\n{model_code}")
     add_model(folder, "boom", 'time.sleep(0.005)\nraise ValueError("boom")')
-    add_model(folder, "calls", CALL)
-    add_model(folder, "many", MANY, settings="model_transaction_policy { decoupled: true }")
+    add_model(folder, "calls", CALLING_METHOD)
+    add_model(
+        folder, "many", MANY_RESPONSES, settings="model_transaction_policy { decoupled: true }"
+    )
     add_model(folder, "late", f"time.sleep(0.5)\n{model_code}")
-    add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
+    add_model(folder, "tell", TELL_TRACE, outputs=[tensor("Y", "BYTES")])
     steps = [xy_step("one", "IN", "A"), xy_step("two", "A", "OUT")]
     add_ensemble(folder, "both", steps, max_batch_size=4)
     add_ensemble(folder, "fails", [xy_step("calls", "IN", "A"), xy_step("boom", "A", "OUT")])
@@ -210,16 +212,16 @@ def test_a_trace_is_taken_and_passed_on(
     server: Server, send_request: Callable[[Server], Any]
 ) -> None:
     context = json.loads(send_request(server))["traceparent"]
-    assert re.fullmatch(rf"00-{TRACE}-[0-9a-f]{{16}}-01", context)
+    assert re.fullmatch(rf"00-{TRACE_ID}-[0-9a-f]{{16}}-01", context)
     assert context != TRACEPARENT
 
 
 def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
     with server.http() as http:
         assert http.infer("boom", X, {"traceparent": TRACEPARENT}).status == 500
-    server.wait_log(f"trace={TRACE}")
-    assert re.search(rf"E .*inference of model 'boom' failed: .* trace={TRACE}", server.log())
-    assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE}", server.log())
+    server.wait_log(f"trace={TRACE_ID}")
+    assert re.search(rf"E .*inference of model 'boom' failed: .* trace={TRACE_ID}", server.log())
+    assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE_ID}", server.log())
 
 
 def test_errors_name_the_trace(server: Server) -> None:
@@ -229,7 +231,7 @@ def test_errors_name_the_trace(server: Server) -> None:
         for model, body in (("boom", X), ("one", wrong_body), ("nope", X)):
             refused_reply = http.infer(model, body, headers)
             assert refused_reply.status >= 400
-            assert refused_reply.headers["traceparent"].startswith(f"00-{TRACE}-")
+            assert refused_reply.headers["traceparent"].startswith(f"00-{TRACE_ID}-")
             assert "traceparent" not in http.infer(model, wrong_body, {"traceparent": "x"}).headers
         untraced = http.infer("boom", X)  # all requests are timed for the log of slow requests
         trace_id = untraced.headers["traceparent"].split("-")[1]
@@ -243,11 +245,11 @@ def test_errors_name_the_trace(server: Server) -> None:
             with pytest.raises(grpc.RpcError) as error_info:
                 call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
             metadata = dict(error_info.value.trailing_metadata())
-            assert metadata["traceparent"].startswith(f"00-{TRACE}-")
+            assert metadata["traceparent"].startswith(f"00-{TRACE_ID}-")
     with shmserve.client.connect(server.run_dir) as native:
         with pytest.raises(shmserve.client.ShmserveError) as error_info:
             native.infer("boom", X=ROW[0], traceparent=TRACEPARENT)
-        assert error_info.value.traceparent.startswith(f"00-{TRACE}-")
+        assert error_info.value.traceparent.startswith(f"00-{TRACE_ID}-")
         with pytest.raises(shmserve.client.ShmserveError) as error_info:
             native.infer("boom", X=ROW[0])
         assert error_info.value.traceparent == ""
@@ -333,7 +335,7 @@ def test_a_malformed_traceparent_is_refused(server: Server) -> None:
         client.infer("one", X=ROW, traceparent="nonsense")
 
 
-OFF = {
+DISABLED_SETTINGS = {
     "trace_level": ["OFF"],
     "trace_rate": "1",
     "trace_count": "-1",
@@ -354,7 +356,7 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
 
 
 def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
-    disabled_settings = {**OFF, "trace_file": str(tmp_path / "traces")}
+    disabled_settings = {**DISABLED_SETTINGS, "trace_file": str(tmp_path / "traces")}
     with httpclient.InferenceServerClient(tracing_server.url) as client:
         assert client.get_trace_settings() == disabled_settings
         changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "log_frequency": "3"}
@@ -587,7 +589,7 @@ PARTS = ("queue", "compute_input", "compute", "compute_output")
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
-def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
+def test_spans_are_exported_of_a_request_and_its_steps(
     server_and_collector: tuple[Server, Collector], protocol: str
 ) -> None:
     server, collected_spans = server_and_collector
@@ -610,7 +612,7 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
         assert {entry.parent_span_id for entry in order} == {spans["InferRequest"].span_id}
         ends = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
         assert ends[0][1] == ends[1][0] <= ends[1][1] <= ends[2][0] <= ends[2][1]
-    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
     root, ensemble_span, first_span, second_span = (
         spans[name] for name in ("InferRequest", "both", "one", "two")
     )
@@ -646,7 +648,9 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-        assert TRACE not in {span.trace_id.hex() for span in spans_of(collected_spans, 8).values()}
+        assert TRACE_ID not in {
+            span.trace_id.hex() for span in spans_of(collected_spans, 8).values()
+        }
 
 
 def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:

@@ -384,7 +384,7 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     assert worker.wait() == 0
 
 
-def test_a_device_that_is_not_there(worker: Worker) -> None:
+def test_a_missing_device(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     load_failed = worker.expect(m.LoadFailed)

@@ -20,7 +20,7 @@ from shmserve.supervisor.processes.children import Zygote
 from tests.support.servers import ROOT, run_python
 
 # Runs in its own process, because a process table adopts orphans and kills unknown processes.
-_CROWD = """
+_CROWD_PROGRAM = """
 import asyncio, logging, os, signal, sys
 from pathlib import Path
 from shmserve.supervisor.processes.children import ProcessTable
@@ -82,7 +82,7 @@ asyncio.run(main())
 """
 
 # The kernel assigns pids in increasing order and may reuse them: here it reuses the next ones.
-_RECYCLED = """
+_RECYCLED_PROGRAM = """
 import asyncio, os, sys
 from pathlib import Path
 from shmserve.ipc import processes
@@ -113,7 +113,7 @@ asyncio.run(main())
 
 # The active zygote is killed repeatedly, then the spare, then both. The last line of output is the
 # number of imports of the preloaded module.
-_KILLED = """
+_KILLED_PROGRAM = """
 import asyncio, os, sys
 from pathlib import Path
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -160,7 +160,7 @@ async def main():
 asyncio.run(main())
 """
 # Recursion deeper than one zygote's stack, but not as deep as those of many nested zygotes.
-_PRELOADED = """
+_PRELOADED_PROGRAM = """
 import sys
 from pathlib import Path
 with Path(__file__).with_name("imported").open("a") as file:
@@ -187,7 +187,7 @@ sys.exit(zygote.main(sys.argv[1:]))
 
 # The supervisor kills the process in between as soon as it has received the pid of the new one,
 # since the zygote has died.
-_ORPHANED = """
+_ORPHANED_PROGRAM = """
 import os, signal, socket, sys
 import msgpack
 from shmserve.ipc import processes
@@ -222,12 +222,12 @@ def wait_for_signal(start: bytes) -> None:
     signal.pause()
 
 
-def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
+def test_more_requests_than_a_zygotes_socket_buffers(tmp_path: object) -> None:
     """A server with hundreds of instances starts them all at once.
 
     If the load of one fails, processes that are no longer needed are ended.
     """
-    assert output(_CROWD, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
+    assert output(_CROWD_PROGRAM, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
 
 
 def test_a_process_that_ends_at_once() -> None:
@@ -235,22 +235,22 @@ def test_a_process_that_ends_at_once() -> None:
     assert output(_SHORT_LIVED) == "True exit status 0\n"
 
 
-def test_a_pid_that_others_remember_is_not_used_again(tmp_path: Path) -> None:
+def test_a_recently_used_pid_is_not_reused(tmp_path: Path) -> None:
     """A process with a recently used pid is ended at once, and the next process has another pid."""
-    assert output(_RECYCLED, f"{tmp_path}/run") == "True True\nTrue False\n"
+    assert output(_RECYCLED_PROGRAM, f"{tmp_path}/run") == "True True\nTrue False\n"
 
 
 def test_a_spare_zygote_takes_over(tmp_path: Path) -> None:
     """Works for each death of a zygote, and the spare has the imports of the first one."""
-    (tmp_path / "preloaded.py").write_text(_PRELOADED)
-    pids = output(_KILLED, f"{tmp_path}/run", str(tmp_path))
+    (tmp_path / "preloaded.py").write_text(_PRELOADED_PROGRAM)
+    pids = output(_KILLED_PROGRAM, f"{tmp_path}/run", str(tmp_path))
     assert pids == "x\nxx\n['exit status 0', 'exit status 0']\n"
     assert not (tmp_path / "run").exists()
 
 
 def test_a_process_whose_zygote_dies_runs_once_its_pid_is_sent() -> None:
     """The supervisor has adopted the process, and would treat its exit as a failed start."""
-    assert output(_ORPHANED) == "0\n"
+    assert output(_ORPHANED_PROGRAM) == "0\n"
 
 
 def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rate limiter between models of a real server (section 3.9)."""
+"""The rate limiter between models of a real server."""
 
 import re
 from collections.abc import Callable, Iterator

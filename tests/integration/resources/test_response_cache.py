@@ -14,10 +14,10 @@ from tests.support.servers import Server, Start, running
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 SIZE = 4 << 20
-LARGE = 100_000  # elements: 400 KB
+LARGE_COUNT = 100_000  # elements: 400 KB
 CACHED = "response_cache { enable: true }"
 # Adds the number of its executions, so that no two executions give the same output.
-COUNTING = """
+COUNTING_METHOD = """
 self.count = getattr(self, "count", 0) + 1
 return self.response(Y=self.input(request, "X") + np.float32(self.count))
 """
@@ -27,8 +27,8 @@ return self.response(Y=self.input(request, "X") + np.float32(self.count))
 def server(models: Path, start: Start) -> Server:
     for name in ("counting", "batched", "native", "regions", "other"):
         settings = CACHED + (" dynamic_batching {}" if name == "batched" else "")
-        add_model(models, name, COUNTING, settings=settings)
-    add_model(models, "plain", COUNTING)
+        add_model(models, name, COUNTING_METHOD, settings=settings)
+    add_model(models, "plain", COUNTING_METHOD)
     steps = [xy_step("plain", "IN", "mid"), xy_step("plain", "mid", "OUT")]
     add_ensemble(models, "pipeline", steps, settings=CACHED)
     flags = [f"--cache-config=local,size={SIZE}", "--metrics-config=summary_latencies=true"]
@@ -51,11 +51,11 @@ def stats(http: Http, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
-@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.parametrize("size", [3, LARGE_COUNT])
 def test_a_repeated_request_is_answered_from_the_cache(
     server: Server, http: Http, model: str, size: int
 ) -> None:
-    """Section 3.8: the response is the same, its id the new request's."""
+    """A cached response is the same except for its id, which is that of the new request."""
     array = np.arange(size, dtype=np.float32)
     statistics_before = stats(http, model)
     first_result = infer(server, model, array, request_id="one")
@@ -82,8 +82,7 @@ def test_other_parameters_are_another_request(server: Server) -> None:
 
 
 def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
-    """Section 3.8."""
-    for size in (3, LARGE):
+    for size in (3, LARGE_COUNT):
         array = np.ones(size, np.float32)
         first_output = infer(server, "pipeline", array).as_numpy("OUT")
         execution_count = stats(http, "plain")["execution_count"]
@@ -93,7 +92,7 @@ def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     assert stats(http, "pipeline")["inference_stats"]["cache_hit"]["count"] == 6
 
 
-def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path: Path) -> None:
+def test_a_reloaded_step_invalidates_cached_responses_of_its_ensemble(tmp_path: Path) -> None:
     """The step may itself be a step of an inner ensemble."""
     times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
     add_model(tmp_path, "plain", times.format(2))
@@ -112,7 +111,7 @@ def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path
         assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [1000] * 3
 
 
-def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -> None:
+def test_a_model_without_the_setting_is_not_cached(server: Server, http: Http) -> None:
     array = np.full(3, 9, np.float32)
     assert (
         infer(server, "plain", array).as_numpy("Y") != infer(server, "plain", array).as_numpy("Y")
@@ -120,7 +119,7 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
     assert stats(http, "plain")["inference_stats"]["cache_miss"]["count"] == 0
 
 
-def test_a_region_passes_the_cache_by(http: Http) -> None:
+def test_requests_with_regions_bypass_the_cache(http: Http) -> None:
     """A client may write to its region at any time, so the hashed bytes may differ from the
     executed ones.
     """
@@ -151,7 +150,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
         small_array = np.full(4, 5, np.float32)
         first_output, second_output = (client.infer("native", X=small_array)["Y"] for _ in range(2))
         assert (np.asarray(first_output) == np.asarray(second_output)).all()
-        large_array = np.full(LARGE, 5, np.float32)
+        large_array = np.full(LARGE_COUNT, 5, np.float32)
         first_output, second_output = (
             np.asarray(client.infer("native", X=large_array)["Y"]).copy() for _ in range(2)
         )
@@ -160,7 +159,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
 
 
 def test_only_models_with_a_cache_have_cache_metrics(server: Server) -> None:
-    """Section 4: hits, misses and their times, and no summary of whole requests."""
+    """Hits, misses and their times, and no summary of whole requests."""
     array = np.full(3, 11, np.float32)
     for _ in range(3):
         infer(server, "other", array)
@@ -193,9 +192,9 @@ def test_the_bound_is_the_servers(server: Server) -> None:
 def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:
     """Rule 3.8.1: the texts of a load."""
     server, repository = empty_server
-    add_model(repository, "sequence", COUNTING, settings=CACHED + " sequence_batching {}")
+    add_model(repository, "sequence", COUNTING_METHOD, settings=CACHED + " sequence_batching {}")
     decoupled = CACHED + " model_transaction_policy { decoupled: true }"
-    add_model(repository, "decoupled", COUNTING, settings=decoupled)
+    add_model(repository, "decoupled", COUNTING_METHOD, settings=decoupled)
     with server.http() as http:
         for name, property_name in (
             ("sequence", "sequence batching scheduler"),
@@ -208,11 +207,11 @@ def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Pa
             ) in error
 
 
-def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
+def test_a_cached_model_on_a_server_without_a_cache_serves(
     empty_server: tuple[Server, Path],
 ) -> None:
     server, repository = empty_server
-    add_model(repository, "alone", COUNTING, settings=CACHED)
+    add_model(repository, "alone", COUNTING_METHOD, settings=CACHED)
     server.load("alone")
     array = np.ones(2, np.float32)
     first_output, second_output = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))

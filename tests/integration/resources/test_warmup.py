@@ -1,4 +1,4 @@
-"""Warm-up of real models: what they have seen before the first client's request (section 3.9)."""
+"""Warm-up of real models: what they have seen before the first client's request."""
 
 import json
 import struct
@@ -46,7 +46,7 @@ class TritonPythonModel:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 _FP32 = '{ name: "X" data_type: TYPE_FP32 dims: [ -1 ] }'
-_SAMPLE = (
+_SAMPLE_FIELDS = (
     'model_warmup { name: "s" batch_size: %d count: %d '
     'inputs { key: "X" value { data_type: TYPE_FP32 dims: [ 3 ] %s } } }'
 )
@@ -78,7 +78,7 @@ def add(
     )
 
 
-_TYPED = """
+_TYPED_CONFIG = """
 model_warmup { name: "typed" batch_size: 1
   inputs { key: "X" value { data_type: TYPE_FP32 dims: [ 4 ] random_data: true } }
   inputs { key: "I" value { data_type: TYPE_INT8 dims: [ 2, 2 ] random_data: true } }
@@ -87,7 +87,7 @@ model_warmup { name: "typed" batch_size: 1
   inputs { key: "F" value { data_type: TYPE_STRING dims: [ 1 ] input_data_file: "texts" } }
 }
 """
-_TYPES = ", ".join(
+_TYPE_INPUTS = ", ".join(
     f'{{ name: "{name}" data_type: TYPE_{kind} dims: {dims} }}'
     for name, kind, dims in (
         ("X", "FP32", [-1]),
@@ -97,35 +97,37 @@ _TYPES = ", ".join(
         ("F", "STRING", [1]),
     )
 )
-_CONTROLLED = """
+_CONTROLLED_CONFIG = """
 sequence_batching { control_input [
   { name: "START" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] },
   { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } ] } ] }
 """
-_CONTROL = 'inputs { key: "READY" value { data_type: TYPE_INT32 dims: [ 1 ] random_data: true } } }'
+_CONTROL_INPUT = (
+    'inputs { key: "READY" value { data_type: TYPE_INT32 dims: [ 1 ] random_data: true } } }'
+)
 _DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    add(models, "zeros", _SAMPLE % (1, 0, "zero_data: true"))
-    add(models, "batched", _SAMPLE % (3, 2, "zero_data: true"))
-    add(models, "skipped", _SAMPLE % (0, 1, "zero_data: true"))
-    add(models, "plain", _SAMPLE % (1, 1, "random_data: true"), max_batch_size=0)
+    add(models, "zeros", _SAMPLE_FIELDS % (1, 0, "zero_data: true"))
+    add(models, "batched", _SAMPLE_FIELDS % (3, 2, "zero_data: true"))
+    add(models, "skipped", _SAMPLE_FIELDS % (0, 1, "zero_data: true"))
+    add(models, "plain", _SAMPLE_FIELDS % (1, 1, "random_data: true"), max_batch_size=0)
     add(
         models,
         "filed",
-        _SAMPLE % (1, 1, 'input_data_file: "values"'),
+        _SAMPLE_FIELDS % (1, 1, 'input_data_file: "values"'),
         values=np.arange(5, dtype=np.float32).tobytes(),  # more than is wanted
     )
-    add(models, "typed", _TYPED, _TYPES, texts=struct.pack("<I", 2) + b"hi")
+    add(models, "typed", _TYPED_CONFIG, _TYPE_INPUTS, texts=struct.pack("<I", 2) + b"hi")
     add(
         models,
         "controlled",
-        (_SAMPLE % (1, 1, "zero_data: true")).rstrip("} ") + " } } " + _CONTROL,
-        settings=_CONTROLLED,
+        (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).rstrip("} ") + " } } " + _CONTROL_INPUT,
+        settings=_CONTROLLED_CONFIG,
     )
-    add(models, "many", _SAMPLE % (2, 1, "zero_data: true"), settings=_DECOUPLED)
+    add(models, "many", _SAMPLE_FIELDS % (2, 1, "zero_data: true"), settings=_DECOUPLED)
     return start(models)
 
 
@@ -155,7 +157,7 @@ def test_zeros_once_where_no_count_is_given(server: Server) -> None:
     assert warmup_requests(server, "zeros") == [[ROW]]
 
 
-def test_a_batch_size_is_so_many_requests_of_one_in_one_execution(server: Server) -> None:
+def test_a_warmup_batch_is_executed_as_single_row_requests(server: Server) -> None:
     """Rule 3.9.4."""
     assert warmup_requests(server, "batched") == [[ROW] * 3] * 2
 
@@ -164,7 +166,7 @@ def test_a_batch_size_of_zero_is_skipped(server: Server) -> None:
     assert warmup_requests(server, "skipped") == []
 
 
-def test_without_batching_shapes_are_as_they_are_written(server: Server) -> None:
+def test_without_batching_shapes_are_used_unchanged(server: Server) -> None:
     ((request,),) = warmup_requests(server, "plain", inputs={"X": ("FP32", [1], [7.0])})
     shape, values = request["X"]
     assert shape == [3]
@@ -199,11 +201,11 @@ def test_sequence_controls_of_a_warmup_sample(server: Server) -> None:
     assert request["READY"][0] == [1, 1] and request["READY"][1] != ["1"]
 
 
-def test_decoupled_models_are_warmed_up_too(server: Server) -> None:
+def test_decoupled_models_are_warmed_up(server: Server) -> None:
     assert warmup_requests(server, "many") == [[ROW] * 2]
 
 
-def test_nothing_of_it_is_counted(server: Server) -> None:
+def test_warmup_requests_are_not_counted(server: Server) -> None:
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
         count_before = stats["execution_count"]
@@ -220,10 +222,14 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
     [
         (
             "broken",
-            _SAMPLE % (2, 1, "zero_data: true"),
+            _SAMPLE_FIELDS % (2, 1, "zero_data: true"),
             "failed to run warmup sample 's': not 1; failed to run warmup sample 's': not 1; ",
         ),
-        ("raising", _SAMPLE % (1, 1, "zero_data: true"), "failed to run warmup sample 's': "),
+        (
+            "raising",
+            _SAMPLE_FIELDS % (1, 1, "zero_data: true"),
+            "failed to run warmup sample 's': ",
+        ),
         (
             "missing",
             'model_warmup { name: "s" batch_size: 1 }',
@@ -231,28 +237,28 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
         ),
         (
             "short",
-            _SAMPLE % (1, 1, 'input_data_file: "values"'),
+            _SAMPLE_FIELDS % (1, 1, 'input_data_file: "values"'),
             "warmup setting expects 12 bytes, but the data provided from values only has 4 bytes",
         ),
-        ("absent", _SAMPLE % (1, 1, 'input_data_file: "nothing"'), "cannot read 'nothing'"),
+        ("absent", _SAMPLE_FIELDS % (1, 1, 'input_data_file: "nothing"'), "cannot read 'nothing'"),
         (
             "outside",
-            _SAMPLE % (1, 1, 'input_data_file: "../config.pbtxt"'),
+            _SAMPLE_FIELDS % (1, 1, 'input_data_file: "../config.pbtxt"'),
             "is not in the model's folder 'warmup'",
         ),
         (
             "variable",
-            (_SAMPLE % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ -1 ]"),
+            (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ -1 ]"),
             "warmup setting expects all variable-size dimensions are specified for input 'X'",
         ),
         (
             "huge",
-            (_SAMPLE % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ 1000000000000 ]"),
+            (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ 1000000000000 ]"),
             "warmup setting of input 'X' has dims [1000000000000], which are 4000000000000 bytes",
         ),
         (
             "nothing",
-            _SAMPLE % (1, 1, ""),
+            _SAMPLE_FIELDS % (1, 1, ""),
             "warmup setting expects input 'X' to have input_data_type set",
         ),
     ],
@@ -277,10 +283,10 @@ def test_a_sample_that_fails_fails_the_load(
             assert f"{where} {log_text}" in server.log()
 
 
-def test_an_instance_that_starts_again_is_warm_again(empty_server: tuple[Server, Path]) -> None:
+def test_a_restarted_instance_is_warmed_up(empty_server: tuple[Server, Path]) -> None:
     """Per instance: each process has seen the sample before it serves."""
     server, repository = empty_server
-    add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))
+    add(repository, "again", _SAMPLE_FIELDS % (1, 1, "zero_data: true"))
     server.load("again")
     assert warmup_requests(server, "again") == [[ROW]]
     victim = server.find_one("worker again.0")

@@ -32,11 +32,20 @@ from tests.simulation.lifecycle.versions import ObservedVersion
 from tests.simulation.world import World
 
 _FOLDER = Path("/simulated")
-_LOAD_LIMIT_S = 3
-_FLAGS = ("--model-repository=/", f"--load-timeout-secs={_LOAD_LIMIT_S}")
+_LOAD_LIMITS_S = 3, 60  # below and above the time after which a hang is reported
 _CONFIGS = {
-    scheduling: from_flags(parse([*_FLAGS, f"--ensemble-scheduling={scheduling}"]), {})
+    (scheduling, limit_s): from_flags(
+        parse(
+            [
+                "--model-repository=/",
+                f"--load-timeout-secs={limit_s}",
+                f"--ensemble-scheduling={scheduling}",
+            ]
+        ),
+        {},
+    )
     for scheduling in ("hosted", "separate")
+    for limit_s in _LOAD_LIMITS_S
 }
 
 
@@ -83,7 +92,8 @@ class SimulatedExecutor(LifecycleExecutor):
     def _context(self, hosted: bool) -> SupervisorContext:
         fake: Any = self.processes
         programs: Any = NoPrograms()
-        config = _CONFIGS["hosted" if hosted else "separate"]
+        limit_s = self.world.random.choice(_LOAD_LIMITS_S)
+        config = _CONFIGS["hosted" if hosted else "separate", limit_s]
         logging = LogControl(fake, LogSettings())
         return SupervisorContext(
             config=config,
@@ -131,10 +141,10 @@ class SimulatedExecutor(LifecycleExecutor):
                 return version
         return None
 
-    def place_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
+    def instance_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
         """Return the version and the instance of a worker that is being started."""
         version = next(each for each in self.alive if each.scheduler.number == start.number)
-        return version, next(each for each in version.memory_ranges if each.index == start.index)
+        return version, next(each for each in version.all_instances if each.index == start.index)
 
     def _does(self, *words: Any) -> None:
         self.actions += 1

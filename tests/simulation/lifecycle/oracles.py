@@ -102,7 +102,7 @@ class LifecycleOracles:
         """Raise Violation if the last event broke a rule."""
         for model in list(self._executor.registry.models.values()):
             self._check_statuses(model)
-        self._check_places()
+        self._check_instances()
         if self._problems:
             raise Violation(self._problems[0])
         self._looks = 0
@@ -296,8 +296,8 @@ class LifecycleOracles:
             return False
         if not version.spec.steps:
             return any(
-                memory_range.alive and memory_range.state is InstanceState.READY
-                for memory_range in version.memory_ranges
+                instance.alive and instance.state is InstanceState.READY
+                for instance in version.all_instances
             )
         return all(self._step_could_serve(step.name, depth) for step in version.spec.steps)
 
@@ -338,21 +338,21 @@ class LifecycleOracles:
 
     # --- processes
 
-    def _check_places(self) -> None:
+    def _check_instances(self) -> None:
         """Check that each worker belongs to one instance, unless it is about to exit, and that
         each ready instance has a process.
         """
-        memory_ranges = Counter(
-            memory_range.child
+        instance_counts = Counter(
+            instance.child
             for version in self._executor.alive
-            for memory_range in version.memory_ranges
-            if memory_range.alive
+            for instance in version.all_instances
+            if instance.alive
         )
         for child in self._executor.processes.workers:
             if child.version not in self._executor.alive:
                 continue  # the worker started after its version had ended, and exits next
-            if memory_ranges[child] != 1 and child.entered and not child.to_end:
-                self.broke(f"7: {child} is in {memory_ranges[child]} places")
+            if instance_counts[child] != 1 and child.entered and not child.to_end:
+                self.broke(f"7: {child} belongs to {instance_counts[child]} instances")
 
     # --- shutdown
 
@@ -372,6 +372,8 @@ class LifecycleOracles:
             self._check_last(model)
         for version in serving:
             self._check_shapes(version)
+            if not (version.ready or version.problem):
+                self.broke(f"6: {version} is neither ready nor failed")
         self._check_known(serving)
         self._check_processes(serving)
         used = {version.spec.model_dir for version in serving}
@@ -384,10 +386,10 @@ class LifecycleOracles:
         """Check that only serving versions have processes."""
         processes = self._executor.processes
         workers = {
-            memory_range.child
+            instance.child
             for version in serving
-            for memory_range in version.memory_ranges
-            if memory_range.alive
+            for instance in version.all_instances
+            if instance.alive
         }
         if workers != set(processes.workers):
             self.broke(f"7: {processes.workers} run, and {workers} serve")
@@ -395,9 +397,9 @@ class LifecycleOracles:
         if hosts != set(processes.hosts):
             self.broke(f"7: {processes.hosts} run, and {hosts} serve")
         for version in serving:
-            for memory_range in version.memory_ranges:
-                child: Any = memory_range.child
-                if child is not None and not version.knows(memory_range.index, child):
+            for instance in version.all_instances:
+                child: Any = instance.child
+                if child is not None and not version.knows(instance.index, child):
                     self.broke(f"12: {version} and {child} do not know one another")
 
     def _check_last(self, model: ModelEntry) -> None:
@@ -412,8 +414,8 @@ class LifecycleOracles:
 
     def _check_shapes(self, version: ObservedVersion) -> None:
         if not version.spec.steps:
-            if len(version.memory_ranges) not in counts_of(version.config):
-                self.broke(f"8: {version} has {len(version.memory_ranges)} instances")
+            if len(version.all_instances) not in counts_of(version.config):
+                self.broke(f"8: {version} has {len(version.all_instances)} instances")
         elif version.steps_known() != version.shapes:
             self.broke(f"5: {version} knows its steps as they were")
 

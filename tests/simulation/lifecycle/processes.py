@@ -46,7 +46,7 @@ class SimulatedChild(Child):
         super().__init__(pid, title, processes.executor.loop.create_future())
         self.version, self.fate = version, fate
         self.offered_at = ""  # the endpoint of the scheduler to which the worker was offered
-        self.memory_range: Instance | None = None  # the instance that the worker was started for
+        self.instance: Instance | None = None  # the instance that the worker was started for
         self.to_end = self.entered = False
         self.busy_until_ns = 0
         self.expected: dict[tuple[int, int], int] = {}
@@ -65,7 +65,7 @@ class SimulatedProcesses:
     """Fakes of the zygotes and the control socket, in virtual time.
 
     `alive` contains the processes that have not exited. Processes of `doomed` versions fail to
-    load.
+    load. `fates` determines the fate of workers, by model name or by instance.
     """
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
@@ -75,6 +75,7 @@ class SimulatedProcesses:
         self.acknowledgements = executor.audience.acknowledgements
         self.alive: dict[int, SimulatedChild] = {}
         self.doomed: set[ObservedVersion] = set()
+        self.fates: dict[str | Instance, str] = {}
         self._starts = Starts(executor.loop.time, executor.oracles.broke)
         self._handlers: dict[Address, Callable[[Any], None]] = {}
         self._early: dict[Address, list[Any]] = {}
@@ -91,18 +92,18 @@ class SimulatedProcesses:
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         """Start a process, which connects later, and sometimes too late."""
-        world, version, memory_range = self.world, None, None
+        world, version, instance = self.world, None, None
         if "workers" in entry:
-            version, memory_range = self.executor.place_of(decode_start(WorkerStart, start))
-            self._starts.begin(memory_range)
+            version, instance = self.executor.instance_of(decode_start(WorkerStart, start))
+            self._starts.begin(instance)
         await self._pause()
         if world.chance(0.01):
             world.note("cannot be started", title)
-            self._starts.ended(memory_range)
+            self._starts.ended(instance)
             raise Unavailable("no process could be started")
-        fate = "broken" if version in self.doomed else world.random.choice(_FATES)
+        fate = self._draw_fate(version, instance)
         child = SimulatedChild(self, title, version, fate)
-        child.memory_range = memory_range
+        child.instance = instance
         self.alive[child.pid] = child
         world.note("started", child, fate)
         if world.chance(0.02):
@@ -111,6 +112,14 @@ class SimulatedProcesses:
         world.after(draw_lag(world), self._deliver, child.pid, first)
         world.after(0, self._entered, child)
         return child
+
+    def _draw_fate(self, version: ObservedVersion | None, instance: Instance | None) -> str:
+        fate = self.world.random.choice(_FATES)
+        if version is None or instance is None:
+            return fate
+        if version in self.doomed:
+            return "broken"
+        return self.fates.get(instance) or self.fates.pop(version.spec.name, fate)
 
     @staticmethod
     def _entered(child: SimulatedChild) -> None:
@@ -126,7 +135,7 @@ class SimulatedProcesses:
             return
         self.world.note("ends", child, reason)
         del self.alive[child.pid]
-        self._starts.ended(child.memory_range)
+        self._starts.ended(child.instance)
         for address in [handler for handler in self._handlers if pid_of(handler) == child.pid]:
             self.withdraw(address)
         child.exited.set_result(reason)
@@ -170,7 +179,7 @@ class SimulatedProcesses:
         if handler is not None:
             self.world.note("says", address, message)
             if isinstance(message, m.InstanceLoaded):
-                self._starts.ready(self.alive[pid_of(address)].memory_range)
+                self._starts.ready(self.alive[pid_of(address)].instance)
             handler(message)
         elif address == pid_of(address):
             self._early.setdefault(address, []).append(message)
@@ -206,7 +215,7 @@ class SimulatedProcesses:
                 if self.world.chance(0.2):  # a delay longer than the start of a scheduler
                     late = self.world.between(300 * MS, 2 * SECOND)
                 if child.fate in ("loads", "dies"):
-                    self.world.after(late, self._deliver, child.pid, m.InstanceLoaded(0.0))
+                    self.world.after(late, self._deliver, child.pid, m.InstanceLoaded())
                 else:
                     self._fail(child)
                 if child.fate == "dies":

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from shmserve.supervisor.models.instances import Instance
 from tests.simulation.lifecycle.executor import SimulatedExecutor
 from tests.simulation.lifecycle.loop import SimulatedLoop
-from tests.simulation.lifecycle.repository import ENSEMBLES
-from tests.simulation.world import MS, SECOND, TRACED, World
+from tests.simulation.lifecycle.repository import ENSEMBLES, MAX_INSTANCES
+from tests.simulation.world import MS, SECOND, TRACED_EVENTS, World
 
 _DRAWN_NS = 6 * SECOND
 _LATE_NS = 38 * SECOND, 100 * SECOND
@@ -16,7 +18,7 @@ _QUIET_NS = 300 * SECOND
 class LifecycleRun:
     """A run of one seed with this number of requested orders."""
 
-    def __init__(self, seed: int, orders: int = 40, traced: int = TRACED) -> None:
+    def __init__(self, seed: int, orders: int = 40, traced: int = TRACED_EVENTS) -> None:
         self.seed = seed
         self.world = World(seed, traced)
         self.executor: SimulatedExecutor
@@ -46,6 +48,7 @@ class LifecycleRun:
         self._draw(self._death, self._random.randint(0, 20))
         self._draw(self._gateway, self._random.randint(0, 8))
         self._draw(self.executor.resize, self._random.randint(0, 20))
+        self._draw(self._impede_update, self._random.randint(0, 8))
         for _ in range(self._random.randint(0, 4)):  # late deaths: the processes have run for long
             world.after(world.between(*_LATE_NS), self._death)
         world.run(world.now_ns + _DRAWN_NS, self._checked)
@@ -98,6 +101,48 @@ class LifecycleRun:
                 call()
             else:
                 self.executor.on_answer.setdefault(order, []).append(call)
+
+    def _impede_update(self) -> None:
+        """Change the instances of a model while some are restarted, or while an added one hangs."""
+        executor, world = self.executor, self.world
+        idle_models = {m.name for m in executor.registry.models.values() if not m.orders}
+        versions = [
+            version
+            for version in executor.alive
+            if version.ready and not version.spec.steps and version.spec.name in idle_models
+        ]
+        if not versions:
+            return
+        version = self._random.choice(versions)
+        name, instances = version.spec.name, version.all_instances[:]
+        impediment = self._random.choice(("hang", "failure", "restart"))
+        if impediment == "restart" and len(instances) > 1:
+            self._end_workers(instances[-1:], "dies")
+            delay_ns = world.between(50 * MS, 2 * SECOND)
+            world.after(delay_ns, self._resize, name, len(instances) - 1)
+        elif impediment != "restart":
+            executor.processes.fates[name] = "hangs"
+            self._resize(name, min(len(instances) + 1, MAX_INSTANCES))
+            if impediment == "failure":
+                self._end_workers(instances, "broken")
+            else:
+                world.after(world.between(MS, 2 * SECOND), self._unload, name)
+
+    def _end_workers(self, instances: list[Instance], fate: str) -> None:
+        """End the workers of instances; `fate` is what happens to their later workers."""
+        processes = self.executor.processes
+        for instance in instances:
+            processes.fates[instance] = fate
+            child: Any = instance.child
+            if child is not None:
+                processes.die(child, "signal 11")
+
+    def _unload(self, name: str) -> None:
+        self.executor.lifecycle.unload(name)
+
+    def _resize(self, name: str, count: int) -> None:
+        self.executor.repository.counts[name] = count
+        self.executor.lifecycle.load(name)
 
     def _death(self) -> None:
         processes = self.executor.processes

@@ -29,27 +29,27 @@ class Starts:
         self._complain = complain
         self._rows: dict[Instance | None, _Row] = {}
 
-    def begin(self, memory_range: Instance) -> None:
-        row = self._rows.get(memory_range)
+    def begin(self, instance: Instance) -> None:
+        row = self._rows.get(instance)
         if row is None:
-            self._rows[memory_range] = _Row()
+            self._rows[instance] = _Row()
             return
         early_s = row.ended_at + _PAUSES_S[min(row.deaths, len(_PAUSES_S)) - 1] - self._clock()
         if row.failed >= _MAX_FAILED:
-            self._complain(f"11: {memory_range} starts after {row.failed} that did not load")
+            self._complain(f"11: {instance} starts after {row.failed} that did not load")
         elif early_s > _ROUNDED_S:
-            self._complain(f"11: {memory_range} starts {early_s:.3f} s too early")
+            self._complain(f"11: {instance} starts {early_s:.3f} s too early")
         row.ready_at = None
 
-    def ready(self, memory_range: Instance | None) -> None:
-        if memory_range in self._rows:
-            self._rows[memory_range].ready_at = self._clock()
-            self._rows[memory_range].failed = 0
+    def ready(self, instance: Instance | None) -> None:
+        if instance in self._rows:
+            self._rows[instance].ready_at = self._clock()
+            self._rows[instance].failed = 0
 
-    def ended(self, memory_range: Instance | None) -> None:
-        if memory_range not in self._rows:
+    def ended(self, instance: Instance | None) -> None:
+        if instance not in self._rows:
             return
-        row, now = self._rows[memory_range], self._clock()
+        row, now = self._rows[instance], self._clock()
         healthy = row.ready_at is not None and now - row.ready_at > _HEALTHY_S
         row.deaths = 1 if healthy else row.deaths + 1
         row.failed += row.ready_at is None

@@ -59,13 +59,13 @@ class ObservedVersion(ModelVersion):
         ]
 
     @property
-    def memory_ranges(self) -> list[Instance]:
+    def all_instances(self) -> list[Instance]:
         return self.instances._instances
 
     @property
     def active_count(self) -> int:
         """Return the number of instances that do not retire."""
-        return sum(memory_range.state not in _LEAVING for memory_range in self.memory_ranges)
+        return sum(instance.state not in _LEAVING for instance in self.all_instances)
 
     def knows(self, index: int, child: SimulatedChild) -> bool:
         """Check whether the scheduler expects a process that has attached to it."""

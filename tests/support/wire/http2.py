@@ -15,7 +15,7 @@ DATA, HEADERS, PRIORITY, RESET, SETTINGS = range(5)
 PING, GO_AWAY, WINDOW, CONTINUATION = range(6, 10)
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
-_AHEAD = 65536
+_MAX_AHEAD = 65536
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -24,7 +24,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def window(stream: int, increment: int) -> bytes:
-    """Return a WINDOW_UPDATE frame of `more` bytes."""
+    """Return a WINDOW_UPDATE frame of `increment` bytes."""
     return frame(WINDOW, 0, stream, struct.pack(">I", increment))
 
 
@@ -52,7 +52,7 @@ def message(data: bytes) -> bytes:
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
-OPENED = PREFACE + frame(SETTINGS, 0, 0)
+CLIENT_OPENING = PREFACE + frame(SETTINGS, 0, 0)
 
 
 @contextlib.contextmanager
@@ -85,9 +85,9 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
 def _flood(
     sock: socket.socket, make: Callable[[int], bytes], has_finished: threading.Event
 ) -> None:
-    ahead, behind, stream = bytearray(OPENED), b"", 1
+    ahead, behind, stream = bytearray(CLIENT_OPENING), b"", 1
     while not has_finished.is_set():
-        while len(ahead) < _AHEAD:
+        while len(ahead) < _MAX_AHEAD:
             ahead += make(stream)
             stream += 2
         readable, writable, _ = select.select([sock], [sock], [], 0.1)

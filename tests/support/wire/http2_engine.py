@@ -21,20 +21,20 @@ from shmserve.gateway.http2.incoming import (
 from shmserve.gateway.http2.outgoing import Stream
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     PING,
     RESET,
     frame,
     post,
 )
 
-_LATER = 1001  # the number of a stream that no test case uses
-_SIGN = b"stillon?"
+_PROBE_STREAM = 1001  # the number of a stream that no test case uses
+_SIGN_BYTES = b"stillon?"
 
 
 class Frame(NamedTuple):
@@ -146,14 +146,14 @@ class Engine:
 
     def check_goes_on(self) -> None:
         """Check that the connection still works: it answers a ping and serves a request."""
-        request = frame(HEADERS, END_HEADERS, _LATER, post("/later"))
-        data = frame(DATA, END_STREAM, _LATER, b"later")
-        self.take(frame(PING, 0, 0, _SIGN) + request + data)
+        request = frame(HEADERS, END_HEADERS, _PROBE_STREAM, post("/later"))
+        data = frame(DATA, END_STREAM, _PROBE_STREAM, b"later")
+        self.take(frame(PING, 0, 0, _SIGN_BYTES) + request + data)
         assert self.gone is None
-        assert Frame(PING, ACK, 0, _SIGN) in self.sent
-        assert self.requests[_LATER].data == b"later"
-        assert self.requests[_LATER].ended
-        assert dict(self.requests[_LATER].fields)[b":path"] == b"/later"
+        assert Frame(PING, ACK, 0, _SIGN_BYTES) in self.sent
+        assert self.requests[_PROBE_STREAM].data == b"later"
+        assert self.requests[_PROBE_STREAM].ended
+        assert dict(self.requests[_PROBE_STREAM].fields)[b":path"] == b"/later"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Case:
     ends: tuple[FaultCode, ...] = ()
     resets: tuple[tuple[int, FaultCode], ...] = ()
     served: tuple[tuple[int, bytes], ...] = ()
-    before: bytes = OPENED
+    before: bytes = CLIENT_OPENING
 
     def __str__(self) -> str:
         return f"{self.section} {self.title}"

@@ -28,7 +28,7 @@ _NUMPY = {
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
 }
-_OURS = re.compile(
+_INTERNALS = re.compile(
     # A client that loads a model may see the name of the model's own file.
     rb"Traceback|memfd|/dev/shm|/proc/|/run/|/tmp/|ipc://|site-packages|(?<!\bmodel)\.py\b"
     rb"| object at 0x|\bpid "
@@ -38,7 +38,7 @@ _DATATYPE = {dtype: name for name, dtype in _NUMPY.items()}
 
 @dataclass(frozen=True)
 class Reply:
-    """A complete response. Its error must not contain internal details of the server (R7)."""
+    """A complete response. Its error must not contain internal details of the server."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -46,7 +46,7 @@ class Reply:
 
     def __post_init__(self) -> None:
         if self.status != 200:
-            assert _OURS.search(self.body) is None, self.body
+            assert _INTERNALS.search(self.body) is None, self.body
 
     def json(self) -> Any:
         """Return the body, which must be JSON."""

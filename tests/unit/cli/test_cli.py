@@ -12,7 +12,7 @@ from shmserve.cli import check, client
 from shmserve.supervisor.supervisor import Supervisor
 
 
-def test_ctrl_c_before_anything_listens_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_start_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_interrupt(_: object) -> int:
         raise KeyboardInterrupt
 

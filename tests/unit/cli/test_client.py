@@ -41,7 +41,7 @@ def decode_raw(datatype: str, shape: list[int], raw: bytes) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shape", "value", "sent"),
+    ("shape", "value", "expected_shape"),
     [
         ((-1, 2), [1, 2], [1, 2]),
         ((-1, 2), [[1, 2], [3, 4]], [2, 2]),
@@ -58,9 +58,9 @@ def decode_raw(datatype: str, shape: list[int], raw: bytes) -> Any:
     ],
 )
 def test_a_missing_batch_dimension_is_added(
-    shape: tuple[int, ...], value: Any, sent: list[int]
+    shape: tuple[int, ...], value: Any, expected_shape: list[int]
 ) -> None:
-    assert encode(tensor("INT32", *shape), value)[0] == sent
+    assert encode(tensor("INT32", *shape), value)[0] == expected_shape
 
 
 @pytest.mark.parametrize("datatype", [name for name in ITEM_SIZE if name != "BYTES"])
@@ -221,10 +221,10 @@ def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
         "outputs": [{"name": "Y", "datatype": "INT32", "shape": [1, 2], "data": [[1, -2]]}],
     }
     size = {"binary_data_size": 8}
-    sent = {"name": "X", "datatype": "INT32", "shape": [1, 2], "parameters": size}
+    expected_input = {"name": "X", "datatype": "INT32", "shape": [1, 2], "parameters": size}
     ((path, request),) = server.requests  # type: ignore[attr-defined]
     assert path == "/v2/models/m/infer"
-    assert request == {"inputs": [sent], "parameters": {"binary_data_output": True}}
+    assert request == {"inputs": [expected_input], "parameters": {"binary_data_output": True}}
 
 
 def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
 
 
-def test_the_states_of_models_are_the_remedy_for_one_that_is_not_ready(
+def test_an_error_for_an_unready_model_lists_the_states(
     server: HTTPServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert client.run(["ready", "m", url(server)]) == 1
@@ -300,7 +300,7 @@ def test_the_states_of_models_are_the_remedy_for_one_that_is_not_ready(
         (["m", "--nothing"], 2, "--input"),
     ],
 )
-def test_each_problem_is_one_line(
+def test_each_error_is_one_line(
     server: HTTPServer,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],

@@ -24,7 +24,7 @@ def test_a_page_is_printed(topic: str, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("# ")
 
 
-def test_without_a_topic_there_are_the_contents(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_topic_the_contents_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["guide"]) == 0
     captured = capsys.readouterr().out
     for page in (FOLDER / "guide").glob("*.md"):
@@ -110,7 +110,7 @@ def test_an_unknown_topic_gets_a_pointer_to_the_list(capsys: pytest.CaptureFixtu
         assert capsys.readouterr().err.endswith(message)
 
 
-FINDS = {
+BEST_PAGES = {
     **dict.fromkeys(("FastAPI", "Flask"), "web"),
     **dict.fromkeys(("Docker", "Jetson", "systemd", "uninstall", "upgrade"), "deployment"),
     **dict.fromkeys(("kubernetes", "zero downtime", "install", "rotation"), "deployment"),
@@ -146,11 +146,13 @@ FINDS = {
 }
 
 
-@pytest.mark.parametrize("words", FINDS)
-def test_a_search_lists_the_best_page_early(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["guide", "--search", words]) == 0
+@pytest.mark.parametrize("search_words", BEST_PAGES)
+def test_a_search_lists_the_best_page_early(
+    search_words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["guide", "--search", search_words]) == 0
     page_names = re.findall(r"^shmserve guide (\S+)", capsys.readouterr().out, re.MULTILINE)
-    assert FINDS[words] in page_names[:3]
+    assert BEST_PAGES[search_words] in page_names[:3]
 
 
 def test_a_comment_of_a_code_block_is_not_a_section(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,11 +161,11 @@ def test_a_comment_of_a_code_block_is_not_a_section(capsys: pytest.CaptureFixtur
     assert "shmserve guide tune   slow, p99 within" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["out of memory"], ["out", "of", "memory"]])
+@pytest.mark.parametrize("search_words", [["out of memory"], ["out", "of", "memory"]])
 def test_words_may_be_one_argument_or_several(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+    search_words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["guide", "--search", *words]) == 0
+    assert cli.main(["guide", "--search", *search_words]) == 0
     assert capsys.readouterr().out.startswith("shmserve guide troubleshooting ")
 
 

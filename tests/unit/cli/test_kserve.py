@@ -50,9 +50,9 @@ def test_the_manifest_is_valid_for_the_api(manifest: dict[str, Any]) -> None:
 def test_the_schema_refuses(
     manifest: dict[str, Any], corrupt: Callable[[dict[str, Any]], object]
 ) -> None:
-    spoilt = copy.deepcopy(manifest)
-    corrupt(spoilt)
-    assert not jsonschema_rs.validator_for(SCHEMA).is_valid(spoilt)
+    corrupted = copy.deepcopy(manifest)
+    corrupt(corrupted)
+    assert not jsonschema_rs.validator_for(SCHEMA).is_valid(corrupted)
 
 
 def test_the_image_is_named(capsys: pytest.CaptureFixture[str], manifest: dict[str, Any]) -> None:

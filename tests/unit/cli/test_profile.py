@@ -12,7 +12,7 @@ PHASES = {"schedule": 0.1, "gather": 0.1, "draft": 0.0, "forward": 1.6, "sample"
 PROFILE = profile.Profile(2.0, 100, 400, 400, PHASES, [180.0, 220.0])
 
 
-def test_a_step_is_shared_out_among_its_phases() -> None:
+def test_step_time_is_divided_among_phases() -> None:
     title, _, *rows = profile.table("m", PROFILE).splitlines()
     assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in title
     shown_phases = {row.split()[0]: row.split()[1:3] for row in rows}
@@ -21,7 +21,7 @@ def test_a_step_is_shared_out_among_its_phases() -> None:
     assert shown_phases["text"] == ["4.000", "20.0%"]
 
 
-def test_no_step_is_no_mistake() -> None:
+def test_a_profile_without_steps_is_valid() -> None:
     empty_profile = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
     table = profile.table("m", empty_profile)
     assert "m: 0 steps in 1.0 s: the model generated nothing" in table
@@ -34,7 +34,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_missing_server_is_named() -> None:
     request = argparse.Namespace(
         model="m", seconds=1.0, metrics_url="http://127.0.0.1:9/metrics", token="", plot=None
     )

@@ -49,7 +49,7 @@ def test_systemd_analyze_accepts_the_units(image: Path) -> None:
 
 
 @pytest.mark.parametrize("service", systemd.SERVICES)
-def test_a_service_is_exposed_by_no_more_than_it_needs(image: Path, service: str) -> None:
+def test_a_service_passes_the_security_analysis_of_systemd(image: Path, service: str) -> None:
     """1.5 of 10, by systemd's own count."""
     unit = image / SYSTEM / service
     run_tool("systemd-analyze", "security", "--offline=true", "--threshold=15", unit)
@@ -89,7 +89,7 @@ def test_the_units_of_a_user(
     assert list_files(home_folder) == set()
 
 
-def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
+def test_written_flags_are_valid(tmp_path: Path) -> None:
     assert run("install", tmp_path) == 0
     options = command_line.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
     assert options.values == {"shm-group": "shmclients"}
@@ -141,17 +141,17 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_remove_keeps_only_files_that_other_programs_wrote(
     image: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wants = image / SYSTEM / "multi-user.target.wants"
-    wants.mkdir()
+    wants_folder = image / SYSTEM / "multi-user.target.wants"
+    wants_folder.mkdir()
     for name in ("shmserve.service", "shmserve@blue.service", "other.service"):
-        (wants / name).symlink_to(f"/etc/systemd/system/{name}")
+        (wants_folder / name).symlink_to(f"/etc/systemd/system/{name}")
     (image / "var/lib/shmserve/models").mkdir(parents=True)
-    changed = image / SYSTEM / "shmserve.socket"
-    changed.write_text(changed.read_text().replace(":8000", ":80"))
+    changed_unit = image / SYSTEM / "shmserve.socket"
+    changed_unit.write_text(changed_unit.read_text().replace(":8000", ":80"))
     flags = image / "etc/shmserve/shmserve.yaml"
     flags.write_text("[no YAML")  # nothing that stands there has to be right for it to go
     assert run("remove", image, "--dry-run") == 1
-    assert (wants / "shmserve.service").is_symlink()
+    assert (wants_folder / "shmserve.service").is_symlink()
     assert run("remove", image) == 1
     other_files = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
     kept_files = {f"{SYSTEM}/shmserve.socket", str(flags.relative_to(image))}
@@ -173,7 +173,7 @@ def test_remove_keeps_only_files_that_other_programs_wrote(
         ("lib/other", "notify\nExecReload="),
     ],
 )
-def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, type_: str) -> None:
+def test_systemd_waits_for_a_reload_if_supported(tmp_path: Path, library: str, type_: str) -> None:
     file = tmp_path / "usr" / library
     file.parent.mkdir(parents=True)
     file.touch()
@@ -203,10 +203,10 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
     for verb, *arguments in (("show",), ("install", "--dry-run")):
         arguments = [*arguments, f"--root={tmp_path}", "--program=/tmp/venv/bin/shmserve"]
         assert cli.main(["systemd", verb, *arguments]) == 0
-        printed = capsys.readouterr()
-        assert "shmserve.service: the server\n" in printed.out
-        assert "warning: --program: the units cannot read '/tmp/venv/bin/" in printed.err
-        assert "python3 -m venv /opt/shmserve" in printed.err
+        captured = capsys.readouterr()
+        assert "shmserve.service: the server\n" in captured.out
+        assert "warning: --program: the units cannot read '/tmp/venv/bin/" in captured.err
+        assert "python3 -m venv /opt/shmserve" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,6 @@ def test_impossible_options_are_rejected(
     assert expected_error in capsys.readouterr().err
 
 
-def test_words_mean_themselves_to_systemd() -> None:
+def test_special_characters_are_escaped_for_systemd() -> None:
     assert systemd.quote("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
     assert systemd.quote('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'

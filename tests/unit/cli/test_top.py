@@ -22,7 +22,13 @@ SERVER = {
     "arena_used": 0,
     "arena_size": 2**30,
 }
-ENDED = {"event": "ProcessEnded", "time": 0, "pid": 7, "title": "worker quick.0", "reason": "oops"}
+ENDED_EVENT = {
+    "event": "ProcessEnded",
+    "time": 0,
+    "pid": 7,
+    "title": "worker quick.0",
+    "reason": "oops",
+}
 
 
 def render(top: Top, width: int = 80, height: int = 24) -> list[str]:
@@ -34,17 +40,17 @@ def render(top: Top, width: int = 80, height: int = 24) -> list[str]:
 def build_top(**models: dict[str, Any]) -> Top:
     top = Top()
     rows = {f"{name}/1": {"state": "READY", **row} for name, row in models.items()}
-    top.update({"whole": True, "server": SERVER, "models": rows, "events": [ENDED]})
+    top.update({"whole": True, "server": SERVER, "models": rows, "events": [ENDED_EVENT]})
     return top
 
 
 def example_top() -> Top:
     """Return three serving models, one of which fails requests, and a model that is not loaded."""
     _, quick_row = build_rows(report(0), report(50))
-    _, failing = build_rows(report(0), report(10, fail=10, workers_lost=1))
-    _, idle = build_rows(report(0), report(0))
-    broken = {"state": "UNAVAILABLE", "reason": "no file", "hurts": 9000, "because": "no file"}
-    return build_top(quick=quick_row, failing=failing, idle=idle, broken=broken)
+    _, failing_row = build_rows(report(0), report(10, fail=10, workers_lost=1))
+    _, idle_row = build_rows(report(0), report(0))
+    broken_row = {"state": "UNAVAILABLE", "reason": "no file", "hurts": 9000, "because": "no file"}
+    return build_top(quick=quick_row, failing=failing_row, idle=idle_row, broken=broken_row)
 
 
 def model_names(top: Top) -> list[str]:
@@ -64,13 +70,13 @@ def test_models_with_problems_are_first() -> None:
 @pytest.mark.parametrize(
     ("key", "first_name"), [("n", "broken"), ("r", "quick"), ("f", "failing"), ("h", "broken")]
 )
-def test_a_letter_sorts(key: str, first_name: str) -> None:
+def test_letter_keys_sort_the_table(key: str, first_name: str) -> None:
     top = example_top()
     top.key(key)
     assert model_names(top)[0] == first_name
 
 
-def test_arrows_choose_and_enter_opens() -> None:
+def test_arrow_keys_select_and_enter_opens() -> None:
     top = example_top()
     render(top)
     top.key("\x1b[A")

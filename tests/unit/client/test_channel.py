@@ -45,15 +45,15 @@ def listener(tmp_path: Path) -> Iterator[None]:
     """Yield a server without models that admits one program and sends nothing more."""
     (tmp_path / "guests").mkdir(exist_ok=True)
     (tmp_path / "guests" / "door").unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
-        entrance.bind(str(tmp_path / "guests" / "door"))
-        entrance.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server_socket:
+        server_socket.bind(str(tmp_path / "guests" / "door"))
+        server_socket.listen()
 
         def welcome() -> None:
-            connections.append(entrance.accept()[0])
+            connections.append(server_socket.accept()[0])
             connections[0].recv(4096)
-            hello = [Welcome(1, "token"), HealthChanged(True, True, False)]
-            connections[0].send(frames.pack(hello))
+            greeting = [Welcome(1, "token"), HealthChanged(True, True, False)]
+            connections[0].send(frames.pack(greeting))
 
         connections: list[socket.socket] = []
         server = threading.Thread(target=welcome)
@@ -127,18 +127,18 @@ def test_a_submission_during_close_fails_with_disconnected(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiter = ThreadChannel(connection)
-    closing = threading.Thread(target=waiter.close)
+    closing_thread = threading.Thread(target=waiter.close)
     connect = waiter.channel._links.connect
 
     def connect_while_closing(endpoint: str) -> Any:
-        closing.start()
+        closing_thread.start()
         if not waiter.lock.locked():
-            closing.join()
+            closing_thread.join()
         return connect(endpoint)
 
     monkeypatch.setattr(waiter.channel._links, "connect", connect_while_closing)
     pending = waiter.submit(build_request(connection))
-    closing.join()
+    closing_thread.join()
     with pytest.raises(Disconnected):
         waiter.wait(pending)
     with pytest.raises(Disconnected, match="this client is closed"):
@@ -148,19 +148,19 @@ def test_a_submission_during_close_fails_with_disconnected(
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    cancelled, remaining = (
+    cancelled_request, remaining = (
         waiter.submit(build_request(connection)),
         waiter.submit(build_request(connection)),
     )
-    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled],), daemon=True)
+    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled_request],), daemon=True)
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not cancelled.abandoned
+        assert not cancelling.is_alive() and not cancelled_request.abandoned
 
     def close_after_cancel() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: cancelled.abandoned)
+            until("it is cancelled", lambda: cancelled_request.abandoned)
         connection.close()
 
     ending_thread = threading.Thread(target=close_after_cancel)
@@ -168,7 +168,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with pytest.raises(Disconnected):
         waiter.wait(remaining)
     ending_thread.join()
-    assert cancelled.abandoned
+    assert cancelled_request.abandoned
     waiter.close()
 
 
@@ -187,15 +187,15 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
                 errors.append(error)
 
         session._connection.call(callback)
-        closing = threading.Thread(target=session.close, daemon=True)
-        closing.start()
-        closing.join(10)
-        assert not closing.is_alive()
+        closing_thread = threading.Thread(target=session.close, daemon=True)
+        closing_thread.start()
+        closing_thread.join(10)
+        assert not closing_thread.is_alive()
         assert str(errors[0]) == "this client is closed"
 
 
 def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) -> None:
-    submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
+    was_submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
         lost_connection = session._connection
@@ -206,10 +206,10 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
 
         def submit(channel: RequestChannel) -> None:
             channel.submit(build_request(lost_connection), callback)
-            submitted.set()
+            was_submitted.set()
 
         lost_connection.call(submit)
-        assert submitted.wait(10)
+        assert was_submitted.wait(10)
     assert at_work.wait(10)
     errors: list[Exception] = []
 
@@ -219,11 +219,15 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
         except Disconnected as error:
             errors.append(error)
 
-    opening = threading.Thread(target=open_connection, daemon=True)
+    opening_thread = threading.Thread(target=open_connection, daemon=True)
     with listener(tmp_path):
-        opening.start()
-        opening.join(10)
-        assert not opening.is_alive() and not errors and session._connection is not lost_connection
+        opening_thread.start()
+        opening_thread.join(10)
+        assert (
+            not opening_thread.is_alive()
+            and not errors
+            and session._connection is not lost_connection
+        )
     go_on.set()
     lost_connection._thread.join(10)
     session.close()
@@ -233,19 +237,19 @@ def test_answers_are_copied_by_several_at_a_time(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread may copy in the middle of another's copy."""
-    mapped = Mappings._open
+    original_open = Mappings._open
     copies: list[bytearray] = []
 
     def copy() -> None:
         copies.append(connection.copy_range(last_byte))
 
     def open_during_copy(mappings: Mappings, memory: Memory) -> Any:
-        monkeypatch.setattr(Mappings, "_open", mapped)
-        opened = mappings._open(memory)
+        monkeypatch.setattr(Mappings, "_open", original_open)
+        opened_memory = mappings._open(memory)
         copier = threading.Thread(target=copy, daemon=True)
         copier.start()
         copier.join(10)
-        return opened
+        return opened_memory
 
     monkeypatch.setattr(Mappings, "_open", open_during_copy)
     fd = os.memfd_create("answers")
@@ -267,8 +271,8 @@ def test_answers_are_copied_by_several_at_a_time(
 
 def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     copy = bytearray(np.arange(4, dtype=np.float32).tobytes())
-    built = SimpleNamespace(segments=(), as_torch=False)
-    reader: Any = SimpleNamespace(packed=built, copy_range=lambda _: copy)
+    packed_response = SimpleNamespace(segments=(), as_torch=False)
+    reader: Any = SimpleNamespace(packed=packed_response, copy_range=lambda _: copy)
     memory_range = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
     array = results._map_output(reader, None, TensorSchema("Y", "FP32", (4,), 16), memory_range)
     assert array.tolist() == [0, 1, 2, 3] and array.flags.writeable

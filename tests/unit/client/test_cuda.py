@@ -105,15 +105,15 @@ class SupervisorContext:
         local_clients.connections.close()
         registry.close()
 
-    def serve(self, answered: Callable[[], bool]) -> None:
+    def serve(self, is_answered: Callable[[], bool]) -> None:
         """Play scheduler and worker until a condition holds."""
-        while not answered():
-            self.drop()
+        while not is_answered():
+            self.unmap_dropped()
             self.link.wait(0.05)
             for peer, message in self.link.receive():
-                checked = self.listener.check(peer, message, time.monotonic_ns())
-                if type(checked) is m.Submit:
-                    self.link.post(peer, self._run(checked))
+                checked_message = self.listener.check(peer, message, time.monotonic_ns())
+                if type(checked_message) is m.Submit:
+                    self.link.post(peer, self._run(checked_message))
             self.link.flush()
 
     def _run(self, submit: m.Submit) -> m.Finished | m.Failed:
@@ -124,7 +124,7 @@ class SupervisorContext:
             return m.Failed(submit.id, worker_reply.code, worker_reply.message, 0, False)
         return m.Finished(submit.id, worker_reply.schema, worker_reply.data)
 
-    def drop(self) -> None:
+    def unmap_dropped(self) -> None:
         """Take the news that a worker gets from the supervisor."""
         while self.processes.workers:
             dropped: MemoryDropped = self.processes.workers.pop(0)
@@ -199,14 +199,14 @@ def test_a_region_on_the_device_is_used_in_place(
 ) -> None:
     with client.allocate(TENSORS, device="cuda:1") as region:
         assert repr(region["x"]) == "<FP32 (1, 4) on cuda:1>"
-        for turn in range(3):
-            region["x"].fill(ROW + turn)
+        for iteration in range(3):
+            region["x"].fill(ROW + iteration)
             result = infer(context, client, region)
             assert type(result["y"]) is DeviceView
-            assert (region["y"].numpy() == (ROW + turn) * 2).all()
-            assert (result["y"].numpy() == (ROW + turn) * 2).all()
+            assert (region["y"].numpy() == (ROW + iteration) * 2).all()
+            assert (result["y"].numpy() == (ROW + iteration) * 2).all()
             # Inputs are copied on the device until the model is known not to write to them.
-            assert context.worker.finished.copied_input_bytes == (0 if turn else 16)
+            assert context.worker.finished.copied_input_bytes == (0 if iteration else 16)
             assert cuda.calls[-1] == ("synchronize", 1)
         assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes by host memory"
         assert cuda.opened == 1
@@ -227,7 +227,7 @@ def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Se
         infer(context, client, x=region.view("in", (2, 3)))
 
 
-def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
+def test_torch_and_numpy_use_a_region_without_a_copy(client: Server) -> None:
     tensors = {"a": ((2, 3), "FP32"), "b": ((4,), "BF16"), "c": ((2,), "BOOL"), "d": ((), "INT64")}
     region = client.allocate(tensors, device="cuda:0")
     tensor = region["a"].torch()
@@ -253,7 +253,7 @@ def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
     del unused
 
 
-def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
+def test_a_released_region_raises_and_is_freed_with_its_last_tensor(
     client: Server, exporting: FakeExporting, context: SupervisorContext
 ) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
@@ -289,7 +289,7 @@ def test_memory_on_a_device_stays_with_its_client(
                 attempt(region)
 
 
-def test_the_end_of_the_connection_ends_it_in_the_workers(
+def test_workers_unmap_the_region_when_the_connection_ends(
     context: SupervisorContext, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     client = shmserve.client.connect(context.folder)
@@ -304,7 +304,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     with pytest.raises(shmserve.client.Released, match="closed"):
         region.view("x")
     until("workers are told", lambda: bool(context.processes.workers))
-    context.drop()
+    context.unmap_dropped()
     assert cuda.opened == 0
     # A request that a worker had not begun by then is not run, since no process would close the
     # handle.
@@ -316,7 +316,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     assert not exporting.allocated
 
 
-def test_one_mapping_for_one_handle_under_all_its_requests(
+def test_a_handle_is_mapped_once_for_all_requests(
     context: SupervisorContext, client: Server, cuda: FakeCuda
 ) -> None:
     first_region = client.allocate(TENSORS, device="cuda:0")
@@ -329,11 +329,11 @@ def test_one_mapping_for_one_handle_under_all_its_requests(
 def test_a_dead_exporter_fails_its_own_requests_only(
     context: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
-    dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
-    cuda.revoke(exporting.allocated[dead.segment.address])
+    dead_region, live_region = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
+    cuda.revoke(exporting.allocated[dead_region.segment.address])
     with pytest.raises(InvalidArgument, match="cannot be opened: its owner has exited"):
-        infer(context, client, dead)
-    infer(context, client, alive)
+        infer(context, client, dead_region)
+    infer(context, client, live_region)
 
 
 def test_pinned_host_memory(
@@ -348,11 +348,11 @@ def test_pinned_host_memory(
         monkeypatch.setattr("resource.getrlimit", lambda kind: limits)
         with pytest.raises(InvalidArgument, match="RLIMIT_MEMLOCK"):
             client.allocate(TENSORS, pin=True)
-        forged = dataclasses.replace(region.memory_range("x").memory, pinned=False)
+        forged_memory = dataclasses.replace(region.memory_range("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            context.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged, 0, 16))
+            context.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged_memory, 0, 16))
     until("workers are told", lambda: bool(context.processes.workers))
-    context.drop()
+    context.unmap_dropped()
     assert not cuda.pinned
     client.allocate(TENSORS, pin=True)
     for wrong_value in ({"pin": True}, {"huge_pages": True}):
@@ -377,19 +377,19 @@ def test_invalid_allocations_are_rejected(
     exporting.most = 1 << 30
     context.looking = True
     cuda.uuid = lambda device: bytes(16)  # type: ignore[method-assign]
-    monkey = exporting.uuid
+    original_uuid = exporting.uuid
     exporting.uuid = lambda device: bytes([9]) * 16  # type: ignore[method-assign]
     with pytest.raises(InvalidArgument, match="'device_uuid'"):
         client.allocate(TENSORS, device="cuda:0")
-    exporting.uuid = monkey  # type: ignore[method-assign]
+    exporting.uuid = original_uuid  # type: ignore[method-assign]
     gc.collect()
     assert not exporting.allocated, "what the server refused is freed"
     for _ in range(4):
         client.allocate(TENSORS, device="cuda:0").release()
-    kept_region = [client.allocate(TENSORS, device="cuda:0") for _ in range(4)]
+    kept_regions = [client.allocate(TENSORS, device="cuda:0") for _ in range(4)]
     with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
         client.allocate(TENSORS, device="cuda:0")
-    del kept_region
+    del kept_regions
 
 
 def test_a_server_without_a_device(
@@ -428,16 +428,16 @@ def test_a_local_client_uses_no_handle_that_it_did_not_share(
     number = int(client._session.connection().identity.partition(".")[0])
     assert SEALS.owns(number, memory) and not SEALS.owns(number + 1, memory)
     raw, device = memory.cuda.raw, memory.cuda.device
-    for forged in (
+    for forged_memory in (
         Memory.on_device(memory.id, memory.byte_size + 1, memory.cuda),
         Memory.on_device(memory.id + 1, memory.byte_size, memory.cuda),
         Memory.on_device(memory.id, memory.byte_size, CudaHandle(bytes(64), device)),
         Memory.on_device(memory.id, memory.byte_size, CudaHandle(raw, device + 1, bytes(16))),
         Memory.on_device(memory.id + (1 << 41), memory.byte_size, memory.cuda),
     ):
-        assert not SEALS.owns(number, forged)
+        assert not SEALS.owns(number, forged_memory)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            context.listener._rules._check_owner(number, Range(forged, 0, 16))
+            context.listener._rules._check_owner(number, Range(forged_memory, 0, 16))
 
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:

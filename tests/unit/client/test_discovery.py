@@ -31,7 +31,7 @@ def kill_server(server: RunDirectory) -> None:
     os.close(server.lock_fd)
 
 
-def test_none(default_dir: Path) -> None:
+def test_without_a_run_directory_the_error_names_the_command(default_dir: Path) -> None:
     with pytest.raises(
         Disconnected,
         match=f"no server .* there is no run directory {default_dir}; "
@@ -47,17 +47,19 @@ def test_a_url_is_no_run_directory() -> None:
 
 def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Path) -> None:
     kill_server(RunDirectory.default())
-    for named in (None, default_dir):
+    for run_dir in (None, default_dir):
         with pytest.raises(
             Disconnected,
             match=(
                 f"no server is running: the server of the run directory {default_dir} has exited"
             ),
         ):
-            discovery.find(named)
+            discovery.find(run_dir)
 
 
-def test_of_two_one_must_be_named(default_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_servers_must_be_named(
+    default_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
     file = endpoints.addresses(second_dir.path)
     file.parent.mkdir()
@@ -86,7 +88,7 @@ def test_the_default_directory_of_another_user_is_rejected(
         discovery.find(None)
 
 
-def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(shmserve.client.Disconnected, match="no run directory"):
         shmserve.client.connect(tmp_path / "nothing")
     monkeypatch.setenv("SHMSERVE_RUN_DIR", str(tmp_path))

@@ -81,7 +81,7 @@ def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memorie
     assert memories.find(blocks[0].segment.address, 1) is None
 
 
-def test_all_that_a_client_may_use_can_be_used() -> None:
+def test_a_client_can_use_all_of_its_memory() -> None:
     """A segment has room for more than was asked for, but not at the cost of what still fits."""
 
     def share(segment: AnySegment) -> None:
@@ -141,9 +141,9 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
     assert os.listdir("/proc/self/fd") == fds_before
 
 
-@pytest.mark.parametrize("loose", [False, True])
-def test_a_request_whose_making_is_interrupted_keeps_no_memory(
-    memories: Memories, monkeypatch: pytest.MonkeyPatch, loose: bool
+@pytest.mark.parametrize("writes_to_region", [False, True])
+def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
+    memories: Memories, monkeypatch: pytest.MonkeyPatch, writes_to_region: bool
 ) -> None:
     """Most often while its inputs are copied, which takes longest."""
 
@@ -153,7 +153,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     model = ClientModel(published())
     x = np.ones((1, 2_000_000), np.float32)
     region = Region(memories, {"y": ((1, 8192), "FP32")})
-    outputs = region if loose else None
+    outputs = region if writes_to_region else None
     for _ in range(20):  # eight blocks use all the memory
         with monkeypatch.context() as patch:
             patch.setattr(np, "copyto", raise_interrupt)
@@ -166,7 +166,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     assert not memories._segments
 
 
-def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
+def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> None:
     fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
@@ -181,7 +181,7 @@ def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
-def test_an_unknown_datatype_of_a_region_names_what_is_allowed(
+def test_an_unknown_datatype_of_a_region_names_the_allowed_ones(
     memories: Memories, datatype: Any
 ) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):
@@ -205,7 +205,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     assert view.tolist() == [2, 3, 4, 5] and slice_.tolist() == [3, 4, 5]
     assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
     lease.released = True
-    uses: tuple[Callable[[View], object], ...] = (
+    use_cases: tuple[Callable[[View], object], ...] = (
         lambda array: array[0],
         lambda array: array * 2,
         lambda array: array.copy(),
@@ -229,7 +229,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
         pickle.dumps,
         str,
     )
-    for use in uses:
+    for use in use_cases:
         with pytest.raises(Released):
             use(view)
     segment.close()
@@ -251,10 +251,10 @@ def test_options_of_one_call_are_not_in_the_template(memories: Memories, is_larg
     for number in range(3):
         options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
         for value in (PLAIN, options):
-            built = prepare(memories, model, {"x": x}, None, value)
-            assert built.options is value
-            requests.append((built.schema, built.data))
-            built.release_memory()
+            request = prepare(memories, model, {"x": x}, None, value)
+            assert request.options is value
+            requests.append((request.schema, request.data))
+            request.release_memory()
     assert requests == requests[:1] * 6 and len(model.templates) == 1
 
 
@@ -263,14 +263,14 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
     schemas = set()
     for number in (1.0, 2.0):
         x = np.full((1, 16), number, np.float32)
-        built = prepare(memories, model, {"x": x}, ["y"], PLAIN)
-        schemas.add(built.schema)
-        inference = unpack_inference(built.schema, built.data)
+        request = prepare(memories, model, {"x": x}, ["y"], PLAIN)
+        schemas.add(request.schema)
+        inference = unpack_inference(request.schema, request.data)
         (tensor,) = inference.inputs
         assert tensor == TensorRef("x", "FP32", (1, 16), x.tobytes())
         (output,) = inference.outputs
         assert output.memory_range is not None and output.memory_range.byte_size == 4 * 8192
-        built.release_memory()
+        request.release_memory()
     assert len(model.templates) == 1 and len(schemas) == 1
 
 
@@ -293,7 +293,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
     assert memories.find(address, 1) is None
 
 
-def test_every_form_is_checked(memories: Memories) -> None:
+def test_every_kind_of_input_is_checked(memories: Memories) -> None:
     model = ClientModel(published())
     wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
@@ -309,16 +309,16 @@ def test_every_form_is_checked(memories: Memories) -> None:
     assert not model.templates
 
 
-def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> None:
+def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
     first_request = prepare(memories, model, x, None, PLAIN)
     (key,) = model.templates._values
-    prepared = ClientTemplate(
+    template = ClientTemplate(
         model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
     )
-    assert model.store_template(key, prepared) is first_request.template
+    assert model.store_template(key, template) is first_request.template
     model.close()
     late_request = prepare(memories, model, x, None, PLAIN)
     assert not model.templates
@@ -328,7 +328,7 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     assert memories._used() == 0
 
 
-def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories) -> None:
+def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
     models.publish(published("other"))
@@ -359,13 +359,13 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
         ({"parameters": {"a": "\ud800"}}, "parameter 'a' cannot be encoded as UTF-8"),
     ],
 )
-def test_options_that_no_request_can_have(wrong_options: dict[str, Any], text: str) -> None:
+def test_invalid_request_options_are_rejected(wrong_options: dict[str, Any], text: str) -> None:
     options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
     with pytest.raises(InvalidArgument, match=text):
         options_of(**{**options, "timeout_s": None, **wrong_options})
 
 
-def test_options_as_they_travel() -> None:
+def test_request_options_are_encoded() -> None:
     assert options_of("", {}, 0, None) is PLAIN
     assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
     for expired_s in (0, -1, -1e300, float("-inf")):
@@ -376,12 +376,14 @@ def test_options_as_they_travel() -> None:
     assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
-def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
+def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
     """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
-    built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
+    packed_request = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(
-        packed=built, copy_range=lambda memory_range: b"\4\0\0\0", release=lambda release: None
+        packed=packed_request,
+        copy_range=lambda memory_range: b"\4\0\0\0",
+        release=lambda release: None,
     )
 
     def read_response(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
@@ -424,15 +426,15 @@ def test_accepted_input_types() -> None:
     [torch.ones(2).to_sparse(), torch.ones(2).to(torch.float8_e4m3fn)],
     ids=["sparse", "of a type that numpy lacks"],
 )
-def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
+def test_unsupported_torch_tensors_are_rejected(tensor: torch.Tensor) -> None:
     with pytest.raises(InvalidArgument, match="input 'x' cannot be read from torch"):
         as_array(tensor, None, "x")
 
 
 def test_lists_keep_their_numbers() -> None:
     def convert(value: object, datatype: str) -> list[object]:
-        array, called = as_array(value, TensorSpec("x", datatype, (-1,)), "x")
-        assert called == datatype
+        array, called_type = as_array(value, TensorSpec("x", datatype, (-1,)), "x")
+        assert called_type == datatype
         return list(array.tolist())
 
     assert convert([1, 2.0, True], "INT32") == [1, 2, 1]
@@ -471,7 +473,7 @@ def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
         models.resolve("m", "")
 
 
-def test_models_follow_the_news() -> None:
+def test_models_are_updated_by_publications() -> None:
     models = ClientModels()
     models.publish(published(version="1"))
     models.publish(published(version="3", latest=True))
@@ -489,30 +491,30 @@ def test_models_follow_the_news() -> None:
 
 
 def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
-    prepared = ClientTemplate(
+    template = ClientTemplate(
         ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
     )
-    assert prepared.uses_slots
+    assert template.uses_slots
 
 
 @pytest.mark.parametrize("size", [1, 2, 200])
 def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     template = TensorTemplate("x", "FP32", (1, size), 4 * size)
-    prepared = ClientTemplate(Signature(ModelSpec.of(config), "1"), [template], (), memories)
+    client_template = ClientTemplate(Signature(ModelSpec.of(config), "1"), [template], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
-    assert not prepared.uses_slots
+    assert not client_template.uses_slots
     tensor = TensorRef("x", "FP32", (1, size), array.tobytes())
     for parameters in (None, {"n": 1}):
         expected = pack_inference(Inference((tensor,), (), parameters or {}))
-        assert prepared.pack_request([array], None, parameters) == expected
+        assert client_template.pack_request([array], None, parameters) == expected
 
 
 def test_local_clients_cannot_forge_identities_or_memory() -> None:
     capabilities, other_capabilities = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
     token = capabilities.token(FIRST)
     assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST
-    for forged in (
+    for forged_identity in (
         f"{FIRST + 1}.{token}.1",
         f"{FIRST}.{other_capabilities.token(FIRST)}.1",
         f"{os.getpid()}.{token}.1",
@@ -521,7 +523,7 @@ def test_local_clients_cannot_forge_identities_or_memory() -> None:
         f"0{FIRST}.{token}",
         f"{FIRST}.{token}x.1",
     ):
-        assert capabilities.local_client(forged.encode()) == 0, forged
+        assert capabilities.local_client(forged_identity.encode()) == 0, forged_identity
     fields = (7, 8, 9, 4096, True)
     own_memory = Memory(capabilities.memory_id(FIRST, *fields, False, False), *fields)
     assert capabilities.owns(FIRST, own_memory) and not capabilities.owns(FIRST + 1, own_memory)

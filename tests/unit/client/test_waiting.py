@@ -57,8 +57,10 @@ def open_stream(
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, request_channel.connection.models)
-    built = PackedRequest(model, *WORK, options, release_memory=lambda: ended_ids.append("free"))
-    return ResponseStream(request_channel, request_channel.open(built), None)
+    packed_request = PackedRequest(
+        model, *WORK, options, release_memory=lambda: ended_ids.append("free")
+    )
+    return ResponseStream(request_channel, request_channel.open(packed_request), None)
 
 
 def pack_outputs(n: int, size: int = 1) -> Packed:
@@ -149,8 +151,8 @@ def test_the_servers_timeout_may_precede_the_clients(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     """Its word of it is the same to a program as the client's own."""
-    expired = PLAIN._replace(deadline_ns=1)
-    stream = open_stream(channel, tmp_path, [], expired)
+    expired_options = PLAIN._replace(deadline_ns=1)
+    stream = open_stream(channel, tmp_path, [], expired_options)
     number = scheduler.next(m.Submit).id
     text = "Request timeout expired"
     stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
@@ -204,7 +206,7 @@ def test_a_unary_response_ends_the_stream(
     assert values(stream) == [3] and ended_ids == ["free"]
 
 
-def test_a_thread_without_a_channel_of_its_own_streams_too(
+def test_a_thread_without_its_own_channel_can_stream(
     connection: Any, scheduler: Peer, tmp_path: Path
 ) -> None:
     stream = open_stream(SharedChannel(connection), tmp_path, [])

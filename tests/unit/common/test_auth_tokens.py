@@ -20,13 +20,13 @@ from shmserve.common.auth_tokens import (
 )
 from shmserve.errors import InvalidArgument
 
-ALL, SOME = "all-scopes-token", "inference-token!"
+ADMIN, LIMITED = "all-scopes-token", "inference-token!"
 
 
 @pytest.fixture
 def tokens_file(tmp_path: Path) -> Path:
     path = tmp_path / "tokens"
-    path.write_text(f"# ours\n\n{ALL}\n  {SOME} inference,metadata # a program\n")
+    path.write_text(f"# ours\n\n{ADMIN}\n  {LIMITED} inference,metadata # a program\n")
     path.chmod(0o600)
     return path
 
@@ -35,12 +35,12 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-def test_a_token_opens_its_scopes(tokens_file: Path) -> None:
+def test_a_token_grants_its_scopes(tokens_file: Path) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
-    assert rules.authorise(SIGNATURE, bearer(SOME)) is None
+    assert rules.authorise(SIGNATURE, bearer(LIMITED)) is None
     for scope in SCOPES:
-        assert rules.authorise(scope, bearer(ALL)) is None
-        access_error = rules.authorise(scope, bearer(SOME))
+        assert rules.authorise(scope, bearer(ADMIN)) is None
+        access_error = rules.authorise(scope, bearer(LIMITED))
         if scope in ("inference", "metadata", *OPEN):
             assert access_error is None
         else:
@@ -54,24 +54,32 @@ def test_a_token_opens_its_scopes(tokens_file: Path) -> None:
 )
 def test_the_inference_scope_may_read_signatures(tmp_path: Path, scopes: str, status: int) -> None:
     path = tmp_path / "some"
-    path.write_text(f"{SOME} {scopes}\n")
+    path.write_text(f"{LIMITED} {scopes}\n")
     rules = Authorisation(read_tokens(path), {"metadata": Restriction("key", "secret")})
-    access_error = rules.authorise(SIGNATURE, {**bearer(SOME), "key": "secret"})
+    access_error = rules.authorise(SIGNATURE, {**bearer(LIMITED), "key": "secret"})
     assert (access_error.status if access_error else 0) == status
     # The scope "metadata of models" is restricted like the metadata API.
-    assert rules.authorise(SIGNATURE, bearer(SOME)) is not None
+    assert rules.authorise(SIGNATURE, bearer(LIMITED)) is not None
     if scopes == "inference":
-        assert rules.authorise("metadata", {**bearer(SOME), "key": "secret"}) is not None
+        assert rules.authorise("metadata", {**bearer(LIMITED), "key": "secret"}) is not None
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        *("", "Bearer", "Bearer ", f"Basic {ALL}", ALL, f"Bearer {ALL}x", f"Bearer {ALL[:-1]}"),
-        *(f"Bearer {ALL.upper()}", "Bearer \udcff\udcfe", f"Bearer {ALL},{SOME}"),
+        *(
+            "",
+            "Bearer",
+            "Bearer ",
+            f"Basic {ADMIN}",
+            ADMIN,
+            f"Bearer {ADMIN}x",
+            f"Bearer {ADMIN[:-1]}",
+        ),
+        *(f"Bearer {ADMIN.upper()}", "Bearer \udcff\udcfe", f"Bearer {ADMIN},{LIMITED}"),
     ],
 )
-def test_a_header_without_a_token_opens_only_health(tokens_file: Path, header: str) -> None:
+def test_a_header_without_a_token_grants_only_health(tokens_file: Path, header: str) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
     for metadata in ({"authorization": header}, {}):
         for scope in SCOPES:
@@ -83,21 +91,21 @@ def test_a_header_without_a_token_opens_only_health(tokens_file: Path, header: s
                 assert (access_error.status, access_error.code) == (401, "UNAUTHENTICATED")
 
 
-def test_the_kind_of_authorisation_is_spelled_as_anyone_likes(tokens_file: Path) -> None:
+def test_the_authorization_scheme_is_case_insensitive(tokens_file: Path) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
-    assert rules.authorise("inference", {"authorization": f"bearer  {ALL} "}) is None
+    assert rules.authorise("inference", {"authorization": f"bearer  {ADMIN} "}) is None
 
 
-def test_without_tokens_everything_is_open() -> None:
+def test_without_tokens_every_scope_is_granted() -> None:
     rules = Authorisation(None, {})
     assert all(rules.authorise(scope, {}) is None for scope in SCOPES)
 
 
 def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
-    """R22: no token is stored by the server, passed to its processes, or printable."""
-    parsed = read_tokens(tokens_file)
-    assert set(parsed) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, SOME)}
-    assert ALL not in repr(parsed)
+    """No token is stored by the server, passed to its processes, or printable."""
+    digests = read_tokens(tokens_file)
+    assert set(digests) == {hashlib.sha256(t.encode()).hexdigest() for t in (ADMIN, LIMITED)}
+    assert ADMIN not in repr(digests)
 
 
 @pytest.mark.parametrize(
@@ -106,26 +114,28 @@ def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
         ("", "has no token"),
         ("# nothing\n", "has no token"),
         ("short\n", "line 1: a token needs 16 characters"),
-        (f"{ALL} inference,nothing\n", "line 1: unknown scope 'nothing' (allowed: health, "),
-        (f"{ALL} inference metadata\n", "line 1: expected TOKEN or TOKEN SCOPE,SCOPE"),
-        (f"{ALL}\n{ALL} inference\n", "line 2: duplicate token"),
+        (f"{ADMIN} inference,nothing\n", "line 1: unknown scope 'nothing' (allowed: health, "),
+        (f"{ADMIN} inference metadata\n", "line 1: expected TOKEN or TOKEN SCOPE,SCOPE"),
+        (f"{ADMIN}\n{ADMIN} inference\n", "line 2: duplicate token"),
     ],
 )
-def test_wrong_files(tokens_file: Path, text: str, expected_error: str) -> None:
+def test_invalid_token_files_are_rejected(
+    tokens_file: Path, text: str, expected_error: str
+) -> None:
     tokens_file.write_text(text)
     with pytest.raises(InvalidArgument) as caught:
         read_tokens(tokens_file)
     assert expected_error in caught.value.message
-    assert ALL not in caught.value.message
+    assert ADMIN not in caught.value.message
 
 
-def test_files_that_cannot_be_read_or_that_others_write(tokens_file: Path) -> None:
+def test_unreadable_and_shared_token_files_are_rejected(tokens_file: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot read"):
         read_tokens(tokens_file / "nothing")
     tokens_file.write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidArgument, match="cannot read"):
         read_tokens(tokens_file)
-    tokens_file.write_text(ALL)
+    tokens_file.write_text(ADMIN)
     tokens_file.chmod(0o620)
     with pytest.raises(InvalidArgument, match="is writable by users other"):
         read_tokens(tokens_file)
@@ -165,7 +175,7 @@ def test_restrictions_are_parsed_as_in_triton() -> None:
         ),
     ],
 )
-def test_wrong_restrictions(text: str, expected_error: str) -> None:
+def test_invalid_restrictions_are_rejected(text: str, expected_error: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_restrictions("--http-restricted-api", [text])
     assert expected_error in caught.value.message
@@ -198,6 +208,6 @@ def test_a_restricted_protocol_has_a_longer_header() -> None:
 
 def test_a_restriction_holds_for_tokens_too(tokens_file: Path) -> None:
     rules = Authorisation(read_tokens(tokens_file), {"trace": Restriction("k", "v")})
-    assert rules.authorise("trace", {**bearer(ALL), "k": "v"}) is None
-    assert rules.authorise("trace", bearer(ALL)) is not None
+    assert rules.authorise("trace", {**bearer(ADMIN), "k": "v"}) is None
+    assert rules.authorise("trace", bearer(ADMIN)) is not None
     assert rules.authorise("trace", {"k": "v"}) is not None

@@ -1,4 +1,4 @@
-"""R12: a duplicate name in a JSON object is rejected in every JSON body."""
+"""A duplicate name in a JSON object is rejected in every JSON body."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json import parser
 from shmserve.gateway.http.json.parser import loads, loads_large
 from shmserve.model_config.parse import from_json
-from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, rig
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, add_sub, rig
 from tests.support.wire.raw_http import Http
 
 Pairs = list[tuple[str, Any]]
@@ -32,13 +32,13 @@ class Members:
 # Names in requests, names that differ only in their escapes, and texts that resemble JSON's
 # structure.
 names = st.sampled_from(["inputs", "outputs", "parameters", "data", "id", ":", '":', '\\":{"a"'])
-words = st.text(st.sampled_from('":\\{}[], aä\u20ac\U0001f600'), max_size=6)
-scalars = st.none() | st.booleans() | st.integers(-5, 5) | words
+json_texts = st.text(st.sampled_from('":\\{}[], aä\u20ac\U0001f600'), max_size=6)
+scalars = st.none() | st.booleans() | st.integers(-5, 5) | json_texts
 trees = st.recursive(
     scalars,
     lambda values: (
         st.lists(values, max_size=3)
-        | st.lists(st.tuples(names | words, values), max_size=4).map(Members)
+        | st.lists(st.tuples(names | json_texts, values), max_size=4).map(Members)
     ),
     max_leaves=12,
 )
@@ -71,7 +71,7 @@ def is_doubled(value: Any) -> bool:
 
 @settings(max_examples=300)
 @given(trees, st.data())
-def test_all_doubled_names_and_no_others_are_refused(tree: Any, data: st.DataObject) -> None:
+def test_exactly_the_duplicate_names_are_refused(tree: Any, data: st.DataObject) -> None:
     raw = write_json(tree, data).encode()
     if is_doubled(tree):
         with pytest.raises(InvalidArgument, match=r"duplicate key '.*' in an object"):
@@ -81,11 +81,11 @@ def test_all_doubled_names_and_no_others_are_refused(tree: Any, data: st.DataObj
 
 
 tensor: Pairs = [("name", "A"), ("datatype", "BYTES"), ("shape", [2]), ("data", ["a:b", ":"])]
-sized: Pairs = [*tensor[:3], ("parameters", Members([("binary_data_size", 8)]))]
+sized_tensor: Pairs = [*tensor[:3], ("parameters", Members([("binary_data_size", 8)]))]
 request: Pairs = [
     ("id", "i"),
     ("parameters", Members([("timeout", 5), ("mine", "a")])),
-    ("inputs", [Members(tensor), Members(sized)]),
+    ("inputs", [Members(tensor), Members(sized_tensor)]),
     ("outputs", [Members([("name", "B"), ("parameters", Members([("binary_data", True)]))])]),
 ]
 
@@ -100,14 +100,14 @@ def find_members(value: Any) -> Iterator[Members]:
             yield from find_members(member)
 
 
-PLACES = [
+MEMBER_PLACES = [
     (index, name)
     for index, holder in enumerate(find_members(Members(request)))
     for name, _ in holder.pairs
 ]
 
 
-@pytest.mark.parametrize(("index", "name"), PLACES)
+@pytest.mark.parametrize(("index", "name"), MEMBER_PLACES)
 @settings(max_examples=10)
 @given(value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]), data=st.data())
 def test_duplicate_names_are_refused_everywhere_in_a_request(
@@ -139,7 +139,7 @@ def test_duplicate_names_are_refused_everywhere_in_a_request(
         *('\ufeff{"a":1,"a":1}', '{"a":NaN,"a":1}', '{"a":Inf,"b":{"c":1,"c":-Inf}}'),
     ],
 )
-def test_refused(text: str) -> None:
+def test_duplicate_names_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"JSON buffer: duplicate key '.*' in an") as caught:
         loads(text.encode())
     assert (caught.value.status, caught.value.code) == (400, "INVALID_ARG")
@@ -158,16 +158,19 @@ def test_long_names_and_long_texts() -> None:
             parse(text[:-1] + b', "inputs": []}')
 
 
-def test_where_large_arrays_were_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_names_beside_large_arrays_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_MIN_CUT_BYTES", 1)
-    for doubled in ('"data": [1, 2], "data": [3, 4]', '"data": [1, 2], "name": "", "name": ""'):
+    for doubled_members in (
+        '"data": [1, 2], "data": [3, 4]',
+        '"data": [1, 2], "name": "", "name": ""',
+    ):
         with pytest.raises(InvalidArgument, match=r"duplicate key '(data|name)' in an object"):
-            loads_large(f'{{"inputs": [{{{doubled}}}]}}'.encode())
+            loads_large(f'{{"inputs": [{{{doubled_members}}}]}}'.encode())
 
 
-@given(st.lists(st.tuples(words, scalars), max_size=6))
+@given(st.lists(st.tuples(json_texts, scalars), max_size=6))
 @example([("a", 1), ("a", 2)])
-def test_members(pairs: Pairs) -> None:
+def test_members_refuse_duplicate_names(pairs: Pairs) -> None:
     if len(dict(pairs)) < len(pairs):
         with pytest.raises(DoubledName):
             members(pairs)
@@ -175,7 +178,7 @@ def test_members(pairs: Pairs) -> None:
         assert members(pairs) == dict(pairs)
 
 
-def test_in_a_configuration_too() -> None:
+def test_duplicate_names_in_a_configuration_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="not valid JSON: duplicate key 'backend' in an"):
         from_json('{"name": "m", "backend": "python", "backend": "pytorch"}')
     with pytest.raises(InvalidArgument, match="duplicate key 'key'"):
@@ -189,11 +192,11 @@ def test_in_a_configuration_too() -> None:
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
         model_rig.open()
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         yield model_rig
 
 
-BODIES = {
+HTTP_BODIES = {
     "/v2/models/simple/infer": b'{"id": "a", "inputs": [], "id": "b"}',
     "/v2/repository/index": b'{"ready": false, "ready": true}',
     "/v2/repository/models/m/load": b'{"parameters": {"config": "{}", "config": "{}"}}',
@@ -203,22 +206,22 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_over_http(gateway: Rig, path: str) -> None:
+@pytest.mark.parametrize("path", HTTP_BODIES)
+def test_duplicate_names_over_http_are_refused(gateway: Rig, path: str) -> None:
     """The request has no effect."""
     http = Http(gateway.port)
     received_count = len(gateway.received)
-    reply = http.post(path, BODIES[path])
+    reply = http.post(path, HTTP_BODIES[path])
     http.close()
     assert reply.status == 400
     assert "duplicate key '" in reply.error
     assert len(gateway.received) == received_count
 
 
-def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:
+def test_duplicate_names_in_a_binary_head_are_refused(gateway: Rig) -> None:
     """Holds also if the body arrives after its head was checked."""
     for size in (64, 1 << 20):
-        sent = [
+        sent_inputs = [
             {
                 "name": name,
                 "datatype": "INT32",
@@ -227,7 +230,7 @@ def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:
             }
             for name in ("INPUT0", "INPUT1")
         ]
-        head = json.dumps({"inputs": sent}).encode()
+        head = json.dumps({"inputs": sent_inputs}).encode()
         head = head.replace(b'"binary_data_size"', b'"binary_data_size": 1, "binary_data_size"', 1)
         http = Http(gateway.port)
         length = {"Inference-Header-Content-Length": str(len(head))}

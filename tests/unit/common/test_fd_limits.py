@@ -15,7 +15,7 @@ def test_shares_of_a_gateway_are_within_its_limit(
         assert 0 < connection_fds + scraped * fd_limits.for_scrapes() <= limit - 128
 
 
-def test_metrics_take_little_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_descriptors_are_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand connections fit into a limit of twenty thousand descriptors."""
     monkeypatch.setattr(fd_limits, "limit", lambda: 20_000)
     assert fd_limits.for_connections(1, 1) > 16_384

@@ -34,12 +34,12 @@ def test_available_memory_is_that_of_the_nearest_limit(
 ) -> None:
     set_control_group(monkeypatch, tmp_path, "0::/slice/server")
     assert host.available_memory() == 3 * GIB  # the memory of the host
-    server, above = tmp_path / "slice" / "server", tmp_path / "slice"
+    server, parent = tmp_path / "slice" / "server", tmp_path / "slice"
     write(server, memory_max="max\n", memory_current=f"{GIB}\n", memory_stat="inactive_file 7\n")
     assert host.available_memory() == 3 * GIB
-    write(above, memory_max=f"{2 * GIB}\n", memory_current=f"{GIB}\n", memory_stat="anon 3\n")
+    write(parent, memory_max=f"{2 * GIB}\n", memory_current=f"{GIB}\n", memory_stat="anon 3\n")
     assert host.available_memory() == GIB
-    write(above, memory_stat="inactive_anon 1\ninactive_file 4096\n")
+    write(parent, memory_stat="inactive_anon 1\ninactive_file 4096\n")
     assert host.available_memory() == GIB + 4096
     write(server, memory_max=f"{GIB}\n")
     assert host.available_memory() == 7

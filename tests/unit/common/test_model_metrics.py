@@ -59,7 +59,7 @@ def test_a_successor_continues_the_counts() -> None:
     assert exposed_value(successor.total()) == "9"
 
 
-def test_a_gauge_is_what_was_set_last_and_all_increments() -> None:
+def test_a_gauge_is_its_last_value_plus_increments() -> None:
     metrics = ModelMetrics()
     metrics.report(1, gauge(10, 50, 1))
     metrics.report(2, gauge(20, 40, 0.5))
@@ -79,12 +79,12 @@ def test_histograms_are_summed_if_they_have_the_same_buckets() -> None:
     assert sum_families((first_histogram, histogram([1, 1, 0], [5]))) == first_histogram
 
 
-def test_families_of_several_models_are_one() -> None:
+def test_families_of_several_models_are_merged() -> None:
     total = sum_families((counter(1), counter(2, "d"), counter(3)))
     assert list(total) == ["c", "d"]
     assert exposed_value({"c": total["c"]}) == "4"
-    clash = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
-    assert sum_families((counter(1), clash)) == counter(1)
+    gauge_family = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
+    assert sum_families((counter(1), gauge_family)) == counter(1)
 
 
 def test_the_plain_form_is_parsed_to_the_same_families() -> None:
@@ -112,7 +112,7 @@ def test_malformed_reports_are_refused(raw: list[Any]) -> None:
         parse(raw)
 
 
-def test_the_text_is_tritons() -> None:
+def test_the_exposition_equals_tritons() -> None:
     labels = [["by", 'a "b"\\\n'], ["unit", "é"]]
     families = parse(
         [

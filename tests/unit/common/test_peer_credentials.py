@@ -16,9 +16,9 @@ from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.peers import REMOTE, SHM_DISABLED, Peer, groups_of, loopback_peer, unix_peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
 from shmserve.gateway.listener import ClientIdentity, ListenerKind, ListenerRules, listener_kind
-from tests.support.users import ALICE, FRIENDS, as_user, needs_users
+from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users
 
-OPEN = Authorisation(None, {})
+OPEN_ACCESS = Authorisation(None, {})
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def test_a_closed_socket_belongs_to_no_user() -> None:
 
 
 @pytest.mark.usefixtures("implementation")
-def test_a_connection_that_is_not_there() -> None:
+def test_a_missing_connection_has_no_peer() -> None:
     """Holds also if a server listens at the client's port."""
     with tcp_pair() as (server_socket, _), socket.create_server(("127.0.0.1", 0)) as unconnected:
         address = server_socket.getsockname()
@@ -115,11 +115,11 @@ def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyP
 
 @needs_users
 def test_the_user_and_the_groups_of_a_unix_socket() -> None:
-    a, b = as_user(ALICE, socket.socketpair, groups=(FRIENDS, 77))
-    with a, b:
-        peer = unix_peer(a)
+    own_end, peer_end = as_user(ALICE, socket.socketpair, groups=(FRIENDS_GID, 77))
+    with own_end, peer_end:
+        peer = unix_peer(own_end)
         assert peer.uid == ALICE
-        assert set(peer.groups) == {ALICE, FRIENDS, 77}
+        assert set(peer.groups) == {ALICE, FRIENDS_GID, 77}
 
 
 def test_a_large_uid_is_not_read_as_a_special_value() -> None:
@@ -142,24 +142,26 @@ class FakeUnixSocket:
         return b"".join(word.to_bytes(4, "little") for word in words)
 
 
-def peer_or_error(kind: ListenerKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
+def peer_or_error(
+    kind: ListenerKind, allows_shm: bool | None, sock: Any
+) -> Peer | type[ShmserveError]:
     try:
-        return ClientIdentity(ListenerRules(kind, OPEN, allow), sock).peer()
+        return ClientIdentity(ListenerRules(kind, OPEN_ACCESS, allows_shm), sock).peer()
     except ShmserveError as error:
         return type(error)
 
 
-ME = Peer(os.geteuid(), groups_of(os.geteuid()))
+OWN_PEER = Peer(os.geteuid(), groups_of(os.geteuid()))
 
 
 @pytest.mark.parametrize(
-    ("kind", "allow", "peer"),
+    ("kind", "allows_shm", "peer"),
     [
         (ListenerKind.UNIX, None, Peer(1001, (5, 6))),
         (ListenerKind.UNIX, True, Peer(1001, (5, 6))),
         (ListenerKind.UNIX, False, Unsupported),
-        (ListenerKind.LOOPBACK, None, ME),
-        (ListenerKind.LOOPBACK, True, ME),
+        (ListenerKind.LOOPBACK, None, OWN_PEER),
+        (ListenerKind.LOOPBACK, True, OWN_PEER),
         (ListenerKind.LOOPBACK, False, Unsupported),
         (ListenerKind.REMOTE, None, Unsupported),
         (ListenerKind.REMOTE, True, REMOTE),
@@ -167,13 +169,15 @@ ME = Peer(os.geteuid(), groups_of(os.geteuid()))
     ],
 )
 def test_which_listeners_have_shared_memory(
-    kind: ListenerKind, allow: bool | None, peer: Peer | type[ShmserveError]
+    kind: ListenerKind, allows_shm: bool | None, peer: Peer | type[ShmserveError]
 ) -> None:
-    """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
+    """Shared memory is enabled for clients of this host, and for others only by a flag."""
     with tcp_pair() as (server_socket, _):
         assert (
             peer_or_error(
-                kind, allow, FakeUnixSocket(1001) if kind is ListenerKind.UNIX else server_socket
+                kind,
+                allows_shm,
+                FakeUnixSocket(1001) if kind is ListenerKind.UNIX else server_socket,
             )
             == peer
         )
@@ -186,14 +190,16 @@ def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
     """
     with tcp_pair() as (server_socket, client_socket):
         client_socket.close()
-        for allow in (None, True):
-            assert peer_or_error(ListenerKind.LOOPBACK, allow, server_socket) is PermissionDenied
-            assert peer_or_error(ListenerKind.UNIX, allow, server_socket) is PermissionDenied
+        for allows_shm in (None, True):
+            assert (
+                peer_or_error(ListenerKind.LOOPBACK, allows_shm, server_socket) is PermissionDenied
+            )
+            assert peer_or_error(ListenerKind.UNIX, allows_shm, server_socket) is PermissionDenied
 
 
-def test_the_text_is_tritons() -> None:
+def test_the_error_text_equals_tritons() -> None:
     with pytest.raises(Unsupported, match=SHM_DISABLED.partition("--")[0]):
-        ClientIdentity(ListenerRules(ListenerKind.REMOTE, OPEN, None), None).peer()
+        ClientIdentity(ListenerRules(ListenerKind.REMOTE, OPEN_ACCESS, None), None).peer()
 
 
 def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
@@ -226,11 +232,11 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_of_others_are_refused_on_loopback(host: str, is_own: bool) -> None:
-    """R21: a web page whose host name resolves to this address must not be served."""
+def test_foreign_host_names_are_refused_on_loopback(host: str, is_own: bool) -> None:
+    """A web page whose host name resolves to this address must not be served."""
     for kind in ListenerKind:
         listener = ListenerRules(
-            kind, OPEN, None, frozenset({"box", "*.corp.test", "proxy.example"})
+            kind, OPEN_ACCESS, None, frozenset({"box", "*.corp.test", "proxy.example"})
         )
         caller = ClientIdentity(listener, FakeUnixSocket(1))
         refusal = caller.find_access_error("metadata", CIMultiDict({"Host": host}))
@@ -278,6 +284,6 @@ def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:
 
 
 def test_any_host_name_is_admitted_if_configured() -> None:
-    listener = ListenerRules(ListenerKind.LOOPBACK, OPEN, None, frozenset({"*"}))
+    listener = ListenerRules(ListenerKind.LOOPBACK, OPEN_ACCESS, None, frozenset({"*"}))
     caller = ClientIdentity(listener, FakeUnixSocket(1))
     assert caller.find_host_error(CIMultiDict({"Host": "evil.example"})) is None

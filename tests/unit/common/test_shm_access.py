@@ -11,7 +11,7 @@ from shmserve.errors import InvalidArgument, PermissionDenied
 from shmserve.supervisor.regions.opener import RegionQuota
 from tests.support.regions import SharedObject
 
-ME = os.geteuid()
+OWN_UID = os.geteuid()
 ALICE = Peer(1001, (100, 200))
 GROUP = 200
 
@@ -31,20 +31,20 @@ def policy(**limits: int) -> ShmPolicy:
 @pytest.mark.parametrize(
     ("peer", "uid", "gid", "mode", "group", "owner"),
     [
-        (Peer(ME), ME, 0, 0o600, NO_GROUP, Ownership(ME, NO_GROUP, False)),
-        (Peer(ME), ME, 0, 0o660, NO_GROUP, Ownership(ME, NO_GROUP, True)),
-        (Peer(ME), ME, 0, 0o666, NO_GROUP, Ownership(ME, NO_GROUP, True)),
+        (Peer(OWN_UID), OWN_UID, 0, 0o600, NO_GROUP, Ownership(OWN_UID, NO_GROUP, False)),
+        (Peer(OWN_UID), OWN_UID, 0, 0o660, NO_GROUP, Ownership(OWN_UID, NO_GROUP, True)),
+        (Peer(OWN_UID), OWN_UID, 0, 0o666, NO_GROUP, Ownership(OWN_UID, NO_GROUP, True)),
         (ALICE, 1001, 0, 0o600, NO_GROUP, Ownership(1001, NO_GROUP, True)),
-        (ALICE, ME, 0, 0o666, NO_GROUP, None),
+        (ALICE, OWN_UID, 0, 0o666, NO_GROUP, None),
         (ALICE, 1002, 0, 0o666, NO_GROUP, None),
-        (Peer(ME), 1001, 0, 0o666, NO_GROUP, None),
+        (Peer(OWN_UID), 1001, 0, 0o666, NO_GROUP, None),
         (ALICE, 1002, GROUP, 0o660, NO_GROUP, None),
         (ALICE, 1002, GROUP, 0o660, GROUP, Ownership(1001, GROUP, True)),
         (ALICE, 1001, GROUP, 0o660, GROUP, Ownership(1001, GROUP, True)),
         (ALICE, 1002, GROUP, 0o640, GROUP, None),
         (ALICE, 1002, 100, 0o660, GROUP, None),
         (Peer(1003), 1002, GROUP, 0o660, GROUP, None),
-        (REMOTE, ME, 0, 0o600, NO_GROUP, Ownership(-1, NO_GROUP, True)),
+        (REMOTE, OWN_UID, 0, 0o600, NO_GROUP, Ownership(-1, NO_GROUP, True)),
         (REMOTE, 1001, 0, 0o666, NO_GROUP, None),
         (REMOTE, 1001, GROUP, 0o660, GROUP, Ownership(-1, GROUP, True)),
     ],
@@ -52,7 +52,7 @@ def policy(**limits: int) -> ShmPolicy:
 def test_the_owner_of_an_object(
     peer: Peer, uid: int, gid: int, mode: int, group: int, owner: Ownership | None
 ) -> None:
-    """R5, row 16: the object must be the client's, or its group the configured one."""
+    """An object must belong to the client or to the configured group."""
     if owner is None:
         with pytest.raises(PermissionDenied) as caught:
             ownership(peer, "/k", uid, gid, mode, group)
@@ -66,14 +66,14 @@ def test_which_clients_may_use_a_region() -> None:
     assert own_region.admits(ALICE)
     assert not own_region.admits(Peer(1002, (GROUP,)))
     assert not own_region.admits(REMOTE)
-    shared = Ownership(1001, GROUP, True)
-    assert shared.admits(Peer(1002, (GROUP,)))
-    assert not shared.admits(Peer(1002, (100,)))
+    shared_region = Ownership(1001, GROUP, True)
+    assert shared_region.admits(Peer(1002, (GROUP,)))
+    assert not shared_region.admits(Peer(1002, (100,)))
     assert not Ownership(-1, NO_GROUP, True).admits(Peer(EVERYONE))
 
 
 def test_regions_are_counted_by_user_and_in_total() -> None:
-    """R10: exceeding the limit is a clear error, and closed regions no longer count."""
+    """Exceeding the limit is a clear error, and closed regions no longer count."""
     quota = RegionQuota(policy(max_regions=3, max_regions_per_uid=2))
     for inode in (1, 2):
         quota.count(1001, 10, (0, inode))
@@ -87,7 +87,7 @@ def test_regions_are_counted_by_user_and_in_total() -> None:
 
 
 def test_bytes_are_counted_by_user_and_in_total() -> None:
-    """R10: bytes are limited, too."""
+    """The number of bytes is limited, too."""
     quota = RegionQuota(policy(max_byte_size=100, max_byte_size_per_uid=60))
     quota.count(1001, 60, (0, 1))
     with pytest.raises(InvalidArgument, match=r"60 of the 60 bytes .*--shm-max-byte-size-per-uid"):
@@ -107,17 +107,17 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
 ) -> None:
     largest = 2**63 - 1
     quota = RegionQuota(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=largest))
-    entered = []
+    charges = []
     for uid, size, inode in regions:
         try:
             quota.count(uid, size, (0, inode))
         except InvalidArgument:
             continue
-        entered.append((uid, size, (0, inode)))
-        assert len(entered) <= 6
-        assert sum(size for _, size, _ in entered) <= largest
-        assert sum(other_uid == uid for other_uid, _, _ in entered) <= 3
-    for entry in entered:
+        charges.append((uid, size, (0, inode)))
+        assert len(charges) <= 6
+        assert sum(size for _, size, _ in charges) <= largest
+        assert sum(other_uid == uid for other_uid, _, _ in charges) <= 3
+    for entry in charges:
         quota.release(*entry)
     assert not quota._regions
     assert not quota._bytes
@@ -125,7 +125,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
 
 
 def test_the_quota_is_charged_until_the_object_is_removed() -> None:
-    """R10: unregistering frees no pages and therefore no quota; removing the object does."""
+    """Unregistering frees no pages and therefore no quota; removing the object does."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     with SharedObject(4096) as shared_object:
         status = os.fstat(shared_object.fd)
@@ -145,7 +145,7 @@ def test_the_quota_is_charged_until_the_object_is_removed() -> None:
 
 
 def test_an_unlinked_object_that_is_registered_is_not_gone() -> None:
-    """R10: its memory is held by the registration."""
+    """The registration keeps the memory of the object."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     quota.count(1001, 80, (0, 7))
     quota.charge("/not-there", (0, 7), 80)

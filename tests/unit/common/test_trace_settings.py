@@ -6,7 +6,7 @@ from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.errors import InvalidArgument
 
 
-def test_flags_set_what_tritons_set() -> None:
+def test_trace_flags_equal_tritons() -> None:
     assert parse_trace_config([]) == TraceSettings()
     flags = ["level=TIMESTAMPS", "rate=5", "rate=6", "count=7", "triton,file=/t"]
     expected = TraceSettings(("TIMESTAMPS",), 6, 7, 8, "/t")

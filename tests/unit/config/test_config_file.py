@@ -88,7 +88,7 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
         ("id: a\n---\nid: b", "2: it is not YAML: but found another document"),
     ],
 )
-def test_an_error_names_file_line_key_and_what_is_allowed(
+def test_an_error_names_file_line_key_and_allowed_values(
     tmp_path: Path, text: str, error: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:

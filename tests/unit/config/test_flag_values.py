@@ -37,12 +37,11 @@ def test_the_size_of_the_cache() -> None:
 def test_wrong_cache_flags_are_refused(
     configs: list[str], byte_size: int | None, expected_error: str
 ) -> None:
-    """Section 3.8."""
     with pytest.raises(InvalidArgument, match=expected_error):
         cache_byte_size(configs, byte_size)
 
 
-def test_a_resource_is_every_devices_one_devices_or_global() -> None:
+def test_a_resource_is_per_device_of_one_device_or_global() -> None:
     assert parse_resources(["R1:10", "R2:5:0", "R2:8:1", "R3:2:global"]) == (
         ("R1", None, 10),
         ("R2", 0, 5),

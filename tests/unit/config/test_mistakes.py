@@ -17,10 +17,10 @@ from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.user_code import describe_error, source_location
 from tests.rigs.worker_rig import rig
 
-IO = """input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
+TENSORS = """input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "O" data_type: TYPE_FP32 dims: [ 4 ] }
 """
-PYTHON = 'backend: "python"\nmax_batch_size: 8\n'
+PYTHON_CONFIG = 'backend: "python"\nmax_batch_size: 8\n'
 PREDICT = """
     def predict(self, x: FP32[ndarray, 1]) -> FP32[ndarray, 1]:
         return x
@@ -213,7 +213,7 @@ def planner(tmp_path: Path, *arguments: str) -> LoadPlanner:
 def check_pbtxt(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "models" / "m" / "1"
     folder.mkdir(parents=True)
-    (folder.parent / "config.pbtxt").write_text(PYTHON + IO + text + "\n")
+    (folder.parent / "config.pbtxt").write_text(PYTHON_CONFIG + TENSORS + text + "\n")
     check_plan(tmp_path, "")
 
 
@@ -237,8 +237,8 @@ def check_file(tmp_path: Path, text: str) -> None:
     check_flags(tmp_path, (f"--config={tmp_path / 'c.yaml'}",))
 
 
-def check_flags(tmp_path: Path, words: tuple[str, ...]) -> None:
-    server.from_flags(command_line.parse(words), {})
+def check_flags(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    server.from_flags(command_line.parse(arguments), {})
 
 
 def check_class(tmp_path: Path, text: str) -> None:
@@ -260,13 +260,13 @@ def check_class(tmp_path: Path, text: str) -> None:
         plans.complete(spec, completed)
 
 
-KINDS: tuple[tuple[Callable, dict], ...] = (
+MISTAKE_TABLES: tuple[tuple[Callable, dict], ...] = (
     *((check_pbtxt, PBTXT), (check_engine, ENGINE), (check_file, FILE), (check_flags, FLAGS)),
     *((check_class, CLASS), (check_override, LOAD)),
 )
 MISTAKES = {
     f"{read_file.__name__[6:]}: {name}": (read_file, *case)
-    for read_file, table in KINDS
+    for read_file, table in MISTAKE_TABLES
     for name, case in table.items()
 }
 
@@ -282,7 +282,7 @@ def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
 
 
 # Several mistakes of each kind together, and the names in their messages.
-TOGETHER = {
+MULTIPLE_MISTAKES = {
     check_pbtxt: (
         "max_batchsize: 1\nprority: 2\ninstance_group { count: x }",
         ("max_batchsize", "prority", "instance_group[0].count"),
@@ -304,9 +304,11 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("read_file", TOGETHER, ids=lambda read_file: read_file.__name__[6:])
+@pytest.mark.parametrize(
+    "read_file", MULTIPLE_MISTAKES, ids=lambda read_file: read_file.__name__[6:]
+)
 def test_all_mistakes_are_reported_together(tmp_path: Path, read_file: Callable) -> None:
-    text, expected_parts = TOGETHER[read_file]
+    text, expected_parts = MULTIPLE_MISTAKES[read_file]
     with pytest.raises(ShmserveError) as caught:
         read_file(tmp_path, text)
     message = caught.value.message
@@ -314,9 +316,9 @@ def test_all_mistakes_are_reported_together(tmp_path: Path, read_file: Callable)
 
 
 def test_meaningless_flags_are_reported_together(tmp_path: Path) -> None:
-    words = ("--cache-config=x", "--rate-limit-resource=y", "--backend-config=z", "/nowhere")
+    arguments = ("--cache-config=x", "--rate-limit-resource=y", "--backend-config=z", "/nowhere")
     with pytest.raises(InvalidArgument) as caught:
-        check_flags(tmp_path, words)
+        check_flags(tmp_path, arguments)
     for word in ("--cache-config:", "--rate-limit-resource:", "--backend-config:", "/nowhere"):
         assert word in caught.value.message
 

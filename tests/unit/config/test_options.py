@@ -67,13 +67,13 @@ def test_defaults_are_tritons_or_safe() -> None:
 @pytest.mark.parametrize("name", sorted(flags.FLAGS))
 def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
     value = example_value(flags.FLAGS[name])
-    joined = command_line.parse([f"--{name}={value}", "folder"])
-    assert joined == command_line.parse([f"--{name}", value, "folder"])
-    assert joined.positional == ["folder"]
-    assert joined.without_effect == ([] if flags.FLAGS[name].effect else [name])
+    joined_form = command_line.parse([f"--{name}={value}", "folder"])
+    assert joined_form == command_line.parse([f"--{name}", value, "folder"])
+    assert joined_form.positional == ["folder"]
+    assert joined_form.without_effect == ([] if flags.FLAGS[name].effect else [name])
 
 
-def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
+def test_a_boolean_flag_may_omit_its_value_and_accepts_tritons_values() -> None:
     assert settings("--dynamic-batching").model_defaults.dynamic_batching
     assert settings("--dynamic-batching", "--gateways=2").model_defaults.dynamic_batching
     assert command_line.parse(["--dynamic-batching", "folder"]).positional == ["folder"]
@@ -128,7 +128,7 @@ def test_unknown_metrics_settings_are_refused(text: str, expected_error: str) ->
 
 
 # The flags that `tritonserver --help` of version 2.51 lists, and those of other versions.
-TRITONS = """
+TRITON_FLAGS = """
     allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker
     allow-vertex-ai backend-config backend-directory buffer-manager-thread-count cache-config
     cache-directory cuda-memory-pool-byte-size cuda-virtual-address-size
@@ -156,17 +156,19 @@ TRITONS = """
 
 def test_the_flags_of_tritonserver_are_all_known() -> None:
     """Each flag is known in both spellings; a flag without effect names its replacement."""
-    known_flags = TRITONS.split()
+    known_flags = TRITON_FLAGS.split()
     assert set(known_flags) <= set(flags.FLAGS)
-    idle = [name for name in known_flags if not flags.FLAGS[name].effect]
-    words = {name: "true" if flags.FLAGS[name].kind is bool else "x" for name in idle}
+    ignored_flags = [name for name in known_flags if not flags.FLAGS[name].effect]
+    flag_values = {
+        name: "true" if flags.FLAGS[name].kind is bool else "x" for name in ignored_flags
+    }
     for arguments in (
-        [f"--{name}={word}" for name, word in words.items()],
-        [part for name, word in words.items() for part in (f"--{name}", word)],
+        [f"--{name}={word}" for name, word in flag_values.items()],
+        [part for name, word in flag_values.items() for part in (f"--{name}", word)],
     ):
-        assert settings(*arguments).without_effect == tuple(idle)
+        assert settings(*arguments).without_effect == tuple(ignored_flags)
     assert all(flags.FLAGS[name].help for name in known_flags)
-    assert len(idle) >= 30
+    assert len(ignored_flags) >= 30
 
 
 def test_log_flags_are_the_first_log_settings() -> None:
@@ -231,8 +233,8 @@ def test_models_are_folders_and_classes(tmp_path: Path) -> None:
     )
     assert options.model_repositories == (ROOT, tmp_path)
     assert options.model_files == ("./model.py:Model",)
-    words = ["a.py:A", "--set", "weights=/w.pt", "--set=b=1=2"]
-    options = server.from_flags(command_line.parse(words), {})
+    arguments = ["a.py:A", "--set", "weights=/w.pt", "--set=b=1=2"]
+    options = server.from_flags(command_line.parse(arguments), {})
     assert options.class_settings == {"weights": "/w.pt", "b": "1=2"}
 
 
@@ -278,20 +280,18 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--model-repository=" + "x" * 300, "x': File name too long"),
     ],
 )
-def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(
-    argument: str, message: str
-) -> None:
+def test_an_error_names_the_flag_its_value_and_allowed_values(argument: str, message: str) -> None:
     assert message in refusal(str(ROOT), argument)
 
 
 def test_errors_of_the_whole_command_line() -> None:
     assert "at least one is needed" in refusal()
     assert "--model-repository: '/no/where' is not a folder" in refusal("/no/where")
-    nowhere = settings("/no/where", "--exit-on-error=false").model_repositories
-    assert nowhere == (ROOT, Path("/no/where"))
+    repositories = settings("/no/where", "--exit-on-error=false").model_repositories
+    assert repositories == (ROOT, Path("/no/where"))
     assert "is not a folder" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
-    maybe = "--strict-readiness: 'maybe' is not true or false, nor a folder of models"
-    assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == maybe
+    expected_error = "--strict-readiness: 'maybe' is not true or false, nor a folder of models"
+    assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == expected_error
     assert "--model-repository: 'maybe'" in refusal("--strict-readiness", "true", "maybe")
     assert settings("--strict-readiness", str(ROOT)).model_repositories == (ROOT,)
     assert f"name the class to serve, {__file__}:CLASS" in refusal(__file__)
@@ -301,7 +301,7 @@ def test_errors_of_the_whole_command_line() -> None:
     assert "--http-port: a value is missing" in refusal("--http-port", "--gateways=2")
 
 
-def test_the_environment() -> None:
+def test_the_environment_sets_options() -> None:
     options = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
     assert (options.delay_scheduler, options.visible_devices) == (3, "1")
     assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
@@ -313,18 +313,18 @@ def test_the_environment() -> None:
 
 
 @given(ANY_FLAG, st.text(max_size=200))
-def test_any_value_is_taken_or_refused_by_name(name: str, text: str) -> None:
+def test_any_value_is_accepted_or_refused_by_name(name: str, text: str) -> None:
     flag = flags.FLAGS[name]
     try:
         value = flag.parse(text)
     except InvalidArgument as error:
-        named = error.message
+        named_flag = error.message
     else:
-        named = f"--{flag.name}: "
+        named_flag = f"--{flag.name}: "
         assert type(value) is flag.kind
         if isinstance(value, int | float) and flag.kind is not bool:
             assert flag.low <= value <= flag.high
-    assert named.startswith(f"--{flag.name}: ")
+    assert named_flag.startswith(f"--{flag.name}: ")
 
 
 @given(st.lists(st.text(max_size=30), max_size=8))
@@ -344,8 +344,8 @@ def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture
 def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = cli.main([*verb, "--help"])
-    except SystemExit as end:  # argparse ends with SystemExit
-        status = end.code
+    except SystemExit as exit_error:  # argparse ends with SystemExit
+        status = exit_error.code
     assert status == 0
     captured = capsys.readouterr().out
     assert "usage" in captured.lower()
@@ -365,7 +365,7 @@ def test_a_wrong_command_line_ends_with_2(
 @pytest.mark.parametrize(
     "arguments", [["--http-port=1\n2"], ["--a\nb"], ["--model-repository=a\nb"], ["\x1b[2J"]]
 )
-def test_an_error_is_one_line_whatever_the_arguments_hold(
+def test_an_error_is_one_line_for_any_arguments(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", *arguments]) == 2
@@ -374,7 +374,7 @@ def test_an_error_is_one_line_whatever_the_arguments_hold(
     assert error[:-1].isprintable()
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_flag_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert re.fullmatch(r"shmserve \d+\.\d+\.\d+\n", capsys.readouterr().out)
 

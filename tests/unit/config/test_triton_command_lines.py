@@ -17,7 +17,7 @@ import pytest
 from shmserve.config import command_line, server
 from shmserve.errors import InvalidArgument
 
-IDLE = "without_effect"
+WITHOUT_EFFECT = "without_effect"
 TIMESTAMPS = ("TIMESTAMPS",)
 
 LINES: dict[str, str | Mapping[str, Any]] = {
@@ -70,15 +70,20 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "allow_metrics": False,
     },
     "--model-repository=M --allow-http=true --allow-sagemaker=false --strict-readiness=false": {
-        IDLE: ("allow-sagemaker",)
+        WITHOUT_EFFECT: ("allow-sagemaker",)
     },
     "--model-repository=M --allow-sagemaker=true --sagemaker-port=8080 "
     "--sagemaker-safe-port-range=8000-9000 --allow-vertex-ai=False": {
-        IDLE: ("allow-sagemaker", "sagemaker-port", "sagemaker-safe-port-range", "allow-vertex-ai")
+        WITHOUT_EFFECT: (
+            "allow-sagemaker",
+            "sagemaker-port",
+            "sagemaker-safe-port-range",
+            "allow-vertex-ai",
+        )
     },
     "--model-repository=M --http-address 0.0.0.0 --http-thread-count=16 --reuse-http-port=1": {
         "http.address": "0.0.0.0",
-        IDLE: ("http-thread-count", "reuse-http-port"),
+        WITHOUT_EFFECT: ("http-thread-count", "reuse-http-port"),
     },
     "--model-repository=M --http-restricted-api=shared-memory,model-repository:key=value": {
         "http_restricted.keys": {"shared-memory", "model-repository"}
@@ -95,7 +100,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     },
     "--model-repository=M --grpc-infer-thread-count=4 --grpc-max-response-pool-size=16 "
     "--grpc-infer-allocation-pool-size=16": {
-        IDLE: (
+        WITHOUT_EFFECT: (
             *("grpc-infer-thread-count", "grpc-max-response-pool-size"),
             "grpc-infer-allocation-pool-size",
         )
@@ -112,7 +117,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     "--model-repository=M --metrics-config summary_latencies=true --metrics-config "
     'summary_quantiles="0.5:0.05,0.9:0.01" --metrics-interval-ms=2000.5': {
         "metrics.summary_quantiles": (0.5, 0.9),
-        IDLE: ("metrics-interval-ms",),
+        WITHOUT_EFFECT: ("metrics-interval-ms",),
     },
     "--model-repository=M --trace-config triton,file=/tmp/trace.json --trace-config "
     "triton,log-frequency=50 --trace-config rate=100 --trace-config level=TIMESTAMPS": {
@@ -166,7 +171,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     },
     "--model-repository=M --backend-directory=/opt/tritonserver/backends --cache-directory /c "
     "--repoagent-directory=/opt/tritonserver/repoagents": {
-        IDLE: ("backend-directory", "cache-directory", "repoagent-directory")
+        WITHOUT_EFFECT: ("backend-directory", "cache-directory", "repoagent-directory")
     },
     "--model-repository=M --cache-config=local,size=1000048576": {"cache_byte_size": 1000048576},
     "--model-repository=M --response-cache-byte-size 1048576": {"cache_byte_size": 1048576},
@@ -180,18 +185,18 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     },
     "--model-store=M --exit-on-error=true --cuda-memory-pool-byte-size 0:10000000000 "
     "--pinned-memory-pool-byte-size=268435456 --model-load-gpu-limit 0:0.8": {
-        IDLE: (
+        WITHOUT_EFFECT: (
             *("cuda-memory-pool-byte-size", "pinned-memory-pool-byte-size"),
             "model-load-gpu-limit",
         )
     },
     "--model-repository=M --host-policy=gpu_0,numa-node=0 --host-policy=gpu_0,cpu-cores=0-15 "
     "--enable-peer-access=false --min-supported-compute-capability=6.0": {
-        IDLE: ("host-policy", "enable-peer-access", "min-supported-compute-capability")
+        WITHOUT_EFFECT: ("host-policy", "enable-peer-access", "min-supported-compute-capability")
     },
     "--model-repository=M --exit-timeout-secs=120 --model-load-thread-count=8": {
         "exit_timeout_s": 120,
-        IDLE: ("model-load-thread-count",),
+        WITHOUT_EFFECT: ("model-load-thread-count",),
     },
     # --- mistakes
     "--model-repository=M --log=1": "--log is ambiguous: --log-info, --log-warning, --log-er",
@@ -201,15 +206,15 @@ LINES: dict[str, str | Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_command_line_of_triton_is_parsed_or_refused_by_name(line: str, tmp_path: Path) -> None:
-    words = [re.sub(r"(^|=)M$", rf"\1{tmp_path}", word) for word in shlex.split(line)]
+    arguments = [re.sub(r"(^|=)M$", rf"\1{tmp_path}", word) for word in shlex.split(line)]
     expected = LINES[line]
     if isinstance(expected, str):
         with pytest.raises(InvalidArgument) as caught:
-            server.from_flags(command_line.parse(words), os.environ)
+            server.from_flags(command_line.parse(arguments), os.environ)
         assert expected in caught.value.message
         return
-    options = server.from_flags(command_line.parse(words), os.environ)
+    options = server.from_flags(command_line.parse(arguments), os.environ)
     assert set(options.model_repositories) == {tmp_path}
-    for path, value in ({IDLE: ()} | dict(expected)).items():
+    for path, value in ({WITHOUT_EFFECT: ()} | dict(expected)).items():
         option_value = attrgetter(path)(options)
         assert (set(option_value()) if callable(option_value) else option_value) == value

@@ -26,7 +26,7 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
-from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, publication, rig
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, Scheduler, add_sub, publication, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, raw_connection
 
@@ -41,7 +41,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture(scope="module")
 def simple_scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, scheduler)
+    gateway.publish(SIMPLE_CONFIG, scheduler)
     scheduler.statistics = report("simple", "1")
     return scheduler
 
@@ -65,10 +65,10 @@ def report(name: str, version: str) -> dict[str, Any]:
     stats: dict[str, Any] = {
         key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)
     }
-    empty = {"count": 0, "ns": 0}
-    flat = {"inference_count": 3_000_000_001, "execution_count": 2, "success": 3, "fail": 3}
-    flat |= {f"{key}_ns": entry["ns"] for key, entry in stats.items()}
-    flat |= dict.fromkeys(("cache_hit", "cache_miss", "cache_hit_ns", "cache_miss_ns"), 0)
+    zero_count = {"count": 0, "ns": 0}
+    flat_counts = {"inference_count": 3_000_000_001, "execution_count": 2, "success": 3, "fail": 3}
+    flat_counts |= {f"{key}_ns": entry["ns"] for key, entry in stats.items()}
+    flat_counts |= dict.fromkeys(("cache_hit", "cache_miss", "cache_hit_ns", "cache_miss_ns"), 0)
     counts = [1, 0, 2, 0]
     histogram = {"buckets": [0.001, 0.01, 1.0], "counts": counts, "sum": 0.5, "count": 3}
     return {
@@ -77,7 +77,7 @@ def report(name: str, version: str) -> dict[str, Any]:
         "last_inference": 1234,
         "inference_count": 3_000_000_001,
         "execution_count": 2,
-        "inference_stats": {**stats, "cache_hit": empty, "cache_miss": empty},
+        "inference_stats": {**stats, "cache_hit": zero_count, "cache_miss": zero_count},
         "response_stats": {},
         "batch_stats": [],
         "memory_usage": [],
@@ -87,7 +87,7 @@ def report(name: str, version: str) -> dict[str, Any]:
             "executing": 2,
             "open_sequences": 0,
             "batches_closed": {"full": 1, "delay": 1},
-            **flat,
+            **flat_counts,
             **dict.fromkeys(
                 ("request_seconds", "queue_seconds", "compute_seconds", "batch_size"), histogram
             ),
@@ -143,11 +143,13 @@ SCOPES = {
 
 
 def test_every_route_has_a_scope() -> None:
-    """R18: each route belongs to one API, the right one, and the way to its handler asks for it."""
+    """Each route belongs to the right API, and its handler is called only with that permission."""
     for route in ROUTES.routes:
         assert route.scope in (*auth_tokens.RESTRICTABLE, auth_tokens.SIGNATURE), route
-        (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
-        assert route.scope == SCOPES.get(end), route
+        (path_end,) = [path_end for path_end in SCOPES if route.path.endswith(path_end)] or [
+            "not in the table"
+        ]
+        assert route.scope == SCOPES.get(path_end), route
     assert {route.method for route in ROUTES.routes} == {"GET", "POST"}
     # A handler is looked up in one function only, which authorises before anything else.
     assert inspect.getsource(routing).count("route.handler") == 1
@@ -189,11 +191,11 @@ def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http
 
 
 def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
-    for is_live, ready in ((True, True), (True, False), (False, False), (True, True)):
-        gateway.send(HealthChanged(live=is_live, ready=ready, exiting=False))
+    for is_live, is_ready in ((True, True), (True, False), (False, False), (True, True)):
+        gateway.send(HealthChanged(live=is_live, ready=is_ready, exiting=False))
         gateway.apply(lambda number: RegionWithdrawn("", 0, number))
         assert http.get("/v2/health/live").status == (200 if is_live else 400)
-        assert http.get("/v2/health/ready").status == (200 if ready else 400)
+        assert http.get("/v2/health/ready").status == (200 if is_ready else 400)
     reply = http.get("/v2/health/ready")
     assert (reply.body, reply.headers["Content-Length"]) == (b"", "0")
 
@@ -202,14 +204,14 @@ def test_readiness_is_that_of_the_supervisor(
     gateway: Rig, simple_scheduler: Scheduler, http: Http
 ) -> None:
     http.get("/v2/models/simple/ready").ok()
-    gateway.publish(SIMPLE, simple_scheduler, ready=False)
+    gateway.publish(SIMPLE_CONFIG, simple_scheduler, ready=False)
     reply = http.get("/v2/models/simple/ready")
     assert (reply.status, reply.error) == (400, "Model version not ready")
     # The model restarts: requests wait for it at its scheduler.
     row = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
     inputs = [{"name": name, **row} for name in ("INPUT0", "INPUT1")]
     http.infer("simple", {"inputs": inputs}).ok()
-    gateway.publish(SIMPLE, simple_scheduler)
+    gateway.publish(SIMPLE_CONFIG, simple_scheduler)
     http.get("/v2/models/simple/versions/1/ready").ok()
     for path in ("/v2/models/simple/versions/2/ready", "/v2/models/nope/ready"):
         assert http.get(path).error == "Model version not ready"
@@ -223,7 +225,7 @@ def test_metadata(http: Http) -> None:
     model = http.get("/v2/models/simple").ok().json()
     assert list(model) == ["name", "versions", "platform", "inputs", "outputs"]
     assert model["inputs"][0] == {"name": "INPUT0", "datatype": "INT32", "shape": [-1, 16]}
-    assert http.get("/v2/models/simple/config").ok().json() == SIMPLE
+    assert http.get("/v2/models/simple/config").ok().json() == SIMPLE_CONFIG
 
 
 def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
@@ -284,8 +286,8 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
     http.post(f"{path}/unload", {"parameters": {"unload_dependents": True}}).ok()
     loads = [(x.name, x.config, x.files) for x in gateway.received_of(m.LoadModel)]
     assert loads == [("a.model", "", {}), ("a.model", "{}", {"1/model.py": contents})]
-    unloads = [(x.name, x.unload_dependents) for x in gateway.received_of(m.UnloadModel)]
-    assert unloads == [("a.model", False), ("a.model", True)]
+    unload_requests = [(x.name, x.unload_dependents) for x in gateway.received_of(m.UnloadModel)]
+    assert unload_requests == [("a.model", False), ("a.model", True)]
 
 
 @pytest.mark.parametrize(
@@ -408,12 +410,12 @@ def region(name: str, memory_id: int, offset: int) -> Callable[[int], RegionPubl
 def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
     gateway.apply(region("b", 1, 0))
     gateway.apply(region("a", 2, 4096))
-    a = {"name": "a", "key": "/a", "offset": 4096, "byte_size": 100}
-    b = {"name": "b", "key": "/b", "offset": 0, "byte_size": 100}
-    assert http.regions().json() == [a, b]
-    assert http.regions("b").json() == [b]
-    missing = http.regions("c")
-    assert (missing.status, missing.error) == (
+    first_region = {"name": "a", "key": "/a", "offset": 4096, "byte_size": 100}
+    second_region = {"name": "b", "key": "/b", "offset": 0, "byte_size": 100}
+    assert http.regions().json() == [first_region, second_region]
+    assert http.regions("b").json() == [second_region]
+    missing_region = http.regions("c")
+    assert (missing_region.status, missing_region.error) == (
         404,
         "Unable to find system shared memory region: 'c'",
     )
@@ -434,19 +436,22 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
     statistics = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [statistics]}
-    missing = http.get("/v2/models/nope/stats")
-    assert (missing.status, missing.error) == (400, "requested model 'nope' is not available")
+    missing_model = http.get("/v2/models/nope/stats")
+    assert (missing_model.status, missing_model.error) == (
+        400,
+        "requested model 'nope' is not available",
+    )
     text = "requested model version is not available for model 'simple'"
     assert http.get("/v2/models/simple/versions/2/stats").error == text
     for name in ("simple", "nope"):
-        beyond = http.get(f"/v2/models/{name}/versions/9223372036854775808/stats")
-        assert beyond.status == 400
-        assert "version should be an integral value > 0" in beyond.error
+        beyond_int64 = http.get(f"/v2/models/{name}/versions/9223372036854775808/stats")
+        assert beyond_int64.status == 400
+        assert "version should be an integral value > 0" in beyond_int64.error
 
 
 def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
     silent_scheduler = gateway.scheduler(add_sub)
-    gateway.publish({**SIMPLE, "name": "silent"}, silent_scheduler)
+    gateway.publish({**SIMPLE_CONFIG, "name": "silent"}, silent_scheduler)
     answers: list[int] = []
 
     def send_request(path: str) -> None:
@@ -509,12 +514,12 @@ def test_a_models_tags_are_labels_of_its_metrics(
 ) -> None:
     scraper = Http(gateway.metrics_port)
     gateway.publish(
-        {**SIMPLE, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple_scheduler
+        {**SIMPLE_CONFIG, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple_scheduler
     )
     try:
         text = scraper.get("/metrics/").ok().body.decode()
     finally:
-        gateway.publish(SIMPLE, simple_scheduler)
+        gateway.publish(SIMPLE_CONFIG, simple_scheduler)
     tagged = {"model": "simple", "version": "1", "_team": 'bl"ue', "_not_a_label": "x"}
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in (
@@ -548,29 +553,29 @@ def test_each_model_has_an_example(simple_scheduler: Scheduler) -> None:
     """The example has the required inputs. Values without a JSON form are binary, and long
     values are abbreviated.
     """
-    dynamic, halves = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
+    dynamic_input, half_type = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (
-            {"input": [dynamic], "max_batch_size": 4},
+            {"input": [dynamic_input], "max_batch_size": 4},
             {"inputs": [json_tensor("FP32", [1, 1, 3], data=[1, 1, 1])]},
         ),
         (
-            {"input": [{**dynamic, "data_type": "TYPE_STRING", "dims": [1]}]},
+            {"input": [{**dynamic_input, "data_type": "TYPE_STRING", "dims": [1]}]},
             {"inputs": [json_tensor("BYTES", [1], data=["text"])]},
         ),
         (
-            {"input": [{**dynamic, "dims": [3, 224, 224]}]},
+            {"input": [{**dynamic_input, "dims": [3, 224, 224]}]},
             {"inputs": [json_tensor("FP32", [3, 224, 224], fill=1, count=150528)]},
         ),
         (
-            {"input": [{**dynamic, "data_type": halves, "dims": [2]}]},
+            {"input": [{**dynamic_input, "data_type": half_type, "dims": [2]}]},
             {
                 "inputs": [json_tensor("FP16", [2], parameters={"binary_data_size": 4})],
                 "parameters": {"binary_data_output": True},
             },
         ),
         (
-            {"input": [dynamic, {**dynamic, "name": "Y", "optional": True}]},
+            {"input": [dynamic_input, {**dynamic_input, "name": "Y", "optional": True}]},
             {"inputs": [json_tensor("FP32", [1, 3], data=[1, 1, 1])]},
         ),
     ]

@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 
-X = [1.0, 3.5, 2.0, 3.5, -1e-7, 1e20]
+VALUES = [1.0, 3.5, 2.0, 3.5, -1e-7, 1e20]
 
 
 def decode_texts(tensor: TensorRef) -> list[str]:
@@ -58,11 +58,11 @@ def classify(
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP64"])
 def test_floats_have_six_decimals(datatype: str) -> None:
-    output = classify(X, datatype, 3)
+    output = classify(VALUES, datatype, 3)
     assert (output.datatype, output.shape) == ("BYTES", (3,))
     top = "100000002004087734272" if datatype == "FP32" else "100000000000000000000"
     assert decode_texts(output) == [f"{top}.000000:5", "3.500000:1", "3.500000:3"]
-    assert decode_texts(classify(X, datatype, 9))[-1] == "-0.000000:4"
+    assert decode_texts(classify(VALUES, datatype, 9))[-1] == "-0.000000:4"
     assert decode_texts(classify([float("nan"), 1.0], "FP32", 1, ("zero",))) == ["nan:0:zero"]
 
 

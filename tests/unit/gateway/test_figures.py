@@ -18,7 +18,7 @@ def histogram(*counts: int) -> dict[str, Any]:
 
 def report(success: int = 0, **fields: Any) -> dict[str, Any]:
     """Return a scheduler's report of a model that has answered this number of requests singly."""
-    flat = dict.fromkeys(
+    flat_counts = dict.fromkeys(
         (
             *("fail", "inference_count", "execution_count", "workers_lost", "retried"),
             *("cache_hit", "cache_miss", "pending", "executing", "open_sequences", "queue_ns"),
@@ -27,10 +27,10 @@ def report(success: int = 0, **fields: Any) -> dict[str, Any]:
         0,
     )
     sizes = {"buckets": [1, 2, 4], "counts": [success, 0, 0, 0], "sum": success}
-    empty: dict[str, Any] = {"failures": {"BACKEND": 0}, "instances": {}, "quantiles": {}}
+    empty_reports: dict[str, Any] = {"failures": {"BACKEND": 0}, "instances": {}, "quantiles": {}}
     return {
-        **flat,
-        **empty,
+        **flat_counts,
+        **empty_reports,
         "success": success,
         "cache": {},
         "batches_closed": {"full": success, "idle": 0},
@@ -68,8 +68,8 @@ def test_rates_are_of_the_window() -> None:
 
 
 def test_exact_quantiles_are_preferred() -> None:
-    exact = {"quantiles": {"request": [[0.5, 2000], [0.9, 3000.4], [0.99, 4000]]}}
-    _, second_row = build_rows(report(0), report(5, **exact))
+    exact_quantiles = {"quantiles": {"request": [[0.5, 2000], [0.9, 3000.4], [0.99, 4000]]}}
+    _, second_row = build_rows(report(0), report(5, **exact_quantiles))
     assert second_row["recent"]["ms"] == [2.0, 3.0, 4.0]
     empty_quantiles = {"quantiles": {"request": [[0.5, None], [0.9, None], [0.99, None]]}}
     _, second_row = build_rows(report(0), report(0, **empty_quantiles))
@@ -139,12 +139,14 @@ def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
 
 
-def test_ten_minutes_of_history() -> None:
+def test_the_history_covers_ten_minutes() -> None:
     history, figures = History(), Figures()
     for second_s in range(1000):
         reports = [report(10 * second_s if second_s > 500 else 0, pending=second_s > 990)]
-        named = [{"name": "m", "version": "1", "shmserve": snapshot} for snapshot in reports]
-        history.add(1e9 + second_s, figures.build_rows(named, second_s))
+        model_reports = [
+            {"name": "m", "version": "1", "shmserve": snapshot} for snapshot in reports
+        ]
+        history.add(1e9 + second_s, figures.build_rows(model_reports, second_s))
     series = history.as_series()
     assert series["at"] == [1e9 + second_s for second_s in range(395, 1000, 5)]
     points = series["models"]["m/1"]
@@ -156,9 +158,9 @@ def test_ten_minutes_of_history() -> None:
 def test_a_generative_model_has_token_rates() -> None:
     generation = {"sequences": {"running": 2}, "blocks": {"free": 9}, "utilization": 0.5}
     fields = {"generation": generation, "preemptions": {"swap": 1, "recompute": 2}, "prefilled": 0}
-    times = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
-    first_report = report(0, generated=10, **fields, **times)
-    second_report = report(1, generated=40, **fields, **times)
+    latencies = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
+    first_report = report(0, generated=10, **fields, **latencies)
+    second_report = report(1, generated=40, **fields, **latencies)
     row = build_row(second_report, first_report, 2.0)
     assert row["generation"]["blocks"] == {"free": 9} and row["generation"]["preemptions"] == 3
     assert row["recent"]["tokens_rate"] == 15.0 and row["recent"]["first_token_ms"] == []
@@ -169,12 +171,16 @@ def test_a_generative_model_has_token_rates() -> None:
     st.lists(st.integers(1, 200_000_000), min_size=1, max_size=50),
     st.sampled_from((0.5, 0.9, 0.99)),
 )
-def test_a_quantile_lies_in_the_bucket_of_the_true_one(times_ns: list[int], q: float) -> None:
+def test_a_quantile_lies_in_the_bucket_of_the_true_one(
+    times_ns: list[int], quantile_rank: float
+) -> None:
     histogram = Histogram(BOUNDS, 1_000_000_000)
     histogram.observe(*times_ns)
-    estimate = quantile(q, BOUNDS, histogram.report()["counts"])
+    estimate = quantile(quantile_rank, BOUNDS, histogram.report()["counts"])
     rank = min(
-        int(q * len(times_ns)) if q * len(times_ns) % 1 else int(q * len(times_ns)) - 1,
+        int(quantile_rank * len(times_ns))
+        if quantile_rank * len(times_ns) % 1
+        else int(quantile_rank * len(times_ns)) - 1,
         len(times_ns) - 1,
     )
     true_s = sorted(times_ns)[max(rank, 0)] / 1e9

@@ -25,9 +25,9 @@ HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-K
     ],
 )
 def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) -> None:
-    selected = select_forwarded_headers(header_pattern({"flag": pattern}, "flag"), HEADERS)
-    assert list(selected) == names
-    assert selected.get("X-My-Key", "Value Two") == "Value Two"
+    selected_headers = select_forwarded_headers(header_pattern({"flag": pattern}, "flag"), HEADERS)
+    assert list(selected_headers) == names
+    assert selected_headers.get("X-My-Key", "Value Two") == "Value Two"
 
 
 def test_values_that_are_not_utf8_are_refused() -> None:

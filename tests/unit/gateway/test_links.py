@@ -99,28 +99,35 @@ def run(tmp_path: Path, scenario: Callable[[Rig], Coroutine[Any, Any, None]]) ->
     asyncio.run(run_scenario())
 
 
-@pytest.mark.parametrize("answered", ["before", "after"])
+@pytest.mark.parametrize("answer_time", ["before", "after"])
 @pytest.mark.parametrize("kind", [HttpInference, UnaryInference])
-def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str) -> None:
+def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: str) -> None:
     """The response is released once, whether it arrived before or after the cancellation."""
 
     async def cancel(rig: Rig) -> None:
         built_request: Any = SimpleNamespace(trace=None, responses=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
-        notified: list[Any] = []
-        arguments = (message, rig.schedulers, lambda: None, built_request, notified.append, True)
+        notified_requests: list[Any] = []
+        arguments = (
+            message,
+            rig.schedulers,
+            lambda: None,
+            built_request,
+            notified_requests.append,
+            True,
+        )
         request = UnaryInference(*arguments)
         if kind is HttpInference:
             request = HttpInference(*arguments, MagicMock(), MagicMock())
         rig.schedulers.submit(request, rig.endpoint)
-        if answered == "before":
+        if answer_time == "before":
             rig.schedulers.handle(rig.endpoint, answer())
             assert request.message is not None
         request.cancel()
-        if answered == "after":
+        if answer_time == "after":
             rig.schedulers.handle(rig.endpoint, answer())
-        is_late = answered == "after"
-        assert notified == ([] if is_late else [request]) and request.message is None
+        is_late = answer_time == "after"
+        assert notified_requests == ([] if is_late else [request]) and request.message is None
         expected = [message, *([m.Cancel(1)] if is_late else []), m.Release(4321, [4096], 1)]
         assert await rig.receive(len(expected)) == expected
 
@@ -150,20 +157,20 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
         await rig.receive(5)
 
     run(tmp_path, read)
-    sent = [frame for frame in frames if frame]
-    assert sent == [[m.Submit], [m.Release, m.Submit, m.Release], [m.Release]]
+    sent_types = [frame for frame in frames if frame]
+    assert sent_types == [[m.Submit], [m.Release, m.Submit, m.Release], [m.Release]]
 
 
 def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     """Each response is delivered, and the end. Responses after a cancellation are released."""
-    finished = answer()
-    body = (finished.schema, finished.data)
+    finished_message = answer()
+    body = (finished_message.schema, finished_message.data)
     responses: list[Any] = []
-    released: list[str] = []
+    releases: list[str] = []
 
     async def stream_responses(rig: Rig) -> None:
         for number in (1, 2):
-            request = rig.send_request(number, partial(released.append, f"of {number}"))
+            request = rig.send_request(number, partial(releases.append, f"of {number}"))
             request.messages = responses
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
@@ -173,15 +180,15 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
         notices = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
-        release = m.Release(4321, [4096], 1)
-        assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
+        release_message = m.Release(4321, [4096], 1)
+        assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release_message]
 
     run(tmp_path, stream_responses)
     assert [(message.id, message.final) for message in responses] == [
         *((1, False), (1, False), (1, True)),
         (2, False),
     ]
-    assert released == ["of 1", "of 2"]
+    assert releases == ["of 1", "of 2"]
 
 
 def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
@@ -197,13 +204,13 @@ def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("end", ["cancelled", "reported", "lost"])
-def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> None:
+@pytest.mark.parametrize("end_cause", ["cancelled", "reported", "lost"])
+def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: str) -> None:
     async def scenario(rig: Rig) -> None:
         rig.schedulers.successors.add("ipc://old", rig.endpoint)
         future = rig.schedulers.report("ipc://old")
         (request,) = await rig.receive(1)
-        match end:
+        match end_cause:
             case "cancelled":
                 future.cancel()
             case "reported":
@@ -211,9 +218,9 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> 
             case "lost":
                 rig.schedulers.fail_over(rig.endpoint, "")
         await asyncio.wait([future])
-        if end == "reported":
+        if end_cause == "reported":
             assert future.result() == {"executions": 1}
-        elif end == "lost":
+        elif end_cause == "lost":
             assert isinstance(future.exception(), Unavailable)
         await asyncio.sleep(0)
         assert not rig.schedulers._pending_statistics
@@ -236,36 +243,43 @@ def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: boo
         rig.schedulers.fail_over(rig.endpoint, "")
         assert not list(rig.schedulers._table)
         if request is not None:
-            (failed,) = request.messages
-            assert failed.message.startswith("[request id: mine] ")
-            assert "no other serves the model" in failed.message
+            (failed_message,) = request.messages
+            assert failed_message.message.startswith("[request id: mine] ")
+            assert "no other serves the model" in failed_message.message
 
     run(tmp_path, scenario)
 
 
-STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+STOPPING_ERROR = (
+    "Server is stopping, scheduler for model has stopped accepting new inference requests"
+)
 
 
 @pytest.mark.parametrize(
     ("prefix", "stateful", "request_id", "text"),
     [
-        ("", False, "", f"[request id: <id_unknown>] {STOPPING}"),
-        ("", False, "x", f"[request id: x] {STOPPING}"),
-        ("", True, "", STOPPING),
-        ("", True, "x", f"[request id: x] {STOPPING}"),
-        ("in ensemble 'e', ", False, "", f"in ensemble 'e', [request id: <id_unknown>] {STOPPING}"),
+        ("", False, "", f"[request id: <id_unknown>] {STOPPING_ERROR}"),
+        ("", False, "x", f"[request id: x] {STOPPING_ERROR}"),
+        ("", True, "", STOPPING_ERROR),
+        ("", True, "x", f"[request id: x] {STOPPING_ERROR}"),
+        (
+            "in ensemble 'e', ",
+            False,
+            "",
+            f"in ensemble 'e', [request id: <id_unknown>] {STOPPING_ERROR}",
+        ),
     ],
 )
 def test_requests_during_a_drain_are_refused(
     prefix: str, stateful: bool, request_id: str, text: str
 ) -> None:
     """The text is that of Triton's schedulers; a client that has begun a sequence continues."""
-    draining: Any = SimpleNamespace(refusing=True)
+    draining_gateway: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
     sequence_start = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
     built_request: Any = MagicMock(infer_request=sequence_start, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(draining, built_request, client, 0, UnaryInference, None, True)
+        submit(draining_gateway, built_request, client, 0, UnaryInference, None, True)
     assert caught.value.message == text
     built_request.release.assert_called_once()

@@ -8,9 +8,9 @@ from shmserve.gateway.inference import body_arrival
 from shmserve.gateway.inference.body_arrival import LARGE_BYTES
 
 
-@pytest.mark.parametrize(("size", "trims"), [(LARGE_BYTES, [0]), (LARGE_BYTES - 1, [])])
+@pytest.mark.parametrize(("size", "expected_trims"), [(LARGE_BYTES, [0]), (LARGE_BYTES - 1, [])])
 async def test_large_requests_cost_one_trim_and_small_ones_none(
-    monkeypatch: pytest.MonkeyPatch, size: int, trims: list[int]
+    monkeypatch: pytest.MonkeyPatch, size: int, expected_trims: list[int]
 ) -> None:
     calls: list[int] = []
 
@@ -19,11 +19,11 @@ async def test_large_requests_cost_one_trim_and_small_ones_none(
     trim = body_arrival.MallocTrim()
     for _ in range(50):
         trim.schedule(size)
-    trimmed = asyncio.Event()
+    was_trimmed = asyncio.Event()
     # Timers run in order, so this one comes last.
-    asyncio.get_running_loop().call_later(0.002, trimmed.set)
-    await trimmed.wait()
-    assert calls == trims
+    asyncio.get_running_loop().call_later(0.002, was_trimmed.set)
+    await was_trimmed.wait()
+    assert calls == expected_trims
 
 
 def test_malloc_trim_is_available() -> None:

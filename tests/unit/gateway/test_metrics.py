@@ -8,12 +8,12 @@ from shmserve.gateway.api import metrics
 
 HISTOGRAM = {"buckets": [100.0], "counts": [0, 0], "sum": 0, "count": 0}
 COUNTS = ("success", "inference_count", "execution_count", "pending", "cache_hit", "cache_miss")
-LATENCIES = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+LATENCY_NAMES = ("success", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the report of a model that has answered no request."""
-    counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCIES)), 0)
+    counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCY_NAMES)), 0)
     cache_ns = {"cache_hit_ns": 0, "cache_miss_ns": 0}
     failures = {"OTHER": 2, "CANCELED": 1}
     return {"model": "m"}, {**counts, **cache_ns, "failures": failures, "cache": {}, **fields}
@@ -32,12 +32,12 @@ def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
 
 
-def test_a_model_with_a_cache_has_every_summary_but_that_of_whole_requests() -> None:
+def test_a_cached_model_has_every_summary_except_whole_requests() -> None:
     page = metrics._exposition_text(
         metrics.summary_families([report(cache={"bytes": 0, "entries": 0})])
     )
     assert "nv_inference_request_summary" not in page
-    for part in LATENCIES[1:]:
+    for part in LATENCY_NAMES[1:]:
         assert f"nv_inference_{part}_summary_us_count" in page
     page = metrics._exposition_text(
         metrics.summary_families([report(), report(cache={"bytes": 0, "entries": 0})])
@@ -46,9 +46,12 @@ def test_a_model_with_a_cache_has_every_summary_but_that_of_whole_requests() -> 
 
 
 def test_the_gauges_of_the_whole_cache_are_sums_over_the_models() -> None:
-    full = {"bytes": 30, "bound": 60, "entries": 3, "evicted": 2}
-    empty = {"bytes": 0, "bound": 60, "entries": 0, "evicted": 0}
-    reports = [report(cache=full, cache_hit=4, cache_miss=5), report(cache=empty, cache_miss=1)]
+    full_cache = {"bytes": 30, "bound": 60, "entries": 3, "evicted": 2}
+    empty_cache = {"bytes": 0, "bound": 60, "entries": 0, "evicted": 0}
+    reports = [
+        report(cache=full_cache, cache_hit=4, cache_miss=5),
+        report(cache=empty_cache, cache_miss=1),
+    ]
     page = metrics._exposition_text(metrics.triton_families([*reports, report()], latencies=False))
     counts = {"entries": 3, "lookups": 10, "hits": 4, "misses": 6, "evictions": 2}
     for name, count in counts.items():

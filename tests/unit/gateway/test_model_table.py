@@ -14,27 +14,27 @@ from shmserve.errors import NotFound, Unavailable
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.settings import GatewaySettings
-from tests.rigs.gateway_rig import SIMPLE, publication
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, publication
 
 
 def make_publication(**fields: Any) -> Any:
-    return publication({**SIMPLE, **fields}, MagicMock(endpoint="ipc:///nowhere"))
+    return publication({**SIMPLE_CONFIG, **fields}, MagicMock(endpoint="ipc:///nowhere"))
 
 
 def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None:
     models = ModelTable(MagicMock())
     models.publish(make_publication())
-    resolved = models.resolve("simple", "")
-    assert models.current(resolved) is resolved
+    resolved_model = models.resolve("simple", "")
+    assert models.current(resolved_model) is resolved_model
     models.publish(make_publication())
-    current = models.current(resolved)
-    assert current is not resolved
-    assert current is models.resolve("simple", "1")
+    current_model = models.current(resolved_model)
+    assert current_model is not resolved_model
+    assert current_model is models.resolve("simple", "1")
     models.publish(make_publication(max_batch_size=3))
     with pytest.raises(Unavailable, match="was loaded with another configuration while"):
-        models.current(resolved)
+        models.current(resolved_model)
     models.withdraw("simple", "1")
-    for copy in (resolved, current):
+    for copy in (resolved_model, current_model):
         with pytest.raises(Unavailable, match="version 1 is not at ready state"):
             models.current(copy)
 
@@ -57,10 +57,10 @@ def test_readiness_keeps_prepared_schemas() -> None:
     models = ModelTable(MagicMock())
     models.publish(make_publication())
     model = models.resolve("simple", "")
-    for ready in (False, True):
-        models.set_ready("simple", "1", ready)
+    for is_ready in (False, True):
+        models.set_ready("simple", "1", is_ready)
         assert models.resolve("simple", "1") is model
-        assert model.ready is ready
+        assert model.ready is is_ready
     models.set_ready("simple", "2", False)
     models.set_ready("other", "1", False)
     assert model.ready
@@ -79,13 +79,13 @@ def generator_publication(name: str, *aliases: str) -> Any:
     )
 
 
-def build_table(*models: Any, served: tuple[tuple[str, str], ...] = ()) -> Any:
+def build_table(*models: Any, served_names: tuple[tuple[str, str], ...] = ()) -> Any:
     table = ModelTable(MagicMock())
     for model in models:
         table.publish(model)
     payload = {"names": {"asleep": ["night"], "a": ["stale"]}}
     supervisor = SimpleNamespace(send_request=AsyncMock(return_value=payload))
-    settings = GatewaySettings(served_names=served)
+    settings = GatewaySettings(served_names=served_names)
     return SimpleNamespace(models=table, settings=settings, supervisor=supervisor)
 
 
@@ -114,7 +114,7 @@ def test_served_names_precede_a_models_own() -> None:
     gateway = build_table(
         generator_publication("a"),
         make_publication(),
-        served=(("", "gpt"), ("a", "org/x"), ("b", "y")),
+        served_names=(("", "gpt"), ("a", "org/x"), ("b", "y")),
     )
     for name, model_name in (
         ("gpt", "a"),
@@ -134,7 +134,9 @@ def test_served_names_precede_a_models_own() -> None:
 
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
-    gateway = build_table(generator_publication("a", "gpt"), served=(("", "only"), ("asleep", "z")))
+    gateway = build_table(
+        generator_publication("a", "gpt"), served_names=(("", "only"), ("asleep", "z"))
+    )
     send_request = gateway.supervisor.send_request
     assert resolve_alias(gateway, "night") == "night" and not send_request.called
     gateway.models.on_demand |= {"asleep", "a"}

@@ -105,9 +105,9 @@ def test_chunks_count_the_tokens_of_their_sample(choices_format: Any) -> None:
 
 def test_zero_logprobs_are_requested() -> None:
     """Completions have the number of alternatives, which may be 0; chats have true."""
-    requested: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
+    request_bodies: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
     not_requested: list[dict[str, Any]] = [{}, {"logprobs": None}, {"logprobs": False}]
-    assert all(map(bodies.wants_logprobs, requested))
+    assert all(map(bodies.wants_logprobs, request_bodies))
     assert not any(map(bodies.wants_logprobs, not_requested))
 
 
@@ -228,9 +228,11 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     limits_given: dict[str, Any], max_tokens: int
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **limits_given}
-    parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
+    parsed_request = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
-    assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
+    assert [
+        parsed_request.parameters[name] for name in limits if name in parsed_request.parameters
+    ] == [max_tokens]
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])
@@ -252,6 +254,18 @@ def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) 
     messages = read_body(raw, ["messages"], Content_Length=str(len(raw)))["messages"]
     assert (type(messages) is Packed) == is_packed
     assert (messages.value() if is_packed else messages) == [message] * count
+
+
+def test_each_token_has_a_chunk() -> None:
+    for choice_format, member in ((CHAT_FORMAT, "delta"), (COMPLETION_FORMAT, "text")):
+        choices = Choices(choice_format, "m", 1)
+        deltas = [Delta(0, ""), Delta(0, ""), Delta(0, "é"), Delta(0, "", "stop")]
+        chunks = [choices.add(0, delta)[member] for delta in deltas]
+        first_delta = {"role": "assistant", "content": ""}
+        if member == "text":
+            assert chunks == ["", "", "é", ""]
+        else:
+            assert chunks == [first_delta, {"content": ""}, {"content": "é"}, {}]
 
 
 def test_a_chat_with_reasoning_and_calls() -> None:

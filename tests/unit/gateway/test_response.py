@@ -12,7 +12,7 @@ from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
-    SIMPLE,
+    SIMPLE_CONFIG,
     Rig,
     add_sub,
     echo,
@@ -23,7 +23,7 @@ from tests.rigs.gateway_rig import (
 )
 from tests.support.wire.raw_http import Http, Reply
 
-RECORDED = [
+RECORDED_CASES = [
     json.loads(line)
     for line in (Path(__file__).parent / "data/triton_answers.jsonl").read_text().splitlines()
 ]
@@ -33,9 +33,9 @@ DATATYPES = "BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP1
 NO_VERSION = " (a version is an integer)"
 TOO_MANY = " (input 'INPUT0': its shape has 16 elements, more are given)"
 # This server's addition to Triton's text of an error.
-AS_A_BODY = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
-ADDED = {
-    **dict.fromkeys(("json string", "json null"), AS_A_BODY),
+BODY_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
+ADDED_TEXTS = {
+    **dict.fromkeys(("json string", "json null"), BODY_HINT),
     "raw two var": " (send JSON with its shape before the bytes, and the length of the JSON in "
     "Inference-Header-Content-Length)",
     "datatype bad": f" ('FOO'; allowed: {DATATYPES}, BYTES, BF16)",
@@ -63,15 +63,15 @@ ADDED = {
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
-        echoes = model_rig.scheduler(echo)
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        echo_scheduler = model_rig.scheduler(echo)
         for datatype in NUMPY_DTYPES:
-            model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
-        model_rig.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
-        model_rig.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
-        model_rig.publish(identity_config("two", "FP32", [-1, -1]), echoes)
-        model_rig.publish(identity_config("bf", "FP32", [2, 3]), echoes)
-        model_rig.publish(identity_config("bytes2", "BYTES", [1]), echoes)
+            model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echo_scheduler)
+        model_rig.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echo_scheduler)
+        model_rig.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echo_scheduler)
+        model_rig.publish(identity_config("two", "FP32", [-1, -1]), echo_scheduler)
+        model_rig.publish(identity_config("bf", "FP32", [2, 3]), echo_scheduler)
+        model_rig.publish(identity_config("bytes2", "BYTES", [1]), echo_scheduler)
         model_rig.open()
         yield model_rig
 
@@ -99,13 +99,13 @@ def split(body: bytes, header_length: str | None) -> tuple[Any, bytes]:
 def extend_error(case: dict[str, Any]) -> str:
     """Return Triton's answer with this server's addition to the text of an error."""
     answer: str = case["answer"]
-    if case["name"] not in ADDED:
+    if case["name"] not in ADDED_TEXTS:
         return answer
-    text = json.loads(answer)["error"] + ADDED[case["name"]]
+    text = json.loads(answer)["error"] + ADDED_TEXTS[case["name"]]
     return json.dumps({"error": text}, separators=(",", ":"))
 
 
-@pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
+@pytest.mark.parametrize("case", RECORDED_CASES, ids=[case["name"] for case in RECORDED_CASES])
 def test_responses_equal_those_of_triton(http: Http, case: dict[str, Any]) -> None:
     method = case.get("method", "POST")
     body = case.get("body", "").encode("latin-1") or (b"" if method == "POST" else None)
@@ -135,7 +135,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 IN_REGION = [{"name": "OUTPUT0", "parameters": {"shared_memory_region": "r"}}]
 
 # Cases in which 2.51 is wrong, or a newer version or a safer choice differs.
-OURS = {
+OWN_RESPONSES = {
     ("simple", 400, "[request id: <id_unknown>] output 'OUTPUT0' already exists in request"): (
         simple(outputs=[{"name": "OUTPUT0"}] * 2)
     ),
@@ -175,10 +175,10 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("expected", OURS, ids=lambda expected: expected[2][:40])
+@pytest.mark.parametrize("expected", OWN_RESPONSES, ids=lambda expected: expected[2][:40])
 def test_documented_differences_from_triton(http: Http, expected: tuple[str, int, str]) -> None:
     model, status, text = expected
-    reply = http.infer(model, OURS[expected])
+    reply = http.infer(model, OWN_RESPONSES[expected])
     assert (reply.status, reply.error) == (status, text)
 
 
@@ -213,7 +213,10 @@ def test_responses_are_compressed_on_request(http: Http, encoding: str) -> None:
     assert reply.headers["Content-Encoding"] == encoding
     size = int(reply.headers["Inference-Header-Content-Length"])
     body = zlib.decompress(reply.body, 47)
-    assert [o["name"] for o in json.loads(body[:size])["outputs"]] == ["OUTPUT0", "OUTPUT1"]
+    assert [output["name"] for output in json.loads(body[:size])["outputs"]] == [
+        "OUTPUT0",
+        "OUTPUT1",
+    ]
     assert len(body) - size == 128
 
 
@@ -260,8 +263,10 @@ def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
     assert answer("many/versions/0010") == ("10", [10])
     assert http.get("/v2/models/many").json()["versions"] == ["2", "10"]
     assert http.get("/v2/models/many/versions/2").json()["versions"] == ["2"]
-    for missing in (http.infer(f"many/versions/{version}", request) for version in ("3", "003")):
-        assert missing.error == "Request for unknown model: 'many' version 3 is not found"
+    for missing_version in (
+        http.infer(f"many/versions/{version}", request) for version in ("3", "003")
+    ):
+        assert missing_version.error == "Request for unknown model: 'many' version 3 is not found"
 
 
 def test_bytes_that_are_not_utf8_need_binary_data(http: Http) -> None:
@@ -275,7 +280,7 @@ def test_bytes_that_are_not_utf8_need_binary_data(http: Http) -> None:
 
 
 def test_responses_contain_no_internals(gateway: Rig, http: Http) -> None:
-    words = [
+    internal_words = [
         str(gateway.run_dir),
         str(gateway.process.pid),
         "Traceback",
@@ -283,10 +288,10 @@ def test_responses_contain_no_internals(gateway: Rig, http: Http) -> None:
         "shmserve/",
         "ipc://",
     ]
-    for case in RECORDED[:120]:
+    for case in RECORDED_CASES[:120]:
         body = case.get("body", "").encode("latin-1")
         reply: Reply = http.call(
             case.get("method", "POST"), case["path"], body, case.get("headers")
         )
         response_text = reply.body.decode("latin-1") + str(reply.headers)
-        assert not [word for word in words if word in response_text]
+        assert not [word for word in internal_words if word in response_text]

@@ -14,13 +14,13 @@ from shmserve.gateway.http.openai.responses import ResponseObject
 from shmserve.gateway.http.routes import ROUTES
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 2, "cached_tokens": 1}
-CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
 def convert_chat(**body: Any) -> dict[str, Any]:
     """Return the chat body for a Responses request, without absent fields."""
     chat_body = responses._chat_body({"model": "m", "input": "hi", **body})
-    return {name: value for name, value in chat_body.items() if value not in (None, [])}
+    return {name: value for name, value in chat_body.items() if value is not None}
 
 
 def parse_large(body: dict[str, Any]) -> Any:
@@ -42,23 +42,23 @@ def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]
 
 
 def test_a_text_is_a_message_of_the_user() -> None:
-    user = {"role": "user", "content": "hi"}
-    assert convert_chat() == {"model": "m", "messages": [user]}
+    user_message = {"role": "user", "content": "hi"}
+    assert convert_chat() == {"model": "m", "messages": [user_message]}
     assert convert_chat(instructions="x", max_output_tokens=5, store=True) == {
         "model": "m",
-        "messages": [{"role": "system", "content": "x"}, user],
+        "messages": [{"role": "system", "content": "x"}, user_message],
         "max_completion_tokens": 5,
     }
 
 
 @pytest.mark.parametrize("instructions", [None, "x"])
 @pytest.mark.parametrize(
-    "items", ["hi", [{"role": "user", "content": [{"type": "input_text", "text": "h"}]}, CALL]]
+    "items", ["hi", [{"role": "user", "content": [{"type": "input_text", "text": "h"}]}, CALL_ITEM]]
 )
 def test_a_process_converts_the_input_of_a_large_body(items: Any, instructions: Any) -> None:
     body = {"model": "m", "input": items, "instructions": instructions}
-    found = convert_chat(**parse_large(body))
-    assert found.pop("messages").value() == convert_chat(**body).pop("messages")
+    converted = convert_chat(**parse_large(body))
+    assert converted.pop("messages").value() == convert_chat(**body).pop("messages")
 
 
 def test_the_gateway_converts_an_input_with_references() -> None:
@@ -68,13 +68,27 @@ def test_the_gateway_converts_an_input_with_references() -> None:
         parse_large({"input": [5]})
 
 
+def test_a_token_without_text_has_no_event_of_its_own() -> None:
+    entries = [{"token": token, "logprob": -1.0} for token in ("h", "\ufffd", "\ufffd", "")]
+    content = [{"content": [entry]} for entry in entries]
+    deltas = [
+        Delta(0, "", logprobs=content[0], message={"reasoning": "h"}),
+        Delta(0, "", logprobs=content[1]),
+        Delta(0, "é", logprobs=content[2]),
+        Delta(0, "", "stop", content[3]),
+    ]
+    all_events = events(ResponseObject({}), deltas)
+    delta_events = [event for event in all_events if event["type"] == "response.output_text.delta"]
+    assert [(event["delta"], event["logprobs"]) for event in delta_events] == [("é", entries[1:3])]
+
+
 def test_items_are_messages_with_calls_and_results() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
-        CALL,
-        {**CALL, "call_id": "d"},
+        CALL_ITEM,
+        {**CALL_ITEM, "call_id": "d"},
         {"type": "function_call_output", "call_id": "c", "output": "1"},
         {
             "type": "function_call_output",
@@ -111,9 +125,15 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
     assert chat_body["reasoning_effort"] == "low"
     assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
+    assert "logprobs" not in convert_chat(include=["reasoning.encrypted_content"])
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+def test_defaults_are_left_out_of_chats() -> None:
+    """Chats of vLLM refuse an empty list of tools, and a choice without tools."""
+    assert convert_chat(tools=[], tool_choice="auto") == convert_chat()
+
+
+WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a response": ({"previous_response_id": "r"}, "previous_response_id: 'r': responses are not"),
     "a conversation": ({"conversation": "c"}, "conversation: .* are not stored"),
     "background": ({"background": True}, "background: True: supported is False"),
@@ -132,6 +152,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"input\[0\]: the text 3 is not a string",
     ),
     "no list of members": ({"include": 3}, "include: 3 is not a list"),
+    "an unknown member": ({"include": ["x"]}, "include: 'x' is not one of message.output_text.lo"),
     "no list of tools": ({"tools": 3}, "tools: 3 is not a list"),
     "no flag": ({"store": "yes"}, "store: 'yes' is not true or false"),
     "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),
@@ -139,9 +160,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG_REQUESTS)
 def test_unsupported_fields_are_refused(case: str) -> None:
-    body, message = WRONG[case]
+    body, message = WRONG_REQUESTS[case]
     with pytest.raises(InvalidArgument, match=message):
         convert_chat(**body)
 
@@ -160,12 +181,12 @@ def test_items_are_ordered_and_stored() -> None:
         ],
     )
     kinds = [event["type"].removeprefix("response.") for event in events_out]
-    part = ["output_item.added", "content_part.added"]
+    first_events = ["output_item.added", "content_part.added"]
     end_events = ["content_part.done", "output_item.done"]
     assert kinds == [
         *("created", "in_progress"),
-        *(*part, "reasoning_text.delta", "reasoning_text.done", *end_events),
-        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *end_events),
+        *(*first_events, "reasoning_text.delta", "reasoning_text.done", *end_events),
+        *(*first_events, "output_text.delta", "output_text.delta", "output_text.done", *end_events),
         *("output_item.added", *["function_call_arguments.delta"] * 2),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]
@@ -219,7 +240,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("tools[0].function.parameters: it is not a JSON schema", "tools[0].parameters"),
     ],
 )
-def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:
+def test_an_error_names_the_field_as_the_client_does(message: str, param: str) -> None:
     error_body = json.loads(responses.response_error(InvalidArgument(message)))["error"]
     assert error_body["param"] == param and error_body["message"].startswith(f"{param}: ")
     assert ROUTES.find("/v1/responses")[0].encode_error is responses.response_error  # type: ignore[index]

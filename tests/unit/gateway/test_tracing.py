@@ -9,8 +9,8 @@ import pytest
 from shmserve.common.trace_settings import Sampler, Samplers, TraceSettings
 from shmserve.gateway.tracer import Tracer, append_entries, create_next_file
 
-ON = TraceSettings(("TIMESTAMPS",), trace_rate=3)
-SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"
+TRACE_SETTINGS = TraceSettings(("TIMESTAMPS",), trace_rate=3)
+SAMPLED_HEADER = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_sampling_has_a_rate_and_a_count(rate: int, count: int, expected_traces:
 def test_unchanged_settings_keep_their_count() -> None:
     samplers = Samplers()
     assert not samplers.on
-    settings = {"": asdict(TraceSettings()), "m": asdict(ON)}
+    settings = {"": asdict(TraceSettings()), "m": asdict(TRACE_SETTINGS)}
     samplers.set(settings)
     assert samplers.on
     assert samplers.of("other") is samplers.of("")
     sampler = samplers.of("m")
-    samplers.set(settings | {"": asdict(ON)})
+    samplers.set(settings | {"": asdict(TRACE_SETTINGS)})
     assert samplers.of("m") is sampler
     assert samplers.of("other") is not sampler
 
@@ -44,21 +44,25 @@ def test_no_trace_is_created_without_need() -> None:
     trace = tracer.begin_trace("m", "1", "", 0, "", True)
     assert trace is not None
     assert not trace.sampled
-    called = tracer.begin_trace("m", "1", "", 0, SAMPLED, False)
-    assert called is not None
-    assert called.scheduler.trace_id == "1" * 32
-    assert called.scheduler.sampled  # the called request is sampled as its caller decides
+    caller_trace = tracer.begin_trace("m", "1", "", 0, SAMPLED_HEADER, False)
+    assert caller_trace is not None
+    assert caller_trace.scheduler.trace_id == "1" * 32
+    assert caller_trace.scheduler.sampled  # the called request is sampled as its caller decides
 
 
 def test_a_caller_decides_for_opentelemetry() -> None:
     tracer = Tracer()
-    often = TraceSettings(("TIMESTAMPS",), 1, trace_mode="opentelemetry")
-    tracer.apply_settings({"": asdict(often)})
+    always_traced = TraceSettings(("TIMESTAMPS",), 1, trace_mode="opentelemetry")
+    tracer.apply_settings({"": asdict(always_traced)})
     assert tracer.active
-    for traceparent, sampled in ((SAMPLED, True), (SAMPLED[:-1] + "0", False), ("", True)):
+    for traceparent, is_sampled in (
+        (SAMPLED_HEADER, True),
+        (SAMPLED_HEADER[:-1] + "0", False),
+        ("", True),
+    ):
         trace = tracer.begin_trace("m", "1", "", 0, traceparent, False)
         assert trace is not None
-        assert trace.sampled is sampled
+        assert trace.sampled is is_sampled
 
 
 def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_memory_range_outside_its_memory_is_refused() -> None:
     arena.close()
 
 
-def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_over_the_size_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -f` applies to memory, too. The error says so, and no descriptor remains open."""
 
     def raise_too_large(*_: int) -> None:

@@ -21,17 +21,17 @@ def test_unread_responses_are_bounded_and_never_stuck(
     has_place: bool, steps: list[tuple[int, int]]
 ) -> None:
     sender, reader = SendWindow(has_place), ReadWindow(has_place)
-    on_the_way: list[int] = []
-    for size, reads in steps:
+    unread_sizes: list[int] = []
+    for size, read_count in steps:
         if sender.is_open:
             sender.record_sent(size)
-            on_the_way.append(size)
+            unread_sizes.append(size)
         assert sender.unread <= (1 if has_place else FIRST_CREDIT)
-        for _ in range(min(reads, len(on_the_way))):
-            credit = reader.record_read(on_the_way.pop(0))
+        for _ in range(min(read_count, len(unread_sizes))):
+            credit = reader.record_read(unread_sizes.pop(0))
             assert sender.record_credit(credit) == credit
-    while on_the_way:
-        sender.record_credit(reader.record_read(on_the_way.pop(0)))
+    while unread_sizes:
+        sender.record_credit(reader.record_read(unread_sizes.pop(0)))
     assert sender.is_open, "who has read all gets the next"
 
 
@@ -57,5 +57,5 @@ def test_small_responses_are_credited_together(
     has_place: bool, size: int, credit_batch: int
 ) -> None:
     window = ReadWindow(has_place)
-    credited = [window.record_read(size) for _ in range(2 * credit_batch)]
-    assert credited == [*[0] * (credit_batch - 1), credit_batch] * 2
+    credit_counts = [window.record_read(size) for _ in range(2 * credit_batch)]
+    assert credit_counts == [*[0] * (credit_batch - 1), credit_batch] * 2

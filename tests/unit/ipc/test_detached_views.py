@@ -24,7 +24,7 @@ def region() -> Iterator[Region]:
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, SIZE), (0, 1), (4095, 2), (8192, 4096), (SIZE - 7, 7)]
 )
-def test_views_keep_what_they_show(region: Region, offset: int, size: int) -> None:
+def test_detached_views_keep_their_contents(region: Region, offset: int, size: int) -> None:
     mappings = Mappings()
     memory_range = region.memory_range(offset, size)
     kept_array = np.frombuffer(mappings.view(memory_range), np.uint8)

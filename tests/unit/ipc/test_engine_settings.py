@@ -7,7 +7,7 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.engine_settings import PROFILES, EngineSettings
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"max_batchsize": 4}, "max_batchsize: no such setting, did you mean 'max_batch_s"),
     "kind": ({"block_size": "x"}, "block_size: 'x' is not an integer"),
     "truth": ({"block_size": True}, "block_size: True is not an integer"),
@@ -31,9 +31,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG, ids=str)
-def test_wrong_engine_settings_are_named_with_the_allowed_ones(case: str) -> None:
-    wrong_settings, text = WRONG[case]
+@pytest.mark.parametrize("case", WRONG_SETTINGS, ids=str)
+def test_wrong_engine_settings_are_named_with_the_allowed_values(case: str) -> None:
+    wrong_settings, text = WRONG_SETTINGS[case]
     with pytest.raises(InvalidArgument) as caught:
         EngineSettings.of(wrong_settings)
     assert text in caught.value.message
@@ -46,7 +46,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_sets_what_the_file_does_not(profile: str) -> None:
+def test_a_profile_sets_only_fields_absent_from_the_file(profile: str) -> None:
     settings = EngineSettings.of({"profile": profile})
     for name, value in PROFILES[profile].items():
         assert getattr(settings, name) == value

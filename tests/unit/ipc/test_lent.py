@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRe
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.support import tokens
 
-READER, OTHER = 7, 8
+READER, OTHER_READER = 7, 8
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> N
 def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
     memory_range = lend(memory, READER).memory_range
     memory_id, offset = memory_range.memory.id, memory_range.offset
-    assert not memory.release(OTHER, memory_id, [offset])
+    assert not memory.release(OTHER_READER, memory_id, [offset])
     assert not memory.release(READER, memory_id + 1, [offset])
     assert not memory.release(READER, memory_id, [offset + 64])
     assert memory.used
@@ -57,12 +57,12 @@ def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
 
 
 def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
-    for reader in (READER, OTHER, READER):
+    for reader in (READER, OTHER_READER, READER):
         lend(memory, reader)
     memory.drop_reader(READER)
     assert len(memory) == 1
-    memory.drop_reader(OTHER)
-    memory.drop_reader(OTHER)
+    memory.drop_reader(OTHER_READER)
+    memory.drop_reader(OTHER_READER)
     assert memory.used == 0
 
 
@@ -70,9 +70,9 @@ def test_a_block_lent_twice_is_returned_twice(memory: LentMemory) -> None:
     block = lend(memory, READER)
     block.acquire()
     memory.lend(READER, block.memory_range, block)
-    for used in (True, False):
+    for is_used in (True, False):
         memory.release(READER, block.memory_range.memory.id, [block.memory_range.offset])
-        assert bool(memory.used) == used
+        assert bool(memory.used) == is_used
 
 
 def test_full_memory_is_an_error(memory: LentMemory) -> None:
@@ -88,12 +88,14 @@ def test_a_token_collected_before_its_release_is_reported() -> None:
     readers: Readers[int] = Readers()
     readers.lend(READER, 0, Holding(lambda: None))
     readers._blocks.clear()  # discard the block without a release
-    assert tokens.LOST == []
-    source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
+    assert tokens.LOST_TOKENS == []
+    source = compile("def drop(make): make()", tokens.OWN_FOLDERS[0] + "somewhere.py", "exec")
     namespace: dict[str, object] = {}
     exec(source, namespace)
     namespace["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
-    assert len(tokens.LOST) == 1 and "Holding was dropped unsettled" in tokens.LOST.pop()
+    assert (
+        len(tokens.LOST_TOKENS) == 1 and "Holding was dropped unsettled" in tokens.LOST_TOKENS.pop()
+    )
 
 
 def memory_range(

@@ -34,7 +34,7 @@ from shmserve.ipc.transport.frames import MalformedMessage
 
 _CHANGES = 200_000
 
-ALL = list(frames.tags_by_class())
+ALL_CLASSES = list(frames.tags_by_class())
 EXAMPLES: dict[Any, Any] = {
     int: 7,
     str: "x",
@@ -71,18 +71,20 @@ def make_example(cls: type[Any]) -> Any:
     return cls(*(EXAMPLES[hints[field.name]] for field in dataclasses.fields(cls)))
 
 
-@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", ALL_CLASSES, ids=lambda cls: cls.__name__)
 def test_every_message_survives_the_wire(cls: type[Any]) -> None:
     message = make_example(cls)
     assert frames.unpack(frames.pack([message, message])) == [message, message]
 
 
-def test_half_a_character_is_escaped() -> None:
-    (decoded,) = frames.unpack(frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
-    assert decoded.message == r"a \ud800 b ☃"
+def test_a_lone_surrogate_is_escaped() -> None:
+    (decoded_message,) = frames.unpack(
+        frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)])
+    )
+    assert decoded_message.message == r"a \ud800 b ☃"
 
 
-@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", ALL_CLASSES, ids=lambda cls: cls.__name__)
 def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
     raw = msgpack.unpackb(frames.pack([make_example(cls)]))
     for index in range(1, len(raw[1])):
@@ -93,11 +95,11 @@ def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
         frames.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
 
 
-def test_text_that_is_no_unicode_travels_escaped() -> None:
+def test_invalid_unicode_is_escaped() -> None:
     """A text may contain the bytes of a file name that is not UTF-8."""
-    sent = LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
+    sent_message = LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
     load_failed = LoadFailed("INTERNAL", "no such file: n\\udce4me")
-    assert frames.unpack(frames.pack([sent])) == [load_failed]
+    assert frames.unpack(frames.pack([sent_message])) == [load_failed]
 
 
 def test_another_version_is_refused() -> None:
@@ -113,10 +115,10 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 
 
 def test_corrupted_frames_are_refused() -> None:
-    """R2: a message, schema or memory with changed or missing bytes is a different one, or
+    """A message, schema or memory with changed or missing bytes is a different one, or
     malformed.
     """
-    chance = random.Random(3)
+    rng = random.Random(3)
     memory_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (
         TensorRef("a", "FP32", (1, 5), memory_range),
@@ -125,27 +127,25 @@ def test_corrupted_frames_are_refused() -> None:
     request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
     response, _ = pack_inferred(Inferred(tensors, {"x": "y"}))
     kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
-        (frames.unpack, frames.pack([make_example(cls)])) for cls in ALL
+        (frames.unpack, frames.pack([make_example(cls)])) for cls in ALL_CLASSES
     ]
     kinds += [
         (lambda schema: unpack_inference(schema, data), request),
         (lambda schema: unpack_inferred(schema, data), response),
         (lambda memory: unpack_range([memory, 10, 20]), memory_range.memory.packed),
     ] * 20
-    malformed = 0
+    malformed_count = 0
     for number in range(_CHANGES):
         unpack, valid_frame = kinds[number % len(kinds)]
         frame = bytearray(valid_frame)
-        for _ in range(chance.randint(1, 3)):
-            position = chance.randrange(len(frame) + 1)
-            frame[position : position + chance.randint(0, 2)] = chance.randbytes(
-                chance.randint(0, 2)
-            )
+        for _ in range(rng.randint(1, 3)):
+            position = rng.randrange(len(frame) + 1)
+            frame[position : position + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
         try:
             unpack(bytes(frame))
         except MalformedMessage:
-            malformed += 1
-    assert _CHANGES // 2 < malformed < _CHANGES
+            malformed_count += 1
+    assert _CHANGES // 2 < malformed_count < _CHANGES
 
 
 VALUES = st.recursive(
@@ -196,12 +196,12 @@ def test_a_memory_range_outside_its_memory_is_malformed() -> None:
     [[], [1], [1, ""], [1, None, ""], [1, "", "", "text"], [1, "", "", b"", 7], 7, ["a", 2]],
 )
 def test_records_within_a_message_are_typed_too(reply: Any) -> None:
-    times = (0, 0, 0, 0)
+    times_ns = (0, 0, 0, 0)
     message = m.BatchFinished(
-        1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")]
+        1, *times_ns, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")]
     )
     assert frames.unpack(frames.pack([message])) == [message]
-    frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
+    frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times_ns, [reply], 0, 0, True]])
     with pytest.raises(MalformedMessage):
         frames.unpack(frame)
 

@@ -27,18 +27,18 @@ def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
         path = field.metadata.get("path", field.name)
-        encoded: Any = message
+        encoded_value: Any = message
         for name in path.split("."):
-            if encoded is None or name not in encoded.fields_by_name:
+            if encoded_value is None or name not in encoded_value.fields_by_name:
                 yield f"{cls.__name__}.{path}"
                 break
-            encoded = encoded.fields_by_name[name].message_type
-            if encoded is not None and encoded.GetOptions().map_entry:
-                encoded = encoded.fields_by_name["value"].message_type
+            encoded_value = encoded_value.fields_by_name[name].message_type
+            if encoded_value is not None and encoded_value.GetOptions().map_entry:
+                encoded_value = encoded_value.fields_by_name["value"].message_type
         else:
             for record in _records(hints[field.name]):
-                if encoded is not None and record.__name__ != "ExecutionAccelerator":
-                    yield from _unknown(record, encoded)
+                if encoded_value is not None and record.__name__ != "ExecutionAccelerator":
+                    yield from _unknown(record, encoded_value)
 
 
 # Records that represent two protobuf messages each, and the fields that only one of the two has.
@@ -56,7 +56,7 @@ _OF_ONE = {
 }
 
 
-def test_every_field_is_one_of_the_schema() -> None:
+def test_every_field_exists_in_the_schema() -> None:
     assert set(_unknown(ModelSpec, ModelConfig.DESCRIPTOR)) == {
         f"{record}.{path}" for record, paths in _OF_ONE.items() for path in paths
     }
@@ -93,30 +93,30 @@ def test_a_configuration_is_read_at_every_depth() -> None:
     assert "instance_group" not in config.immutable_config
 
 
-PREDICTS = "    def predict(self, x): ...\n"
+PREDICT_METHOD = "    def predict(self, x): ...\n"
 
 
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        (f"class Whatever:\n{PREDICTS}", "Whatever"),
-        (f"@dataclass\nclass A(Generic[T]):\n    async {PREDICTS.strip()}\n", "A"),
-        (f"class Base:\n{PREDICTS}\nclass Mine(Base):\n    size = 1\n", "Mine"),
-        (f"class Out(NamedTuple):\n    y: int\nclass Mine:\n{PREDICTS}", "Mine"),
-        (f"class Net(nn.Module):\n    pass\nclass Mine:\n{PREDICTS}", "Mine"),
-        (f"class A:\n{PREDICTS}\nclass Model:\n{PREDICTS}", "Model"),
-        (f"class A:\n{PREDICTS}\nclass B:\n    a = A\n{PREDICTS}", "B"),
+        (f"class Whatever:\n{PREDICT_METHOD}", "Whatever"),
+        (f"@dataclass\nclass A(Generic[T]):\n    async {PREDICT_METHOD.strip()}\n", "A"),
+        (f"class Base:\n{PREDICT_METHOD}\nclass Mine(Base):\n    size = 1\n", "Mine"),
+        (f"class Out(NamedTuple):\n    y: int\nclass Mine:\n{PREDICT_METHOD}", "Mine"),
+        (f"class Net(nn.Module):\n    pass\nclass Mine:\n{PREDICT_METHOD}", "Mine"),
+        (f"class A:\n{PREDICT_METHOD}\nclass Model:\n{PREDICT_METHOD}", "Model"),
+        (f"class A:\n{PREDICT_METHOD}\nclass B:\n    a = A\n{PREDICT_METHOD}", "B"),
         ("class Block(nn.Module):\n    pass\nclass Net(nn.Module):\n    block = Block()\n", "Net"),
         ("from library import Base\nclass Mine(Base):\n    pass\n", "Mine"),
         ("from library import Net as Model\n", "Model"),
         ("Model = make()\n", "Model"),
-        (f"class TritonPythonModel:\n    pass\nclass A:\n{PREDICTS}", ""),
-        (f"from a import TritonPythonModel\nclass A:\n{PREDICTS}", ""),
-        (f"if a:\n    class TritonPythonModel: ...\nclass A:\n{PREDICTS}", ""),
+        (f"class TritonPythonModel:\n    pass\nclass A:\n{PREDICT_METHOD}", ""),
+        (f"from a import TritonPythonModel\nclass A:\n{PREDICT_METHOD}", ""),
+        (f"if a:\n    class TritonPythonModel: ...\nclass A:\n{PREDICT_METHOD}", ""),
         ("class Mine:\n    def execute(self, requests): ...\n", ""),
         ("class A(nn.Module): ...\nclass B(nn.Module): ...\n", ""),
         ("from library import *\nclass Helper(nn.Module): ...\n", ""),
-        (f"from library import *\nclass Mine:\n{PREDICTS}", "Mine"),
+        (f"from library import *\nclass Mine:\n{PREDICT_METHOD}", "Mine"),
         ("x = (\n", ""),
     ],
 )
@@ -126,4 +126,4 @@ def test_the_class_of_a_file_that_is_served(text: str, name: str) -> None:
 
 def test_several_classes_need_a_choice() -> None:
     with pytest.raises(InvalidArgument, match=r'classes A, B have .* string_value: "A"'):
-        served_class(f"class A:\n{PREDICTS}\nclass B:\n{PREDICTS}")
+        served_class(f"class A:\n{PREDICT_METHOD}\nclass B:\n{PREDICT_METHOD}")

@@ -40,7 +40,7 @@ def shape(pad: Padding, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     return pad.pads["IMAGE"].padded_shape(tuple(map(max, zip(*shapes, strict=True))))
 
 
-def test_the_batchs_maximum_or_the_smallest_bucket_that_fits_all() -> None:
+def test_a_batch_is_padded_to_its_maximum_or_the_smallest_bucket() -> None:
     assert shape(padding({}), (3, 2, 9), (3, 5, 4)) == (3, 5, 9)
     bucketed = padding({"buckets": BUCKETS})
     assert shape(bucketed, (3, 2, 9), (3, 5, 4)) == (3, 224, 224)
@@ -48,9 +48,9 @@ def test_the_batchs_maximum_or_the_smallest_bucket_that_fits_all() -> None:
     assert shape(bucketed, (3, 337, 9)) is None
 
 
-def compute_key(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> bytes:
+def compute_key(entry: dict[str, Any], image: tuple[int, ...], word_count: int = 1) -> bytes:
     tensors = [
-        TensorRef("WORDS", "UINT8", (1, words), bytes(words)),
+        TensorRef("WORDS", "UINT8", (1, word_count), bytes(word_count)),
         TensorRef("IMAGE", "UINT8", (1, *image), bytes(prod(image))),
     ]
     return Signature(ModelSpec.of(config(entry)), "1").check("", tensors, []).shape_key
@@ -67,14 +67,14 @@ def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
 
 def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     pad = padding({})
-    shape_key, shapes = pad.read(compute_key({}, (3, 7, 9), words=2))
+    shape_key, shapes = pad.read(compute_key({}, (3, 7, 9), word_count=2))
     assert shapes == ((3, 7, 9),)
-    assert pad.read(compute_key({}, (3, 8, 8), words=2))[0] == shape_key
-    assert pad.read(compute_key({}, (3, 7, 9), words=1))[0] != shape_key
+    assert pad.read(compute_key({}, (3, 8, 8), word_count=2))[0] == shape_key
+    assert pad.read(compute_key({}, (3, 7, 9), word_count=1))[0] != shape_key
     batch = pad.batch()
-    assert batch.may_join(compute_key({}, (3, 7, 9), words=2), 1)
-    assert not batch.may_join(compute_key({}, (3, 7, 9), words=1), 1)
-    assert batch.may_join(compute_key({}, (3, 9, 7), words=2), 2)
+    assert batch.may_join(compute_key({}, (3, 7, 9), word_count=2), 1)
+    assert not batch.may_join(compute_key({}, (3, 7, 9), word_count=1), 1)
+    assert batch.may_join(compute_key({}, (3, 9, 7), word_count=2), 2)
     total = 3 * 3 * 9 * 9
     assert batch.elements() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
 
@@ -112,22 +112,24 @@ def test_waste_is_bounded(
     """At most `max_waste` of a batch is padding, unless its requests would need as much padding
     alone. Every request fits into the batch, and the counts are exact.
     """
-    listed = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
-    pad = padding({"max_waste": max_waste, "buckets": listed}, (-1, -1))
+    listed_buckets = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
+    pad = padding({"max_waste": max_waste, "buckets": listed_buckets}, (-1, -1))
     batch = pad.batch()
     admitted: list[tuple[tuple[int, int], int]] = []
-    for shape_, units in shapes_and_units:
-        if batch.may_join(pad.key(b"", {"IMAGE": shape_}), units):
-            admitted.append((shape_, units))
+    for image_shape, units in shapes_and_units:
+        if batch.may_join(pad.key(b"", {"IMAGE": image_shape}), units):
+            admitted.append((image_shape, units))
     assert admitted[0] == shapes_and_units[0]
-    target = shape(pad, *(shape_ for shape_, _ in admitted))
-    assert target is not None
-    total = prod(target) * sum(units for _, units in admitted)
-    true_elements = sum(prod(shape_) * units for shape_, units in admitted)
+    padded_shape = shape(pad, *(image_shape for image_shape, _ in admitted))
+    assert padded_shape is not None
+    total = prod(padded_shape) * sum(units for _, units in admitted)
+    true_elements = sum(prod(image_shape) * units for image_shape, units in admitted)
     assert batch.elements() == {"IMAGE": (total, total - true_elements)}
     separate_elements = 0
-    for shape_, units in admitted:
-        own_shape = shape(pad, shape_)
-        assert own_shape is not None and all(a <= b for a, b in zip(shape_, target, strict=True))
+    for image_shape, units in admitted:
+        own_shape = shape(pad, image_shape)
+        assert own_shape is not None and all(
+            a <= b for a, b in zip(image_shape, padded_shape, strict=True)
+        )
         separate_elements += prod(own_shape) * units
     assert total - true_elements <= max_waste * total + 1e-9 or total <= separate_elements

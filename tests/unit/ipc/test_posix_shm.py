@@ -28,7 +28,7 @@ def sparse() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("key", ["x", "/x", "//x"])
-def test_one_leading_slash(key: str) -> None:
+def test_a_key_has_one_leading_slash(key: str) -> None:
     assert posix_shm.normalize_key("r", key) == "/x"
 
 
@@ -37,44 +37,44 @@ def test_one_leading_slash(key: str) -> None:
     ["", "/", "///", "/.", "/..", "/a/b", "/x\0y", "a b", "/" + "a" * 251, "/ünicode", "/../etc"],
 )
 def test_keys_of_other_objects_are_refused(key: str) -> None:
-    """R6: a key names a plain shared memory object."""
+    """A key names a plain shared memory object."""
     with pytest.raises(InvalidArgument, match="invalid shm key"):
         posix_shm.normalize_key("r", key)
 
 
 @pytest.mark.parametrize("key", ["/sem.x", "/nccl-1", "/triton_python_backend_shm_region_1"])
-def test_reserved_keys(key: str) -> None:
+def test_reserved_keys_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgument, match="reserved prefix"):
         posix_shm.normalize_key("r", key)
 
 
-def test_pages_are_taken_at_registration(sparse: str) -> None:
-    shared = posix_shm.open_object(sparse)
+def test_pages_are_allocated_at_registration(sparse: str) -> None:
+    shared_object = posix_shm.open_object(sparse)
     try:
-        assert os.fstat(shared.fd).st_blocks == 0
-        assert posix_shm.unallocated_bytes(shared, 8192) == 8192
-        assert posix_shm.allocate_pages("r", shared, 4096, 8192) == 8192
-        assert posix_shm.allocate_pages("r", shared, 4096, 8192) == 0
-        assert os.fstat(shared.fd).st_blocks * 512 == 8192
-        assert os.fstat(shared.fd).st_size == 1 << 20
+        assert os.fstat(shared_object.fd).st_blocks == 0
+        assert posix_shm.unallocated_bytes(shared_object, 8192) == 8192
+        assert posix_shm.allocate_pages("r", shared_object, 4096, 8192) == 8192
+        assert posix_shm.allocate_pages("r", shared_object, 4096, 8192) == 0
+        assert os.fstat(shared_object.fd).st_blocks * 512 == 8192
+        assert os.fstat(shared_object.fd).st_size == 1 << 20
     finally:
-        os.close(shared.fd)
+        os.close(shared_object.fd)
 
 
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 0), (0, (1 << 20) + 1), (1 << 20, 1), (2**62, 2**62), (-1, 1)]
 )
-def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
-    shared = posix_shm.open_object(sparse)
+def test_ranges_outside_the_object_are_refused(sparse: str, offset: int, size: int) -> None:
+    shared_object = posix_shm.open_object(sparse)
     try:
         with pytest.raises(InvalidArgument) as caught:
-            posix_shm.check_range("r", shared, offset, size)
+            posix_shm.check_range("r", shared_object, offset, size)
         assert caught.value.message == (
             f"failed to register shared memory region 'r': invalid args (byte_size {size} at "
             f"offset {offset}; the object has 1048576 bytes)"
         )
     finally:
-        os.close(shared.fd)
+        os.close(shared_object.fd)
 
 
 def test_missing_and_wrong_objects_leave_no_descriptor() -> None:

@@ -4,7 +4,7 @@ from shmserve.ipc.processes import LARGE_COPY, with_large_copies
 from shmserve.workers.memory import outputs
 from tests.support.servers import run_python
 
-_SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
+_COPY_SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 
 # Halves of frames arrive on several connections at a time, each beside small allocations.
 _FRAMES = """
@@ -36,20 +36,21 @@ def test_freed_large_memory_is_unmapped() -> None:
     assert kept_bytes < 4 << 20
 
 
-def test_other_environment_variables_stay() -> None:
+def test_other_environment_variables_are_kept() -> None:
     environment = {"HOME": "/root"}
-    assert with_large_copies(environment) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
+    assert with_large_copies(environment) == {"HOME": "/root", "GLIBC_TUNABLES": _COPY_SETTING}
     assert environment == {"HOME": "/root"}
 
 
-def test_other_tunables_stay() -> None:
+def test_other_tunables_are_kept() -> None:
     environment = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
     assert (
-        with_large_copies(environment)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
+        with_large_copies(environment)["GLIBC_TUNABLES"]
+        == f"glibc.malloc.arena_max=1:{_COPY_SETTING}"
     )
 
 
-def test_an_operators_own_threshold_stays() -> None:
+def test_an_operators_own_threshold_is_kept() -> None:
     environment = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
     assert with_large_copies(environment) == environment
 

@@ -41,7 +41,7 @@ class SentMessages:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
-        self.last: dict[str, list[Any]] = {}
+        self.last_messages: dict[str, list[Any]] = {}
         self.opened: set[str] = set()
         self.full = False
 
@@ -61,7 +61,7 @@ class SentMessages:
     defer = post
 
     def drain(self, endpoint: str, receive: Callable[[str, Any], None]) -> None:
-        for message in self.last.pop(endpoint, []):
+        for message in self.last_messages.pop(endpoint, []):
             receive(endpoint, message)
         self.opened.discard(endpoint)
 
@@ -88,8 +88,8 @@ class Client(SchedulerClient["Request"]):
 class Request(InflightRequest):
     """A request that records its messages.
 
-    With `patient`, a client waits for the response. With `repeats`, its response cannot be read, so
-    the request is submitted again.
+    With `awaits_response`, a client waits for the response. With `repeats`, its response cannot be
+    read, so the request is submitted again.
     """
 
     def __init__(self, client: Client, endpoint: str = OLD, **of_submit: Any) -> None:
@@ -97,12 +97,12 @@ class Request(InflightRequest):
         self.client = client
         self.received: list[Response] = []
         self.freed = 0
-        self.patient = True
+        self.awaits_response = True
         self.repeats = False
         client.submit(self, endpoint)
 
     def is_awaited(self) -> bool:
-        return self.patient
+        return self.awaits_response
 
     def respond(self, message: Response) -> None:
         self.received.append(message)
@@ -184,8 +184,12 @@ def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> Non
     assert len(request.received) == 1
     client.links.opened.add(NEW)
     client.receive(lent_response(2), NEW)
-    release = m.Release(4321, [4096], 1)
-    assert client.links.of_type(m.Release) == [(OLD, release), (OLD, release), (NEW, release)]
+    release_message = m.Release(4321, [4096], 1)
+    assert client.links.of_type(m.Release) == [
+        (OLD, release_message),
+        (OLD, release_message),
+        (NEW, release_message),
+    ]
 
 
 def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -> None:
@@ -226,7 +230,7 @@ def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, cause: s
     client.serving = NEW
     if cause == "begun":
         client.receive(response_message())
-    request.patient = cause != "left"
+    request.awaits_response = cause != "left"
     code = "INTERNAL" if cause == "another code" else "UNAVAILABLE"
     client.receive(failure_message(code=code, early=cause == "early"))
     assert last_failure(request).code == code
@@ -253,7 +257,7 @@ def test_the_memory_of_a_request_that_cannot_take_its_response_is_free(client: C
     assert request.freed == 1 and not client
 
 
-def test_cancellations_and_credit_are_of_requests_that_are_pending(client: Client) -> None:
+def test_only_pending_requests_are_cancelled_or_credited(client: Client) -> None:
     request = Request(client)
     client.cancel(request, keeps_reading=True)
     client.credit(request, 3)
@@ -281,11 +285,20 @@ def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
 
 
 @pytest.mark.parametrize("successor", [NEW, ""])
-def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> None:
+def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
+    client: Client, successor: str
+) -> None:
     """A request moves to the successor, unless it has a response, may have lost its inputs, or
     is no longer awaited. Requests at other schedulers are not affected.
     """
-    fresh_request, begun_request, retried_request, impatient_request, early_request, answered = (
+    (
+        fresh_request,
+        begun_request,
+        retried_request,
+        impatient_request,
+        early_request,
+        answered_request,
+    ) = (
         Request(
             client,
             number=number,
@@ -296,15 +309,21 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
     )
     other_request = Request(client, "ipc://other", number=7)
     client.receive(response_message(begun_request.submit.id))
-    impatient_request.patient = False
+    impatient_request.awaits_response = False
     client.receive(failure_message(early_request.submit.id, early=True))
-    client.links.last[OLD] = [m.Finished(6, b"", [])]
+    client.links.last_messages[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
-    settled = (begun_request, retried_request, impatient_request, early_request, answered)
-    assert [settled_request.freed for settled_request in settled] == [
+    settled_requests = (
+        begun_request,
+        retried_request,
+        impatient_request,
+        early_request,
+        answered_request,
+    )
+    assert [settled_request.freed for settled_request in settled_requests] == [
         1
     ] * 5 and other_request.freed == 0
-    assert [type(message) for message in answered.received] == [m.Finished]
+    assert [type(message) for message in answered_request.received] == [m.Finished]
     assert impatient_request.received == []
     failures = [
         (begun_request, LOST_AFTER_RESPONSE),
@@ -350,7 +369,7 @@ def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
 ) -> None:
     """A link to the successor is opened for it if none exists."""
     if read_time == "before":
-        client.links.last[OLD] = [lent_response()]
+        client.links.last_messages[OLD] = [lent_response()]
     client.lose(OLD, NEW)
     if read_time == "after":
         client.discard(OLD, lent_response())
@@ -362,20 +381,20 @@ def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> No
         def respond(self, message: Response) -> None:
             raise RuntimeError("broken")
 
-    broken, other_request = BrokenRequest(client, number=1), Request(client, number=2)
-    client.links.last[OLD] = [m.Finished(1, b"", [])]
+    broken_request, other_request = BrokenRequest(client, number=1), Request(client, number=2)
+    client.links.last_messages[OLD] = [m.Finished(1, b"", [])]
     client.lose(OLD, NEW)
-    assert broken.freed == 1 and other_request.endpoint == NEW
+    assert broken_request.freed == 1 and other_request.endpoint == NEW
 
 
-def test_no_link_to_the_successor_fails_what_was_lost(client: Client) -> None:
+def test_lost_requests_fail_without_a_link_to_the_successor(client: Client) -> None:
     request = Request(client)
     client.links.full = True
     client.lose(OLD, NEW)
     assert last_failure(request).message.endswith("no link can be made") and request.freed == 1
 
 
-def test_losses_are_forgotten_in_the_end() -> None:
+def test_old_losses_are_removed() -> None:
     successors = Successors()
     for number in range(10_000):
         successors.add(f"s{number}", f"s{number + 1}")
@@ -384,7 +403,7 @@ def test_losses_are_forgotten_in_the_end() -> None:
     assert successors.latest("unknown") == "unknown"
 
 
-def test_withdrawing_all_frees_what_is_settling(client: Client) -> None:
+def test_withdrawing_all_frees_settling_requests(client: Client) -> None:
     first_request, second_request = Request(client, number=1), Request(client, number=2)
     client.receive(failure_message(1, early=True))
     assert client.withdraw_all() == [second_request]
@@ -418,7 +437,7 @@ def test_each_request_is_ended_once_and_its_memory_freed_once(
             case "settled":
                 client.handle(endpoint, m.Settled(number))
             case "left":
-                requests[number].patient = False
+                requests[number].awaits_response = False
             case "serving" | "nobody":
                 client.serving = NEW if event == "serving" else ""
             case "lost old":
@@ -449,7 +468,7 @@ def check(client: Client, request: Request) -> None:
     elif number in client.settling:
         assert final_messages and not request.freed
     else:
-        assert request.freed == 1 and (final_messages or not request.patient)
+        assert request.freed == 1 and (final_messages or not request.awaits_response)
 
 
 # --- the message
@@ -481,9 +500,9 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
 def test_a_caller_may_handle_a_finished_request_itself() -> None:
     client = Client()
     request = Request(client)
-    finished = m.Finished(1, b"schema", [])
-    assert client.remove_finished(NEW, finished) is None, "another scheduler's"
+    finished_message = m.Finished(1, b"schema", [])
+    assert client.remove_finished(NEW, finished_message) is None, "another scheduler's"
     assert client.remove_finished(OLD, m.Finished(2, b"schema", [])) is None, "unknown"
-    assert client.remove_finished(OLD, finished) is request and not client
-    assert client.remove_finished(OLD, finished) is None, "it has ended"
+    assert client.remove_finished(OLD, finished_message) is request and not client
+    assert client.remove_finished(OLD, finished_message) is None, "it has ended"
     assert (request.received, request.freed) == ([], 0)

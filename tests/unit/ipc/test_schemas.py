@@ -32,8 +32,13 @@ SIZES = st.lists(st.integers(0, 300), min_size=1, max_size=4)
 
 def tensors(datas: list[bytes | Range]) -> tuple[TensorRef, ...]:
     return tuple(
-        TensorRef(f"T{n}", "UINT8", (len(d) if isinstance(d, bytes) else d.byte_size,), d)
-        for n, d in enumerate(datas)
+        TensorRef(
+            f"T{n}",
+            "UINT8",
+            (len(tensor_data) if isinstance(tensor_data, bytes) else tensor_data.byte_size,),
+            tensor_data,
+        )
+        for n, tensor_data in enumerate(datas)
     )
 
 
@@ -57,11 +62,11 @@ def test_requests_of_one_kind_have_one_schema(
         return Inference(tensors(datas), outputs, parameters)
 
     first_request, second_request = draw_request(), draw_request()
-    (schema, first_data), (equal, second_data) = (
+    (schema, first_data), (second_schema, second_data) = (
         pack_inference(first_request),
         pack_inference(second_request),
     )
-    assert schema == equal, "neither bytes nor places are in the schema"
+    assert schema == second_schema, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
     assert (request_schema.inference(first_data), request_schema.inference(second_data)) == (
         first_request,
@@ -77,11 +82,11 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
         return Inferred(tensors(list(datas)), {"p": 1})
 
     first_response, second_response = draw_response(), draw_response()
-    (schema, first_data), (equal, second_data) = (
+    (schema, first_data), (second_schema, second_data) = (
         pack_inferred(first_response),
         pack_inferred(second_response),
     )
-    assert schema == equal
+    assert schema == second_schema
     response_schema = ResponseSchema(schema)
     assert (response_schema.inferred(first_data), response_schema.inferred(second_data)) == (
         first_response,
@@ -90,7 +95,7 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "other_request",
     [
         Inference(tensors([b"123"])),
         Inference(tensors([b"1234"]), parameters={"a": 1}),
@@ -101,8 +106,8 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
         Inference(tensors([b"1234", b""])),
     ],
 )
-def test_requests_of_different_kinds_have_different_schemas(changed: Inference) -> None:
-    assert pack_inference(Inference(tensors([b"1234"])))[0] != pack_inference(changed)[0]
+def test_requests_of_different_kinds_have_different_schemas(other_request: Inference) -> None:
+    assert pack_inference(Inference(tensors([b"1234"])))[0] != pack_inference(other_request)[0]
 
 
 @pytest.mark.parametrize("data", [[], [b"1", b"2"], [None], [b"1", b"2", b"3"]])
@@ -115,7 +120,7 @@ def test_data_that_do_not_match_their_schema_are_malformed(data: list[Any]) -> N
         unpack_inferred(schema, data)
 
 
-def test_a_placed_output_requires_a_place() -> None:
+def test_a_placed_output_requires_a_memory_range() -> None:
     placed_output = RequestedOutput("OUT", Range(MEMORY, 0, 64))
     schema, data = pack_inference(Inference(tensors([b"1"]), (placed_output,)))
     assert unpack_inference(schema, data).outputs == (placed_output,)
@@ -123,14 +128,16 @@ def test_a_placed_output_requires_a_place() -> None:
         unpack_inference(schema, [b"1", b"no place"])
 
 
-@pytest.mark.parametrize("packed", [b"", b"\xc1", msgpack.packb([]), msgpack.packb([1, 2, 3])])
-def test_bytes_that_are_no_schema_are_malformed(packed: bytes) -> None:
+@pytest.mark.parametrize(
+    "packed_schema", [b"", b"\xc1", msgpack.packb([]), msgpack.packb([1, 2, 3])]
+)
+def test_bytes_that_are_no_schema_are_malformed(packed_schema: bytes) -> None:
     for schema_type in (RequestSchema, ResponseSchema):
         with pytest.raises(MalformedMessage):
-            schema_type(packed)
+            schema_type(packed_schema)
 
 
-def test_sizes_count_inline_bytes_and_places() -> None:
+def test_schema_sizes_count_inline_bytes_and_ranges() -> None:
     memory_range = Range(MEMORY, 4096, 100)
     _, data = pack_inferred(Inferred(tensors([b"abc", memory_range])))
     assert (byte_size_of(data), inline_size_of(data), unpack_ranges(data)) == (
@@ -144,17 +151,17 @@ def test_sizes_count_inline_bytes_and_places() -> None:
 
 
 def test_a_schema_is_derived_once() -> None:
-    derived: list[bytes] = []
+    derived_schemas: list[bytes] = []
 
     def derive(schema: bytes) -> int:
-        derived.append(schema)
-        return len(derived)
+        derived_schemas.append(schema)
+        return len(derived_schemas)
 
     schemas = Schemas(derive)
     assert schemas.find(b"a") is None
     assert (schemas.learn(b"a"), schemas.find(b"a"), schemas.find(b"b")) == (1, 1, None)
     schemas.learn(b"b")
-    assert derived == [b"a", b"b"] and len(schemas) == 2
+    assert derived_schemas == [b"a", b"b"] and len(schemas) == 2
     schemas.clear()
     assert schemas.find(b"a") is None and len(schemas) == 0
 
@@ -196,7 +203,7 @@ def test_a_full_cache_is_cleared() -> None:
     assert len(cache) == 0
 
 
-def test_a_key_is_noticed_the_first_time() -> None:
+def test_a_key_is_repeated_from_its_second_occurrence() -> None:
     cache: BoundedCache[int, str] = BoundedCache(2)
     assert [cache.is_repeated(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
     cache.store(1, "one")
@@ -206,37 +213,37 @@ def test_a_key_is_noticed_the_first_time() -> None:
 
 
 def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:
-    evicted: list[str] = []
-    cache: BoundedCache[int, str] = BoundedCache(2, evicted.append)
+    evicted_values: list[str] = []
+    cache: BoundedCache[int, str] = BoundedCache(2, evicted_values.append)
     for key, value in enumerate("abc"):
         assert cache.store_if_absent(key, value) == value
     assert cache.store_if_absent(2, "later") == "c"
-    assert evicted == ["a"] and len(cache) == 2
+    assert evicted_values == ["a"] and len(cache) == 2
     cache.clear()
-    assert evicted == ["a", "b", "c"] and len(cache) == 0
+    assert evicted_values == ["a", "b", "c"] and len(cache) == 0
 
 
 @pytest.mark.parametrize("wrong_range", [1.0, True, "1", None])
 def test_a_malformed_memory_range_is_refused_also_beside_a_known_one(wrong_range: Any) -> None:
-    packed = Memory(1, 2, 3, 4, 100, sealed=True).packed
-    assert unpack_range([packed, 1, 1]).offset == 1
+    packed_memory = Memory(1, 2, 3, 4, 100, sealed=True).packed
+    assert unpack_range([packed_memory, 1, 1]).offset == 1
     for raw in (
-        [packed, wrong_range, 1],
-        [packed, 1, wrong_range],
+        [packed_memory, wrong_range, 1],
+        [packed_memory, 1, wrong_range],
         [wrong_range, 1, 1],
-        [packed, 1],
-        [packed, 100, 1],
+        [packed_memory, 1],
+        [packed_memory, 100, 1],
     ):
         with pytest.raises(MalformedMessage):
             unpack_range(raw)
 
 
 def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
-    longest = Memory.on_device(1, 100, CudaHandle(b"h" * 64, 2**31, b"u" * 16), 2**31)
-    assert unpack_range([longest.packed, 0, 1]).memory == longest
+    longest_memory = Memory.on_device(1, 100, CudaHandle(b"h" * 64, 2**31, b"u" * 16), 2**31)
+    assert unpack_range([longest_memory.packed, 0, 1]).memory == longest_memory
     cache_sizes = len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)
     for handle in (b"h" * 256, b"h" * 1_000_000):
-        packed = Memory.on_device(1, 100, CudaHandle(handle, 0)).packed
+        packed_memory = Memory.on_device(1, 100, CudaHandle(handle, 0)).packed
         with pytest.raises(MalformedMessage):
-            unpack_range([packed, 0, 1])
+            unpack_range([packed_memory, 0, 1])
     assert (len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)) == cache_sizes

@@ -1,6 +1,4 @@
-"""Shape keys: requests with equal keys may share a batch (reference sections 3.1 rule 2 and
-3.6).
-"""
+"""Shape keys: requests with equal keys may share a batch."""
 
 from typing import Any
 
@@ -13,15 +11,20 @@ from shmserve.ipc.tensors.signature import Signature
 
 
 def signature(**fields: Any) -> Signature:
-    fixed = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
-    free = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
+    fixed_input = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
+    free_input = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
     last_input = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
-    config = {"name": "m", "max_batch_size": 8, "input": [fixed, free, last_input], "output": []}
+    config = {
+        "name": "m",
+        "max_batch_size": 8,
+        "input": [fixed_input, free_input, last_input],
+        "output": [],
+    }
     return Signature(ModelSpec.of(config), "1")
 
 
-def key(model: Signature, rows: int, free: int, last_size: int = 0) -> bytes:
-    shapes = {"FREE": (rows, free, 2), "FIXED": (rows, 2), "LAST": (rows, last_size)}
+def key(model: Signature, rows: int, free_size: int, last_size: int = 0) -> bytes:
+    shapes = {"FREE": (rows, free_size, 2), "FIXED": (rows, 2), "LAST": (rows, last_size)}
     if not last_size:
         del shapes["LAST"]
     tensors = []
@@ -76,7 +79,7 @@ def test_requests_with_other_optional_inputs_are_separated() -> None:
 @pytest.mark.parametrize(
     ("names", "actual_count"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
 )
-def test_the_count_must_be_between_required_and_total(names: str, actual_count: str) -> None:
+def test_the_input_count_must_be_between_required_and_total(names: str, actual_count: str) -> None:
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:

@@ -19,7 +19,7 @@ from shmserve.logs import LogSettings
 LOG = LogSettings(log_verbose_level=2)
 RUN_DIR = Path("/tmp/run")
 TLS = Tls("a", "b", None)
-STARTS = [
+START_RECORDS = [
     HostStart("scheduler m", RUN_DIR, LOG),
     SchedulerStart(
         kind="scheduler",
@@ -60,6 +60,6 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("start", STARTS, ids=lambda start: type(start).__name__)
+@pytest.mark.parametrize("start", START_RECORDS, ids=lambda start: type(start).__name__)
 def test_an_encoded_start_decodes_to_the_same_start(start: object) -> None:
     assert decode_start(type(start), encode_start(start)) == start

@@ -23,7 +23,7 @@ NEAR = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 
 
 @given(NEAR, NEAR, st.integers(0, 2**63 - 1))
 def test_a_range_fits_exactly_when_its_bytes_do(offset: int, size: int, limit: int) -> None:
-    """R8: one function decides whether a range fits."""
+    """One function decides whether a range fits."""
     assert is_within(offset, size, limit) == (offset >= 0 and size >= 0 and offset + size <= limit)
 
 
@@ -34,7 +34,7 @@ def test_a_wrong_size_is_refused_by_name(value: object) -> None:
 
 
 @given(st.lists(st.binary(max_size=20), max_size=20))
-def test_bytes_survive(items: list[bytes]) -> None:
+def test_strings_round_trip(items: list[bytes]) -> None:
     array = np.array([*items, None], dtype=np.object_)[:-1]
     wire = encode_bytes(array)
     assert list(decode_bytes(wire, (len(items),), "a", "m")) == items
@@ -74,12 +74,14 @@ SPEC = ModelSpec.of(config())
 A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
 
 
-def test_a_request_that_fits() -> None:
-    checked = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
-    assert checked.batch_size == 2
-    assert checked.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key
+def test_a_valid_request_is_accepted() -> None:
+    checked_request = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
+    assert checked_request.batch_size == 2
+    assert checked_request.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key
     other_tensor = tensor("A", "FP32", 2, 4, 2)
-    assert checked.shape_key != Signature(SPEC, "1").check("", [other_tensor, B], []).shape_key
+    assert (
+        checked_request.shape_key != Signature(SPEC, "1").check("", [other_tensor, B], []).shape_key
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,8 +142,8 @@ def test_inputs_that_do_not_match_the_signature_are_refused(
 
 def test_optional_inputs() -> None:
     signature = Signature(ModelSpec.of(config(optional=True)), "1")
-    without = signature.check("", [A], [])
+    without_b = signature.check("", [A], [])
     with_b = signature.check("", [A, B], [])
-    assert without.shape_key != with_b.shape_key
+    assert without_b.shape_key != with_b.shape_key
     with pytest.raises(InvalidArgument, match="between 1 and 2 but got 1 inputs"):
         signature.check("", [B], [])

@@ -16,7 +16,7 @@ from shmserve.ipc.trace import (
     unpack_spans,
 )
 
-TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE, CALLER_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 def span(span_id: str, parent_id: str, began_us: int = 0, **fields: Any) -> Span:
@@ -29,25 +29,25 @@ def span(span_id: str, parent_id: str, began_us: int = 0, **fields: Any) -> Span
 
 
 def test_a_header_is_read_and_passed_on() -> None:
-    caller = TraceContext.of_header(f" 00-{TRACE}-{CALLER}-01 ")
-    assert caller == (TRACE, CALLER, "", True, False)
+    caller = TraceContext.of_header(f" 00-{TRACE}-{CALLER_SPAN}-01 ")
+    assert caller == (TRACE, CALLER_SPAN, "", True, False)
     child = caller.child()
     assert child.traceparent == f"00-{TRACE}-{child.span_id}-01"
-    assert (child.trace_id, child.parent_id) == (TRACE, CALLER)
-    assert child.span_id != CALLER
+    assert (child.trace_id, child.parent_id) == (TRACE, CALLER_SPAN)
+    assert child.span_id != CALLER_SPAN
     assert TraceContext.of(child.message) == child
 
 
 @pytest.mark.parametrize(
     ("header", "is_valid"),
     [
-        (f"00-{TRACE}-{CALLER}-00", True),
-        (f"01-{TRACE}-{CALLER}-01-more", True),
-        (f"ff-{TRACE}-{CALLER}-01", False),
-        (f"00-{TRACE}-{CALLER}", False),
-        (f"00-{'0' * 32}-{CALLER}-01", False),
+        (f"00-{TRACE}-{CALLER_SPAN}-00", True),
+        (f"01-{TRACE}-{CALLER_SPAN}-01-more", True),
+        (f"ff-{TRACE}-{CALLER_SPAN}-01", False),
+        (f"00-{TRACE}-{CALLER_SPAN}", False),
+        (f"00-{'0' * 32}-{CALLER_SPAN}-01", False),
         (f"00-{TRACE}-{'0' * 16}-01", False),
-        (f"00-{TRACE.upper()}-{CALLER}-01", False),
+        (f"00-{TRACE.upper()}-{CALLER_SPAN}-01", False),
         ("x" * 100_000, False),
     ],
 )
@@ -68,11 +68,11 @@ def test_spans_are_concatenated() -> None:
         (TraceContext.new(sampled=True).child().message, True),
         ("", False),
         (TraceContext.new().traceparent, False),
-        (f"00-{TRACE.upper()}-{CALLER}-01-", False),
-        (f"00-{TRACE}-{CALLER}-01-{CALLER}x", False),
+        (f"00-{TRACE.upper()}-{CALLER_SPAN}-01-", False),
+        (f"00-{TRACE}-{CALLER_SPAN}-01-{CALLER_SPAN}x", False),
     ],
 )
-def test_a_message_is_checked(trace: str, is_valid: bool) -> None:
+def test_a_trace_message_is_validated(trace: str, is_valid: bool) -> None:
     assert is_trace(trace) is is_valid
 
 
@@ -89,7 +89,7 @@ def test_malformed_data_end_the_spans(junk: bytes) -> None:
     assert unpack_spans(span("a", "").packed() + junk) == [span("a", "")]
 
 
-def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
+def test_an_explanation_has_the_times_of_all_calls() -> None:
     own_span = span("a", "g", 100)
     call = span("b", "a", 110, model="other")
     explanation = phase_durations(
@@ -121,7 +121,7 @@ def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
     }
 
 
-def test_an_ensemble_has_steps() -> None:
+def test_an_explanation_of_an_ensemble_has_steps() -> None:
     ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, closed="")
     explanation = phase_durations([ensemble, span("b", "a", model="step")], "a", 0, 0, 100_000)
     assert [step["model"] for step in explanation["steps"]] == ["step"]
@@ -132,8 +132,8 @@ def test_an_ensemble_has_steps() -> None:
 def test_tensors_travel_beside_the_spans() -> None:
     traced_tensor = TracedTensor("ab", True, "Y", "FP32", "1,2", "0.5,1")
     traced_tensors: list[TracedTensor] = []
-    packed = span("ab", "").packed()
-    assert unpack_spans(packed + traced_tensor.packed() + packed, traced_tensors) == [
+    packed_span = span("ab", "").packed()
+    assert unpack_spans(packed_span + traced_tensor.packed() + packed_span, traced_tensors) == [
         span("ab", ""),
         span("ab", ""),
     ]
@@ -158,5 +158,5 @@ def test_tensors_travel_beside_the_spans() -> None:
         ("FP32", np.zeros((0, 3), np.float32), ""),
     ],
 )
-def test_elements_as_in_triton_s_traces(datatype: str, array: Any, text: str) -> None:
+def test_trace_elements_equal_tritons(datatype: str, array: Any, text: str) -> None:
     assert elements_as_text(datatype, array) == text

@@ -50,8 +50,8 @@ def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Pat
 def test_a_frame_of_another_version_is_dropped_and_both_versions_are_logged(
     router: Router, dealer: Dealer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    older = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
-    send_raw(dealer, b"", encode_zmtp(older))
+    older_message = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
+    send_raw(dealer, b"", encode_zmtp(older_message))
     dealer.send(m.Cancel(2))
     assert receive_arrived(router) == [(b"me", m.Cancel(2))] and router.malformed == 1
     assert "the peer has protocol version 2, this process has version 3" in caplog.text
@@ -101,7 +101,7 @@ def test_an_unencodable_message_does_not_block_other_peers(router: Router, deale
     other_dealer.close()
 
 
-def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None:
+def test_the_last_messages_arrive_after_the_close(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(7))
     dealer.close()
     assert receive_arrived(router) == [(b"me", m.Cancel(7))]
@@ -127,24 +127,24 @@ def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer)
 def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert receive_arrived(router)
-    thief = Dealer(router.endpoint, "me")
-    thief.send(m.Cancel(2))
+    second_dealer = Dealer(router.endpoint, "me")
+    second_dealer.send(m.Cancel(2))
     assert receive_arrived(router, 0.5) == []
-    assert receive_arrived(thief, 0.5) == [] and not thief.connected
+    assert receive_arrived(second_dealer, 0.5) == [] and not second_dealer.connected
     router.post(b"me", m.Settled(1))
     router.flush()
     assert receive_arrived(dealer) == [m.Settled(1)]
-    thief.close()
+    second_dealer.close()
 
 
-def test_a_dealer_without_a_listener(tmp_path: Path) -> None:
+def test_a_dealer_without_a_listener_is_disconnected(tmp_path: Path) -> None:
     dealer = Dealer(f"ipc://{tmp_path}/none", "me")
     dealer.send(m.Cancel(1))
     assert dealer.receive() == [] and not dealer.connected and not dealer.wait(0)
     dealer.close()
 
 
-def test_the_peer_disconnects(router: Router, dealer: Dealer) -> None:
+def test_a_peer_disconnect_is_reported(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert receive_arrived(router)
     router.post(b"me", m.Settled(1))
@@ -156,18 +156,16 @@ def test_the_peer_disconnects(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(3))
 
 
-def test_an_only_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
+def test_a_single_peer_is_read_without_a_poll(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(1))
     assert receive_arrived(router) == [(b"me", m.Cancel(1))]
-    polled = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
+    counting_poll = router._poll = _CountingPoll(router._poll)  # type: ignore[assignment]
     dealer.send(m.Cancel(2))
-    assert (router.receive(), polled.polls) == ([(b"me", m.Cancel(2))], 0)
-    assert (router.receive(), polled.polls) == ([], 1)
+    assert (router.receive(), counting_poll.polls) == ([(b"me", m.Cancel(2))], 0)
+    assert (router.receive(), counting_poll.polls) == ([], 1)
 
 
-def test_a_peer_that_connects_is_accepted_while_an_only_peer_floods(
-    router: Router, dealer: Dealer
-) -> None:
+def test_a_connecting_peer_is_accepted_while_another_floods(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(0))
     assert receive_arrived(router) == [(b"me", m.Cancel(0))]
     other_dealer = Dealer(router.endpoint, "other")
@@ -187,19 +185,21 @@ class _CountingPoll:
     """A poll that counts its calls."""
 
     def __init__(self, poll: Any) -> None:
-        self._real = poll
+        self._wrapped = poll
         self.polls = 0
 
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         self.polls += 1
-        events: list[tuple[int, int]] = self._real.poll(timeout_s)
+        events: list[tuple[int, int]] = self._wrapped.poll(timeout_s)
         return events
 
     def close(self) -> None:
-        self._real.close()
+        self._wrapped.close()
 
 
-def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
+def test_malformed_messages_are_counted_and_other_protocols_disconnected(
+    router: Router, dealer: Dealer
+) -> None:
     send_raw(
         dealer, b"", encode_zmtp(b"garbage") + b"\1\1a\0\1b" + encode_zmtp(frames.pack([Drain()]))
     )
@@ -212,7 +212,7 @@ def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: D
         assert plain_socket.recv(1000).startswith(zmtp.GREETING)
 
 
-def test_libzmq_at_the_other_end(router: Router) -> None:
+def test_libzmq_peers_are_compatible(router: Router) -> None:
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as zmq_dealer:

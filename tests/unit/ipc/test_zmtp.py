@@ -23,11 +23,13 @@ def feed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
     return decoder, messages
 
 
-BODIES = st.lists(st.one_of(st.binary(max_size=300), st.integers(0, 5000).map(bytes)), max_size=8)
-CUTS = st.lists(st.integers(0, 100_000), max_size=12)
+BODY_LISTS = st.lists(
+    st.one_of(st.binary(max_size=300), st.integers(0, 5000).map(bytes)), max_size=8
+)
+CUT_POINTS = st.lists(st.integers(0, 100_000), max_size=12)
 
 
-@given(BODIES, CUTS)
+@given(BODY_LISTS, CUT_POINTS)
 def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]) -> None:
     data = HANDSHAKE + b"".join(map(encode_zmtp, bodies))
     decoder, messages = feed(data, cuts)
@@ -35,7 +37,7 @@ def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]
     assert decoder.properties == {"socket-type": b"DEALER", "identity": b"me"}
 
 
-@given(st.binary(max_size=400), CUTS)
+@given(st.binary(max_size=400), CUT_POINTS)
 def test_any_bytes_are_a_broken_connection_or_nothing(data: bytes, cuts: list[int]) -> None:
     for start in (b"", zmtp.GREETING, HANDSHAKE):
         decoder, messages = feed(start + data, cuts)

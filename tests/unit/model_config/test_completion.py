@@ -25,10 +25,10 @@ from shmserve.proto import model_config_pb2
 from tests.rigs.marked_configs import PYTHON, place
 from tests.support.repositories import identity_config
 
-RECORDED: dict[str, dict[str, Any]] = json.loads(
+RECORDED_CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("data").joinpath("triton_configs.json").read_text()
 )
-COMPLETED = {
+COMPLETED_CONFIG = {
     "max_batch_size": 4,
     "input": [
         {"name": "IN", "data_type": "TYPE_FP32", "dims": [-1, 3]},
@@ -65,7 +65,7 @@ COMPLETED = {
         ('backend: "mine" default_model_filename: "a"', [], ("mine", "", "a")),
     ],
 )
-def test_finds_the_backend(text: str, files: list[str], expected: tuple[str, str, str]) -> None:
+def test_the_backend_is_found(text: str, files: list[str], expected: tuple[str, str, str]) -> None:
     config = detect_backend(parse_pbtxt(text), "m", files)
     assert (config.backend, config.platform, config.default_model_filename) == expected
     assert config.name == "m"
@@ -89,12 +89,15 @@ def test_finds_the_backend(text: str, files: list[str], expected: tuple[str, str
         ),
     ],
 )
-def test_resolves_instances(
+def test_instances_are_resolved(
     groups: str, gpus: int, expected: list[tuple[str, str, int, list[int]]]
 ) -> None:
     config = to_dict(normalise(parse_pbtxt(groups), "m", gpus))
-    resolved = [(g["name"], g["kind"], g["count"], g["gpus"]) for g in config["instance_group"]]
-    assert resolved == expected
+    resolved_groups = [
+        (group["name"], group["kind"], group["count"], group["gpus"])
+        for group in config["instance_group"]
+    ]
+    assert resolved_groups == expected
 
 
 def test_the_servers_defaults_fill_only_unset_fields() -> None:
@@ -158,7 +161,7 @@ def test_a_model_that_contradicts_its_configuration_is_refused(
     text = PYTHON + text
     config, source = read_pbtxt(text.replace("@", ""), "f")
     with pytest.raises(InvalidArgument) as caught:
-        merge_autocomplete(config, COMPLETED, source)
+        merge_autocomplete(config, COMPLETED_CONFIG, source)
     assert caught.value.message == f"{place(text)}{key}: {expected}"
 
 
@@ -169,16 +172,18 @@ def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None
         "model_transaction_policy { decoupled: false }"
     )
     dict_before = to_dict(config)
-    merged = merge_autocomplete(config, {**COMPLETED, "instance_group": [{"count": 9}]})
+    merged_config = merge_autocomplete(
+        config, {**COMPLETED_CONFIG, "instance_group": [{"count": 9}]}
+    )
     assert to_dict(config) == dict_before
-    assert merged.max_batch_size == 4
-    assert [io.name for io in merged.input] == ["IN", "MASK"]
-    assert merged.input[0].data_type == model_config_pb2.TYPE_FP32
-    assert merged.input[0].format == model_config_pb2.ModelInput.FORMAT_NHWC
-    assert merged.input[1].optional
-    assert [io.name for io in merged.output] == ["MORE", "OUT"]
-    assert list(merged.dynamic_batching.preferred_batch_size) == [1]
-    assert not merged.instance_group
+    assert merged_config.max_batch_size == 4
+    assert [tensor.name for tensor in merged_config.input] == ["IN", "MASK"]
+    assert merged_config.input[0].data_type == model_config_pb2.TYPE_FP32
+    assert merged_config.input[0].format == model_config_pb2.ModelInput.FORMAT_NHWC
+    assert merged_config.input[1].optional
+    assert [tensor.name for tensor in merged_config.output] == ["MORE", "OUT"]
+    assert list(merged_config.dynamic_batching.preferred_batch_size) == [1]
+    assert not merged_config.instance_group
     with pytest.raises(InvalidArgument, match="trying to change decoupled property"):
         merge_autocomplete(config, {"model_transaction_policy": {"decoupled": True}})
     with pytest.raises(
@@ -187,7 +192,7 @@ def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None
         merge_autocomplete(config, {"input": [{"name": "X", "dims": ["a"]}]})
 
 
-def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
+def test_many_inputs_and_outputs_take_linear_time() -> None:
     """The supervisor is blocked meanwhile, so the time is compared with that of parsing the
     model's answer.
     """
@@ -195,10 +200,10 @@ def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
     completed = to_dict(config)
     start_s = process_time()
     from_json(completed)
-    reading = process_time() - start_s
+    parse_s = process_time() - start_s
     start_s = process_time()
     assert merge_autocomplete(config, completed) == config
-    assert process_time() - start_s < 4 * reading
+    assert process_time() - start_s < 4 * parse_s
 
 
 # --- unsupported completions -------------------------------------------------------------------
@@ -210,13 +215,13 @@ def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
     )
     strategy_settings = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
     parameters = {name: {"string_value": value} for name, value in strategy_settings.items()}
-    merged = merge_autocomplete(config, {"parameters": parameters}).parameters
-    values = {name: merged[name].string_value for name in merged}
+    merged_parameters = merge_autocomplete(config, {"parameters": parameters}).parameters
+    values = {name: merged_parameters[name].string_value for name in merged_parameters}
     assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
 
 
 def test_fields_without_effect_are_listed() -> None:
-    config = normalise(parse_pbtxt(RECORDED["rich"]["pbtxt"]), "rich", 0)
+    config = normalise(parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"]), "rich", 0)
     assert ignored_fields(config) == [
         "batch_input",
         "batch_output",
@@ -230,7 +235,10 @@ def test_fields_without_effect_are_listed() -> None:
         "optimization.input_pinned_memory",
         "instance_group[1].host_policy",
     ]
-    assert ignored_fields(normalise(parse_pbtxt(RECORDED["simple"]["pbtxt"]), "simple", 0)) == []
+    assert (
+        ignored_fields(normalise(parse_pbtxt(RECORDED_CONFIGS["simple"]["pbtxt"]), "simple", 0))
+        == []
+    )
 
 
 def test_unlikely_values_are_warned_of() -> None:
@@ -259,5 +267,5 @@ def test_a_model_sets_its_instances_if_the_configuration_does_not(
 ) -> None:
     config, source = read_pbtxt(f'backend: "native" {config_text}', "m/config.pbtxt")
     completed = {"instance_group": [{"count": 3}]}
-    merged = merge_autocomplete(normalise(config, "m", 0), completed, source)
-    assert [group.count for group in merged.instance_group] == [count]
+    merged_config = merge_autocomplete(normalise(config, "m", 0), completed, source)
+    assert [group.count for group in merged_config.instance_group] == [count]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rigs.marked_configs import IO, PYTHON, place, problems
+from tests.rigs.marked_configs import PYTHON, TENSORS, place, problems
 
 SEQUENCE = (
     'sequence_batching { control_input { name: "C" @control { kind: CONTROL_SEQUENCE_%s } } }'
@@ -11,9 +11,9 @@ STATE = (
     'sequence_batching { state { input_name: "s" output_name: "t" data_type: TYPE_INT32 '
     "dims: [%s] %s } }"
 )
-INITIAL = 'initial_state { name: "i" data_type: TYPE_INT32 @dims: [%s] zero_data: true }'
+INITIAL_STATE = 'initial_state { name: "i" data_type: TYPE_INT32 @dims: [%s] zero_data: true }'
 CONTROL = "sequence_batching.control_input[0].control[0]"
-FIRST = "sequence_batching.state[0].initial_state[0]"
+STATE_KEY = "sequence_batching.state[0].initial_state[0]"
 
 
 def mark_field(text: str, field: str) -> str:
@@ -26,7 +26,7 @@ def mark_field(text: str, field: str) -> str:
     [
         (SEQUENCE % "START bool_false_true: [false, true]", "", ""),
         (SEQUENCE % "CORRID data_type: TYPE_STRING", "", ""),
-        (STATE % ("-1, 2", INITIAL % "3, 2"), "", ""),
+        (STATE % ("-1, 2", INITIAL_STATE % "3, 2"), "", ""),
         (
             mark_field(SEQUENCE % "CORRID data_type: TYPE_FP32", "data_type"),
             f"{CONTROL}.data_type",
@@ -125,56 +125,59 @@ def mark_field(text: str, field: str) -> str:
             "sequence batching preferred batch size must be positive for m",
         ),
         (
-            mark_field(STATE % ("1", INITIAL % "1" + INITIAL % "1"), "initial_state"),
+            mark_field(STATE % ("1", INITIAL_STATE % "1" + INITIAL_STATE % "1"), "initial_state"),
             "sequence_batching.state[0].initial_state",
             "initial_state field for state input 's' must contain exactly one or zero element. "
             "Found '2' elements.",
         ),
         (
-            mark_field(STATE % ("1", (INITIAL % "1").replace('name: "i"', "")), "initial_state"),
-            f"{FIRST}.name",
+            mark_field(
+                STATE % ("1", (INITIAL_STATE % "1").replace('name: "i"', "")), "initial_state"
+            ),
+            f"{STATE_KEY}.name",
             "Field 'name' must be set when using initial_state for state input 's'.",
         ),
         (
             mark_field(
-                STATE % ("1", (INITIAL % "1").replace("INT32", "FP32")), "data_type: TYPE_FP32"
+                STATE % ("1", (INITIAL_STATE % "1").replace("INT32", "FP32")),
+                "data_type: TYPE_FP32",
             ),
-            f"{FIRST}.data_type",
+            f"{STATE_KEY}.data_type",
             "The data type used for 'initial_state' field of state 's' does not match the state "
             "data type.",
         ),
         (
             mark_field(
-                STATE % ("1", (INITIAL % "1").replace("zero_data: true", "")), "initial_state"
+                STATE % ("1", (INITIAL_STATE % "1").replace("zero_data: true", "")), "initial_state"
             ),
-            FIRST,
+            STATE_KEY,
             "initial_state setting expects state's' to have state_data set",
         ),
         (
-            STATE % ("1", INITIAL % "1, 1"),
-            f"{FIRST}.dims",
+            STATE % ("1", INITIAL_STATE % "1, 1"),
+            f"{STATE_KEY}.dims",
             "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions "
             "for state input 's'. 2 != 1",
         ),
         (
-            mark_field(STATE % ("1, -1", INITIAL % "1, -1"), "-1] zero"),
-            f"{FIRST}.dims[1]",
+            mark_field(STATE % ("1, -1", INITIAL_STATE % "1, -1"), "-1] zero"),
+            f"{STATE_KEY}.dims[1]",
             "'initial_state' field for state input name 's' contains variable dimensions.",
         ),
         (
-            mark_field(STATE % ("1, 1", INITIAL % "1, 2"), "2] zero"),
-            f"{FIRST}.dims[1]",
+            mark_field(STATE % ("1, 1", INITIAL_STATE % "1, 2"), "2] zero"),
+            f"{STATE_KEY}.dims[1]",
             "'initial_state' dim for input name 's' doesn't match 'state' dim description. 2 != 1",
         ),
     ],
 )
 def test_sequences_are_checked(text: str, key: str, expected: str) -> None:
-    text = PYTHON + "max_batch_size: 2 " + IO + text
+    text = PYTHON + "max_batch_size: 2 " + TENSORS + text
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
 
-STEP = 'model_name: "x" input_map { key: "a" value: "I" } output_map { key: "b" value: "O" }'
-ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
+STEP_FIELDS = 'model_name: "x" input_map { key: "a" value: "I" } output_map { key: "b" value: "O" }'
+ENSEMBLE = 'name: "m" platform: "ensemble"' + TENSORS
 
 
 @pytest.mark.parametrize(
@@ -254,13 +257,13 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
     ],
 )
 def test_ensembles_are_checked(text: str, key: str, expected: str) -> None:
-    second_step = STEP[STEP.index("output_map") :].replace('"O"', '"P"')
-    text = ENSEMBLE + text.replace("%s", STEP, 1).replace("%s", second_step)
+    second_step = STEP_FIELDS[STEP_FIELDS.index("output_map") :].replace('"O"', '"P"')
+    text = ENSEMBLE + text.replace("%s", STEP_FIELDS, 1).replace("%s", second_step)
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
 
 def test_a_missing_field_of_an_ensemble_is_reported_at_its_step() -> None:
-    text = ENSEMBLE + f"ensemble_scheduling {{ step {{ {STEP} }} @step {{}} }}"
+    text = ENSEMBLE + f"ensemble_scheduling {{ step {{ {STEP_FIELDS} }} @step {{}} }}"
     step = place(text)
     assert problems(text).splitlines() == [
         f"{step}ensemble_scheduling.step[1].{field}: must specify '{field}' in step 1 of "
@@ -275,7 +278,7 @@ def test_a_missing_field_of_an_ensemble_is_reported_at_its_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "missing"),
+    ("steps", "missing_tensor"),
     [
         (
             'step { model_name: "x" input_map [ { key: "a" value: "I" }, { key: "c" value: "r" } ] '
@@ -291,11 +294,11 @@ def test_a_missing_field_of_an_ensemble_is_reported_at_its_step() -> None:
         ),
     ],
 )
-def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> None:
+def test_cyclic_and_incomplete_graphs_are_refused(steps: str, missing_tensor: str) -> None:
     text = ENSEMBLE + f"ensemble_scheduling {{ {steps} }}"
     assert (
         "output[0].name: output 'O' for ensemble 'm' is not written: at least one of its depending "
-        f"tensors, '{missing}', is not connected" in problems(text)
+        f"tensors, '{missing_tensor}', is not connected" in problems(text)
     )
 
 
@@ -322,7 +325,7 @@ def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> 
         ),
     ],
 )
-def test_a_circle_beside_what_the_outputs_need(steps: str, text: str) -> None:
+def test_a_cycle_outside_the_needed_steps_is_refused(steps: str, text: str) -> None:
     circular_step = (
         'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
     )

@@ -1,4 +1,4 @@
-"""The load-time checks of an ensemble's graph and its step models (section 3.7), with Triton's
+"""The load-time checks of an ensemble's graph and its step models, with Triton's
 texts.
 """
 
@@ -31,7 +31,7 @@ def model(
 
 
 OPTIONAL = 'input { name: "Z" data_type: TYPE_FP32 dims: [ -1 ] optional: true }'
-MANY = "model_transaction_policy { decoupled: true }"
+DECOUPLED = "model_transaction_policy { decoupled: true }"
 MODELS = {
     "add": model("add"),
     "addb": model("addb", fields="max_batch_size: 2"),
@@ -40,8 +40,8 @@ MODELS = {
     "five": model("five", dims="5"),
     "two": model("two", inputs=("X", "Z")),
     "opt": model("opt", fields=OPTIONAL),
-    "dec": model("dec", fields=MANY),
-    "dec2": model("dec2", fields=MANY),
+    "dec": model("dec", fields=DECOUPLED),
+    "dec2": model("dec2", fields=DECOUPLED),
 }
 
 
@@ -60,15 +60,19 @@ def build_ensemble(
 ) -> ModelConfig:
     """Return the ensemble "e" from IN to OUT, after checking it against the available models."""
     output_texts = "".join(
-        f'output {{ name: "{o}" data_type: TYPE_FP32 dims: [ -1 ] }} ' for o in outputs
+        f'output {{ name: "{output_name}" data_type: TYPE_FP32 dims: [ -1 ] }} '
+        for output_name in outputs
     )
     ensemble = config(
         'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '
         f"{output_texts} ensemble_scheduling {{ {' '.join(steps)} }} {fields}"
     )
     names = [step.model_name for step in ensemble.ensemble_scheduling.step]
-    has_version = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
-    models = [None if no else MODELS.get(name) for name, no in zip(names, has_version, strict=True)]
+    has_versions = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
+    models = [
+        None if versioned else MODELS.get(name)
+        for name, versioned in zip(names, has_versions, strict=True)
+    ]
     return compose(ensemble, models, [name in MODELS for name in names])
 
 
@@ -158,8 +162,8 @@ def test_an_optional_input_need_not_be_mapped() -> None:
     build_ensemble(step("opt", "X=IN", "Y=OUT"))
 
 
-def test_models_that_batch_and_models_that_do_not_may_mix() -> None:
-    """Section 3.7: a composing model's max_batch_size is 0 or at least the ensemble's."""
+def test_batching_models_and_other_models_may_be_mixed() -> None:
+    """A composing model's max_batch_size is 0 or at least the ensemble's."""
     build_ensemble(
         step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), fields="max_batch_size: 2"
     )
@@ -172,7 +176,7 @@ def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> Non
     assert ensemble.HasField("model_transaction_policy")
 
 
-def test_a_decoupled_tensor_may_meet_single_tensors() -> None:
+def test_decoupled_and_single_tensors_may_be_joined() -> None:
     """A decoupled tensor may meet tensors that exist once per request.
 
     Triton rejects this, because it counts the ensemble's inputs as another stream.

@@ -8,7 +8,7 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import normalise, parse_pbtxt, validate
 
-GOOD = {
+VALID_PADDING = {
     "IMAGE": {
         "value": 0,
         "buckets": [[3, 224, 224], [3, 336, 336]],
@@ -42,8 +42,8 @@ def padding_error(padding: Any, max_batch_size: int = 8, complete: bool = True) 
     return ""
 
 
-def test_a_whole_one_is_in_order() -> None:
-    assert padding_error(GOOD) == ""
+def test_a_complete_padding_is_valid() -> None:
+    assert padding_error(VALID_PADDING) == ""
     assert padding_error({}) == ""
 
 
@@ -87,8 +87,11 @@ def test_a_whole_one_is_in_order() -> None:
         ),
         ({"IMAGE": {"mask": "A", "lengths": "A"}}, "creates the input 'A' ('mask')"),
         ({"FEATURES": {"like": "IMAGE"}}, "must have a 'like' that names a padded input"),
-        (GOOD | {"ROWS": {"like": "IMAGE"}}, "with 1 variable dimensions like an input with 2"),
-        (GOOD | {"ROWS": {"like": "IMAGE", "value": 1}}, "has keys besides 'like'"),
+        (
+            VALID_PADDING | {"ROWS": {"like": "IMAGE"}},
+            "with 1 variable dimensions like an input with 2",
+        ),
+        (VALID_PADDING | {"ROWS": {"like": "IMAGE", "value": 1}}, "has keys besides 'like'"),
     ],
 )
 def test_a_mistake_in_padding_is_reported(padding: Any, text: str) -> None:
@@ -98,9 +101,11 @@ def test_a_mistake_in_padding_is_reported(padding: Any, text: str) -> None:
 
 
 def test_padding_requires_a_batch_dimension() -> None:
-    assert "requires a max_batch_size of at least 1" in padding_error(GOOD, max_batch_size=0)
+    assert "requires a max_batch_size of at least 1" in padding_error(
+        VALID_PADDING, max_batch_size=0
+    )
 
 
-def test_before_a_model_has_completed_itself_only_the_form_counts() -> None:
+def test_before_completion_only_the_syntax_is_checked() -> None:
     assert padding_error({"NONE": {}}, complete=False) == ""
     assert padding_error([1], complete=False)

@@ -31,8 +31,10 @@ from shmserve.proto import load, model_config_pb2
 from shmserve.supervisor.models.model_version import describe
 
 DATA = Path(__file__).with_name("data")
-RECORDED: dict[str, dict[str, Any]] = json.loads(DATA.joinpath("triton_configs.json").read_text())
-COMPLETED = {
+RECORDED_CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    DATA.joinpath("triton_configs.json").read_text()
+)
+COMPLETED_CONFIG = {
     "max_batch_size": 4,
     "input": [
         {"name": "IN", "data_type": "TYPE_FP32", "dims": [-1, 3]},
@@ -69,31 +71,31 @@ def convert_numbers(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_prints_what_a_real_triton_printed(name: str) -> None:
-    recorded = RECORDED[name]
-    config = detect_backend(parse_pbtxt(recorded["pbtxt"]), name, ["model.py"])
+@pytest.mark.parametrize("name", RECORDED_CONFIGS)
+def test_printed_configurations_equal_tritons(name: str) -> None:
+    recorded_case = RECORDED_CONFIGS[name]
+    config = detect_backend(parse_pbtxt(recorded_case["pbtxt"]), name, ["model.py"])
     config = normalise(config, name, 0)
     validate(config, gpu_count=0, complete=False)
     if name in ("auto", "partial"):
         # The size that the model had set when the answer was recorded.
         max_batch_size = 8 if name == "partial" else 4
-        completed = {**COMPLETED, "max_batch_size": max_batch_size}
+        completed = {**COMPLETED_CONFIG, "max_batch_size": max_batch_size}
         config = normalise(merge_autocomplete(config, completed), name, 0)
     validate(config, gpu_count=0, complete=True)
-    if "config" not in recorded:
+    if "config" not in recorded_case:
         return
-    expected = convert_numbers(recorded["config"])
+    expected = convert_numbers(recorded_case["config"])
     # One field is newer than the recorded server, the other is not supported.
     if name == "ensemble":
         expected["ensemble_scheduling"]["max_inflight_requests"] = 0
         del expected["model_transaction_policy"]
     assert to_dict(config) == expected
-    metadata = recorded["metadata"]
+    metadata = recorded_case["metadata"]
     assert {**describe(ModelSpec.of(to_dict(config))), "versions": metadata["versions"]} == metadata
 
 
-def test_the_schema_is_tritons() -> None:
+def test_the_schema_equals_tritons() -> None:
     triton_module = load(
         DATA / "triton_model_config.binpb"
     )  # the descriptor in the tritonclient package
@@ -117,7 +119,7 @@ def test_the_schema_is_tritons() -> None:
 
     own_descriptor = model_config_pb2.DESCRIPTOR
     assert shapes(own_descriptor) == shapes(triton_module["DESCRIPTOR"])
-    config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
+    config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
     triton_config = triton_module["ModelConfig"].FromString(config.SerializeToString())
     assert ModelConfig.FromString(triton_config.SerializeToString()) == config
 
@@ -125,7 +127,7 @@ def test_the_schema_is_tritons() -> None:
 def test_our_protobuf_classes_coexist_with_tritons() -> None:
     pytest.importorskip("grpc")
     triton_pb2 = pytest.importorskip("tritonclient.grpc.model_config_pb2")
-    config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
+    config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
     assert triton_pb2.ModelConfig.FromString(config.SerializeToString()).name == config.name
 
 
@@ -196,7 +198,7 @@ configs = messages(ModelConfig.DESCRIPTOR).map(lambda members: ModelConfig(**mem
 
 
 @given(configs, st.booleans(), st.booleans(), st.booleans())
-def test_reads_whatever_protobuf_writes(
+def test_every_protobuf_text_is_read(
     config: ModelConfig, one_line: bool, short_repeated: bool, utf8: bool
 ) -> None:
     text = text_format.MessageToString(
@@ -224,7 +226,7 @@ FRAGMENTS = [
 
 @settings(max_examples=400)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=3))
-def test_agrees_with_protobuf_on_what_is_text(fragments: list[str]) -> None:
+def test_a_text_is_valid_if_protobuf_accepts_it(fragments: list[str]) -> None:
     text = " ".join(fragments)
     try:
         expected = text_format.Parse(text, ModelConfig())
@@ -249,7 +251,7 @@ def test_garbage_is_refused_with_a_position(text: str) -> None:
             assert int(column) >= 1
 
 
-def test_names_every_mistake_with_its_place() -> None:
+def test_every_mistake_is_named_with_its_position() -> None:
     assert refusal("""name: "m"
 max_batchsize: 8
 input [
@@ -303,18 +305,16 @@ def test_syntax_errors_name_what_was_expected(text: str, expected: str) -> None:
 
 
 @given(configs, st.booleans(), st.booleans())
-def test_reads_whatever_protobuf_writes_as_json(
-    config: ModelConfig, snake: bool, as_text: bool
-) -> None:
+def test_every_protobuf_json_is_read(config: ModelConfig, snake: bool, as_text: bool) -> None:
     json_dict = json_format.MessageToDict(config, preserving_proto_field_name=snake)
     assert from_json(json.dumps(json_dict) if as_text else json_dict) == config
 
 
 @given(configs)
 def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
-    printed = to_dict(config)
-    reparsed = from_json(json.dumps(printed))
-    assert to_dict(reparsed) == printed
+    printed_config = to_dict(config)
+    reparsed = from_json(json.dumps(printed_config))
+    assert to_dict(reparsed) == printed_config
     reparsed.ClearField("max_batch_size")
     expected = ModelConfig()
     expected.CopyFrom(config)
@@ -341,7 +341,7 @@ def parse_int_strings(value: Any) -> Any:
 
 
 @given(configs)
-def test_prints_what_protobuf_prints(config: ModelConfig) -> None:
+def test_printed_configurations_equal_protobufs(config: ModelConfig) -> None:
     # Sets the presence bit, so that the field is printed.
     config.max_batch_size = config.max_batch_size
     if config.HasField("dynamic_batching"):
@@ -433,11 +433,11 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
         "model_metrics { metric_control { histogram_options { buckets: [inf, -inf, nan, 0.1] } } }"
         "sequence_batching { direct { minimum_slot_utilization: 3.4028235e38 } }"
     )
-    printed = to_dict(config)
-    control = printed["model_metrics"]["metric_control"][0]
+    printed_config = to_dict(config)
+    control = printed_config["model_metrics"]["metric_control"][0]
     assert control["histogram_options"]["buckets"] == ["Infinity", "-Infinity", "NaN", 0.1]
-    assert printed["sequence_batching"]["direct"]["minimum_slot_utilization"] == 3.4028235e38
-    buckets = from_json(printed).model_metrics.metric_control[0].histogram_options.buckets
+    assert printed_config["sequence_batching"]["direct"]["minimum_slot_utilization"] == 3.4028235e38
+    buckets = from_json(printed_config).model_metrics.metric_control[0].histogram_options.buckets
     assert math.isnan(buckets[2])
 
 
@@ -445,9 +445,7 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
 
 
 @given(configs, st.integers(0, 2))
-def test_filling_in_twice_changes_nothing_and_keeps_what_is_set(
-    config: ModelConfig, gpus: int
-) -> None:
+def test_normalising_twice_changes_nothing(config: ModelConfig, gpus: int) -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
     bytes_before = config.SerializeToString(deterministic=True)
     filled_once = normalise(config, "m", gpus, defaults)
@@ -464,11 +462,11 @@ def test_filling_in_twice_changes_nothing_and_keeps_what_is_set(
 
 
 @given(configs)
-def test_a_whole_configuration_completes_itself_to_itself(config: ModelConfig) -> None:
+def test_a_complete_configuration_stays_unchanged(config: ModelConfig) -> None:
     assume(len({io.name for io in config.input}) == len(config.input))
     assume(len({io.name for io in config.output}) == len(config.output))
-    merged = merge_autocomplete(config, to_dict(config))
-    assert to_dict(merged) == to_dict(config)
+    merged_config = merge_autocomplete(config, to_dict(config))
+    assert to_dict(merged_config) == to_dict(config)
 
 
 @given(configs, st.integers(0, 2), st.booleans())

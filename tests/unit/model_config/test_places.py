@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import ModelConfig, Source, normalise, read_json, read_pbtxt, validate
 from shmserve.model_config.diagnostics import Key, key_text
-from tests.rigs.marked_configs import IO, PYTHON, positions, problems
+from tests.rigs.marked_configs import PYTHON, TENSORS, positions, problems
 from tests.unit.model_config.test_parse import FRAGMENTS, configs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,19 +60,19 @@ def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> No
     text = path.read_text().replace("\n", newline)
     config, source = read_pbtxt(text)
     check_positions(text, source)
-    flat = " ".join(line.partition("#")[0] for line in path.read_text().splitlines())
-    reparsed, in_one_line = read_pbtxt(flat)
+    one_line_text = " ".join(line.partition("#")[0] for line in path.read_text().splitlines())
+    reparsed, in_one_line = read_pbtxt(one_line_text)
     assert reparsed == config
     assert in_one_line.positions.keys() == source.positions.keys()
-    check_positions(flat, in_one_line)
+    check_positions(one_line_text, in_one_line)
 
 
 @given(configs, st.booleans(), st.booleans())
 def test_every_key_of_a_text_is_found_in_it(
-    config: ModelConfig, flat: bool, short_repeated: bool
+    config: ModelConfig, is_flat: bool, short_repeated: bool
 ) -> None:
     text = text_format.MessageToString(
-        config, as_one_line=flat, use_short_repeated_primitives=short_repeated
+        config, as_one_line=is_flat, use_short_repeated_primitives=short_repeated
     )
     check_positions(text, read_pbtxt(text)[1])
 
@@ -87,7 +87,7 @@ def test_every_key_of_json_is_found_in_it(
 
 
 @given(
-    st.lists(st.sampled_from([*FRAGMENTS, *IO.split("\n"), "\n", "\r\n"]), max_size=6),
+    st.lists(st.sampled_from([*FRAGMENTS, *TENSORS.split("\n"), "\n", "\r\n"]), max_size=6),
     st.integers(0, 1),
     st.booleans(),
 )
@@ -117,7 +117,7 @@ def test_every_error_has_a_position_in_the_text(
         ("input { name: 'é\u20ac\U0001f600' @dims: 0 }", "input[0].dims[0]"),
     ],
 )  # fmt: skip
-def test_points_at_an_element_however_it_is_written(text: str, expected: str) -> None:
+def test_errors_point_at_the_element_in_any_notation(text: str, expected: str) -> None:
     (position,) = positions(PYTHON + text)
     assert problems(PYTHON + text, complete=False).startswith(f"{position}{expected}: model input ")
 
@@ -137,7 +137,7 @@ def test_points_at_an_element_however_it_is_written(text: str, expected: str) ->
         ),
     ],
 )
-def test_points_into_json(text: str, expected: str) -> None:
+def test_errors_point_into_json(text: str, expected: str) -> None:
     (position,) = positions(text)
     config, source = read_json(text.replace("@", ""), "f")
     config.backend = "python"
@@ -249,12 +249,12 @@ def test_consequent_errors_are_not_reported(
         ("bakend: 'python' platform: 'x'", ["bakend"]),
         (
             "platform: ensemble ensemble_scheduling { step { model_name: 'x' "
-            "input_map { key: 'a' value: 'I' } output_map { key: 'b' value: 'O' } } }" + IO,
+            "input_map { key: 'a' value: 'I' } output_map { key: 'b' value: 'O' } } }" + TENSORS,
             ["platform"],
         ),
         (
             "platform: 'ensemble' ensemble_scheduling { step { model_name: 'x' input_mapp {} "
-            "output_map { key: 'b' value: 3 } } }" + IO,
+            "output_map { key: 'b' value: 3 } } }" + TENSORS,
             ["ensemble_scheduling.step[0].input_mapp",
              "ensemble_scheduling.step[0].output_map.value"],
         ),

@@ -6,35 +6,35 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import LoadProblem, normalise, parse_pbtxt, validate
-from tests.rigs.marked_configs import IO, PYTHON, place, positions, problems
+from tests.rigs.marked_configs import PYTHON, TENSORS, place, positions, problems
 
 DIM_TEXT = "dimension must be integer >= 1, or -1 to indicate a variable-size dimension for m"
-BATCH = "max_batch_size: 4 " + IO
-DYNAMIC = BATCH + "dynamic_batching { "
-DELAY = "value { timeout_action: DELAY default_timeout_microseconds: 1 }"
+BATCH = "max_batch_size: 4 " + TENSORS
+DYNAMIC_BATCHING = BATCH + "dynamic_batching { "
+DELAY_POLICY = "value { timeout_action: DELAY default_timeout_microseconds: 1 }"
 NO_DELAY = (
     "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m"
 )
 LEVEL = "priority_levels: 1 default_priority_level: 1 "
 METRICS = (
-    IO + 'model_metrics { metric_control { metric_identifier { family: "f" } '
+    TENSORS + 'model_metrics { metric_control { metric_identifier { family: "f" } '
     "histogram_options { buckets: [ %s ] } } }"
 )
 BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
-SORTED = "histogram buckets must be finite and in ascending order for m"
+SORTED_ERROR = "histogram buckets must be finite and in ascending order for m"
 STRATEGY = 'parameters { key: "batching_strategy" value { string_value: "%s" } }'
 TARGET = 'parameters { key: "target_p99_ms" value { string_value: "%s" } }'
-IDLE = 'parameters { key: "idle_unload_secs" value { string_value: "%s" } }'
+IDLE_UNLOAD = 'parameters { key: "idle_unload_secs" value { string_value: "%s" } }'
 STREAMS = 'parameters { key: "max_streams" value { string_value: "%s" } }'
-FEWEST = 'parameters { key: "min_instances" value { string_value: "%s" } }'
-MOST = 'parameters { key: "max_instances" value { string_value: "%s" } }'
-WARMUP = 'model_warmup { name: "s" batch_size: 1 inputs { key: "I" value { %s } } }'
+MIN_INSTANCES = 'parameters { key: "min_instances" value { string_value: "%s" } }'
+MAX_INSTANCES = 'parameters { key: "max_instances" value { string_value: "%s" } }'
+WARMUP_BLOCK = 'model_warmup { name: "s" batch_size: 1 inputs { key: "I" value { %s } } }'
 RULES = [
-    (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED),
-    (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED),
-    (METRICS % "@nan", f"{BUCKETS}[0]", SORTED),
+    (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED_ERROR),
+    (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED_ERROR),
+    (METRICS % "@nan", f"{BUCKETS}[0]", SORTED_ERROR),
     (
-        "@max_batch_size: -1" + IO,
+        "@max_batch_size: -1" + TENSORS,
         "max_batch_size",
         "'max_batch_size' must be non-negative value for m",
     ),
@@ -69,7 +69,7 @@ RULES = [
         f"model input 'I' {DIM_TEXT}",
     ),
     (
-        IO + 'input { @name: "I" data_type: TYPE_FP32 dims: 1 }',
+        TENSORS + 'input { @name: "I" data_type: TYPE_FP32 dims: 1 }',
         "input[1].name",
         "model input 'I' is specified more than once for m",
     ),
@@ -89,12 +89,12 @@ RULES = [
         "Non-linear IO format is only supported for the TensorRT platform for m",
     ),
     (
-        DYNAMIC + "@preferred_batch_size: 0 }",
+        DYNAMIC_BATCHING + "@preferred_batch_size: 0 }",
         "dynamic_batching.preferred_batch_size[0]",
         "dynamic batching preferred size must be positive for m",
     ),
     (
-        DYNAMIC + "preferred_batch_size: 4 @preferred_batch_size: 5 }",
+        DYNAMIC_BATCHING + "preferred_batch_size: 4 @preferred_batch_size: 5 }",
         "dynamic_batching.preferred_batch_size[1]",
         "dynamic batching preferred size must be <= max batch size for m",
     ),
@@ -104,38 +104,42 @@ RULES = [
         "default priority level must be in range [1, 2] for m",
     ),
     (
-        DYNAMIC + LEVEL + "@priority_queue_policy { key: 3 value {} } }",
+        DYNAMIC_BATCHING + LEVEL + "@priority_queue_policy { key: 3 value {} } }",
         "dynamic_batching.priority_queue_policy[3]",
         "priority queue policy must have priority level in range [1, 1] for m",
     ),
     (
-        DYNAMIC + "preserve_ordering: true @priority_levels: 2 default_priority_level: 1 }",
+        DYNAMIC_BATCHING
+        + "preserve_ordering: true @priority_levels: 2 default_priority_level: 1 }",
         "dynamic_batching.priority_levels",
         "Only one priority level is allowed when 'preserve_ordering' is true for m",
     ),
     (
-        DYNAMIC + "preserve_ordering: true @default_queue_policy " + DELAY[6:] + " }",
+        DYNAMIC_BATCHING
+        + "preserve_ordering: true @default_queue_policy "
+        + DELAY_POLICY[6:]
+        + " }",
         "dynamic_batching.default_queue_policy",
         NO_DELAY,
     ),
     (
-        DYNAMIC
+        DYNAMIC_BATCHING
         + "preserve_ordering: true "
         + LEVEL
         + "priority_queue_policy [ @{ key: 1 "
-        + DELAY
+        + DELAY_POLICY
         + "} ] }",
         "dynamic_batching.priority_queue_policy[1]",
         NO_DELAY,
     ),
     (
-        DYNAMIC + "} " + "@" + STRATEGY % "fast",
+        DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "fast",
         'parameters["batching_strategy"]',
         "parameter 'batching_strategy' must be one of 'prefer_batch', 'prefer_latency', "
         "'adaptive' for m, found 'fast'",
     ),
     (
-        DYNAMIC + "} " + "@" + STRATEGY % "adaptive",
+        DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "adaptive",
         'parameters["batching_strategy"]',
         "parameter 'batching_strategy' is 'adaptive' for m, which needs the parameter "
         "'target_p99_ms', a number of milliseconds",
@@ -148,7 +152,7 @@ RULES = [
     ),
     *(
         (
-            DYNAMIC + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
+            DYNAMIC_BATCHING + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
             'parameters["target_p99_ms"]',
             "parameter 'target_p99_ms' must be a number of milliseconds, 0.001 at least and of "
             f"a day at most for m, found '{value}'",
@@ -165,7 +169,7 @@ RULES = [
     ),
     *(
         (
-            BATCH + "@" + IDLE % value,
+            BATCH + "@" + IDLE_UNLOAD % value,
             'parameters["idle_unload_secs"]',
             f"parameter 'idle_unload_secs' must be a number of seconds from 0 to 1000000 for m, "
             f"found '{value}'",
@@ -173,156 +177,158 @@ RULES = [
         for value in ("", "soon", "-1", "nan", "1000001")
     ),
     (
-        DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
+        DYNAMIC_BATCHING + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
         'parameters["target_p99_ms"]',
         "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
         "which is 'prefer_batch' for m",
     ),
     (
-        DYNAMIC + "} @" + TARGET % "5",
+        DYNAMIC_BATCHING + "} @" + TARGET % "5",
         'parameters["target_p99_ms"]',
         "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
         "which is not given for m",
     ),
     *(
         (
-            BATCH + "@" + MOST % value,
+            BATCH + "@" + MAX_INSTANCES % value,
             'parameters["max_instances"]',
             f"parameter 'max_instances' must be an integer from 1 to 4096 for m, found '{value}'",
         )
         for value in ("0", "4097", "many", "1.5")
     ),
     (
-        BATCH + "@" + FEWEST % "2",
+        BATCH + "@" + MIN_INSTANCES % "2",
         'parameters["min_instances"]',
         "parameter 'min_instances' is 2 for m, which needs 'max_instances'",
     ),
     (
-        BATCH + MOST % "2" + " @" + FEWEST % "3",
+        BATCH + MAX_INSTANCES % "2" + " @" + MIN_INSTANCES % "3",
         'parameters["min_instances"]',
         "parameter 'min_instances' must be at most 'max_instances', 2, for m, found 3",
     ),
     (
-        BATCH + "sequence_batching { } @" + MOST % "2",
+        BATCH + "sequence_batching { } @" + MAX_INSTANCES % "2",
         'parameters["max_instances"]',
         "parameter 'max_instances' requires a model whose requests are independent of each "
         "other, found a model with sequences: m",
     ),
     (
-        IO + MOST % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
+        TENSORS + MAX_INSTANCES % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
         "instance_group[1]",
         "only one instance group is allowed for m, which has the parameter "
         "'max_instances', found 2",
     ),
     (
-        IO + MOST % "2" + " instance_group { @count: 3 }",
+        TENSORS + MAX_INSTANCES % "2" + " instance_group { @count: 3 }",
         "instance_group[0].count",
         "at most 2 instances are allowed for m, which has the parameter 'max_instances', found 3",
     ),
     (
-        IO + "instance_group { @kind: KIND_GPU }",
+        TENSORS + "instance_group { @kind: KIND_GPU }",
         "instance_group[0].kind",
         "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
     ),
     (
-        IO + "instance_group { kind: KIND_GPU @gpus: 3 }",
+        TENSORS + "instance_group { kind: KIND_GPU @gpus: 3 }",
         "instance_group[0].gpus[0]",
         "instance group m_0 of model m specifies invalid or unsupported gpu id 3. "
         "GPUs with at least the minimum required CUDA compute compatibility of 6.000000 are: ",
     ),
     (
-        IO + "instance_group { @count: 2000000000 }",
+        TENSORS + "instance_group { @count: 2000000000 }",
         "instance_group[0].count",
         "instance group m_0 of model m has count 2000000000, more than 4096",
     ),
     (
-        IO + "instance_group { kind: KIND_CPU @gpus: 0 }",
+        TENSORS + "instance_group { kind: KIND_CPU @gpus: 0 }",
         "instance_group[0].gpus",
         "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
     ),
     (
-        IO + "instance_group { kind: KIND_MODEL @gpus: [0, 1] }",
+        TENSORS + "instance_group { kind: KIND_MODEL @gpus: [0, 1] }",
         "instance_group[0].gpus",
         "instance group m_0 of model m has kind KIND_MODEL but specifies one or more GPUs",
     ),
     (
-        IO + 'instance_group { kind: KIND_CPU @profile: "1" }',
+        TENSORS + 'instance_group { kind: KIND_CPU @profile: "1" }',
         "instance_group[0].profile",
         "instance group m_0 of model m and platform specifies profile field which is only "
         "supported for TensorRT models",
     ),
     (
-        IO + 'instance_group { name: "a" } instance_group { @name: "a" }',
+        TENSORS + 'instance_group { name: "a" } instance_group { @name: "a" }',
         "instance_group[1].name",
         "instance group a of model m is specified more than once",
     ),
     (
-        IO + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
+        TENSORS + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
         "batch_input[0].data_type",
         "batch input data type must be TYPE_INT32 or TYPE_FP32 for m",
     ),
     (
-        IO + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',
+        TENSORS + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',
         "batch_input[0].source_input",
         "batch input kind 'BATCH_ELEMENT_COUNT' expects 1 source input, got 0 for m",
     ),
     (
-        IO + '@batch_input { data_type: TYPE_INT32 source_input: "I" }',
+        TENSORS + '@batch_input { data_type: TYPE_INT32 source_input: "I" }',
         "batch_input[0].target_name",
         "batch input must specify 'target_name' for m",
     ),
     (
-        IO + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
+        TENSORS + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
         "batch_input[0].target_name[0]",
         "batch input 'I' is created by the server and cannot be an input of clients for m",
     ),
     (
-        IO + 'batch_output { target_name: "O" @source_input: "X" }',
+        TENSORS + 'batch_output { target_name: "O" @source_input: "X" }',
         "batch_output[0].source_input[0]",
         "unknown source input name 'X' for m",
     ),
     (
-        IO + 'batch_output { target_name: [@"X"] source_input: "I" }',
+        TENSORS + 'batch_output { target_name: [@"X"] source_input: "I" }',
         "batch_output[0].target_name[0]",
         "unknown target output name 'X' for m",
     ),
     (
-        IO + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
+        TENSORS + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
         "batch_output[0].target_name[1]",
         "target output name 'O' can only be specified once for m",
     ),
     (
-        IO
-        + (WARMUP % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace("inputs", "@inputs"),
+        TENSORS
+        + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace(
+            "inputs", "@inputs"
+        ),
         'model_warmup[0].inputs["I"]',
         "warmup setting expects all variable-size dimensions are specified for input 'I' for m",
     ),
     (
-        IO + (WARMUP % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
+        TENSORS + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
         'model_warmup[0].inputs["I"]',
         "warmup setting expects input 'I' to have input_data_type set for m",
     ),
     (
-        IO + (WARMUP % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
+        TENSORS + (WARMUP_BLOCK % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
         'model_warmup[0].inputs["I"]',
         "warmup setting of input 'I' must specify 'data_type' for m",
     ),
     (
-        IO
-        + (WARMUP % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
+        TENSORS
+        + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
             "batch_size: 1", "@batch_size: 2"
         ),
         "model_warmup[0].batch_size",
         "warmup sample 's': batch size 2, max allowed is 1 for m",
     ),
     (
-        IO + "response_cache { @enable: true } sequence_batching {}",
+        TENSORS + "response_cache { @enable: true } sequence_batching {}",
         "response_cache.enable",
         "Response Cache does not currently support model m with sequence batching scheduler. "
         "Please disable the response cache.",
     ),
     (
-        IO + "response_cache { @enable: true } model_transaction_policy { decoupled: true }",
+        TENSORS + "response_cache { @enable: true } model_transaction_policy { decoupled: true }",
         "response_cache.enable",
         "Response Cache does not currently support model m with 'decoupled' transaction policy. "
         "Please disable the response cache.",
@@ -372,7 +378,7 @@ def test_fields_that_a_model_may_complete_are_no_errors() -> None:
 
 
 def test_gpus_are_checked_against_the_hosts() -> None:
-    text = PYTHON + IO + "instance_group { kind: KIND_GPU gpus: [0, 2] }"
+    text = PYTHON + TENSORS + "instance_group { kind: KIND_GPU gpus: [0, 2] }"
     assert problems(text, gpus=3) == ""
     assert problems(text, gpus=2).endswith(
         "invalid or unsupported gpu id 2. GPUs with at least the minimum required CUDA compute "
@@ -415,17 +421,20 @@ def test_a_reshape_keeps_the_elements(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (IO, "backend: must specify 'platform' or 'backend' for 'm'"),
-        ('@platform: "tensor_plan"' + IO, "platform: unexpected platform type 'tensor_plan' for m"),
+        (TENSORS, "backend: must specify 'platform' or 'backend' for 'm'"),
         (
-            'backend: "pytorch" @platform: "onnxruntime_onnx"' + IO,
+            '@platform: "tensor_plan"' + TENSORS,
+            "platform: unexpected platform type 'tensor_plan' for m",
+        ),
+        (
+            'backend: "pytorch" @platform: "onnxruntime_onnx"' + TENSORS,
             "platform: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch",
         ),
-        ('platform: "pytorch_libtorch" backend: "pytorch"' + IO, ""),
-        ('backend: "mine"' + IO, ""),
+        ('platform: "pytorch_libtorch" backend: "pytorch"' + TENSORS, ""),
+        ('backend: "mine"' + TENSORS, ""),
     ],
 )
-def test_platform_and_backend_go_together(text: str, expected: str) -> None:
+def test_platform_and_backend_must_agree(text: str, expected: str) -> None:
     assert problems(text) == (place(text) + expected if expected else "")
 
 
@@ -450,13 +459,13 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["default_model_filename", "runtime"])
 @pytest.mark.parametrize("file", ["../2/model.py", "/etc/passwd", "a/../../x.py", "..", "a\\0b"])
 def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
-    """R17: a configuration names no file outside of the model."""
-    text = f'{PYTHON} {IO} @{field}: "{file}"'
+    """A configuration names no file outside of the model."""
+    text = f'{PYTHON} {TENSORS} @{field}: "{file}"'
     errors = problems(text)
     expected = f"'{field}' for m must be inside the version folder, got: "
     assert errors.startswith(f"{place(text)}{field}: {expected}")
     for inside_file in ("model.py", "code/my..model.py"):
-        assert problems(f'{PYTHON} {IO} {field}: "{inside_file}"') == ""
+        assert problems(f'{PYTHON} {TENSORS} {field}: "{inside_file}"') == ""
 
 
 @pytest.mark.parametrize(

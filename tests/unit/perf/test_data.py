@@ -17,7 +17,7 @@ from shmserve.protocols.tensors import ModelTensor
 BATCHED = ModelInterface(
     {"X": ModelTensor("X", "INT32", (-1, 2))}, {"Y": ("FP32", (3,))}, batches=True
 )
-PLAIN = ModelInterface(
+PLAIN_MODEL = ModelInterface(
     {"X": ModelTensor("X", "FP32", (-1, 2)), "T": ModelTensor("T", "BYTES", (1,))}
 )
 
@@ -33,7 +33,7 @@ def values(item: data.Inputs) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("datatype", sorted(ITEM_SIZE))
-def test_every_datatype_is_made_by_shape(datatype: str) -> None:
+def test_every_datatype_is_generated_by_shape(datatype: str) -> None:
     model = ModelInterface({"X": ModelTensor("X", datatype, (2, 3))})
     for source in ("random", "zero"):
         ((tensor,),) = data.read_requests(model, DataOptions(source=source, text_length=5))
@@ -47,13 +47,13 @@ def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
     with pytest.raises(
         InvalidArgument, match=("--batch: 4 rows, but the model does not support batches")
     ):
-        data.read_requests(PLAIN, DataOptions(batch=4))
+        data.read_requests(PLAIN_MODEL, DataOptions(batch=4))
 
 
-def test_a_shape_of_any_size_is_asked_for() -> None:
+def test_a_variable_shape_must_be_given() -> None:
     with pytest.raises(InvalidArgument, match=r"\[-1,2\], .* with --shape X:N,2"):
-        data.read_requests(PLAIN, DataOptions())
-    quantised, _ = data.read_requests(PLAIN, DataOptions(shapes=["X:3,2"]))[0]
+        data.read_requests(PLAIN_MODEL, DataOptions())
+    quantised, _ = data.read_requests(PLAIN_MODEL, DataOptions(shapes=["X:3,2"]))[0]
     assert quantised.shape == [3, 2]
 
 
@@ -63,7 +63,7 @@ def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() ->
             raise TransportError("this token has no access to 'model-config'")
 
         def inputs(self, *_: str) -> dict[str, ModelTensor]:
-            return dict(PLAIN.inputs)
+            return dict(PLAIN_MODEL.inputs)
 
     model = data.read_interface(RefusingTransport(), "m", "")
     with pytest.raises(InvalidArgument) as caught:
@@ -76,13 +76,13 @@ def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() ->
 
 
 @pytest.mark.parametrize("text", ["X", "X:a", "X:-1", "3"])
-def test_a_shape_is_numbers_by_name(text: str) -> None:
+def test_a_shape_flag_is_a_name_and_numbers(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--shape: expected NAME:N,N"):
-        data.read_requests(PLAIN, DataOptions(shapes=[text]))
+        data.read_requests(PLAIN_MODEL, DataOptions(shapes=[text]))
 
 
 @pytest.mark.parametrize("options", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
-def test_an_input_that_is_not_there_is_named(options: DataOptions) -> None:
+def test_a_missing_input_is_named(options: DataOptions) -> None:
     with pytest.raises(InvalidArgument, match="no input 'Z'; it has X"):
         data.read_requests(BATCHED, options)
 

@@ -1,4 +1,4 @@
-"""Schedules and sweeps; loads on a made-up server: closed and open loops, waiting requests, errors,
+"""Schedules and sweeps; loads on fake lanes: closed and open loops, waiting requests, errors,
 silence."""
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class InstantLaneFactory:
 
 
 class InstantLane:
-    def __init__(self, lane_door: InstantLaneFactory, observer: LaneObserver) -> None:
-        self.lane_factory, self.observer = lane_door, observer
+    def __init__(self, factory: InstantLaneFactory, observer: LaneObserver) -> None:
+        self.lane_factory, self.observer = factory, observer
 
     def send(self, request: Any) -> None:
         self.lane_factory.sent.append(request)
@@ -64,11 +64,16 @@ def load(
     lane_factory: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
 ) -> LoadGenerator:
     return LoadGenerator(
-        lane_factory.poller, lane_factory, lambda slot: requests, slots, schedule, patience_s=0.2
+        lane_factory.poller,
+        lane_factory,
+        lambda slot: requests,
+        slots,
+        schedule,
+        patience_s=0.2,
     )
 
 
-def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(
+def test_a_closed_loop_keeps_its_number_in_flight_and_rotates_requests(
     transport: InstantLaneFactory,
 ) -> None:
     generator = load(transport, ["a", "b", "c"], 2)
@@ -87,8 +92,8 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     # Four are due at once, and the next never.
     generator = load(transport, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
     generator.begin()
-    until = time.monotonic() + 10
-    while generator.mark().requests < 4 and time.monotonic() < until:
+    deadline_s = time.monotonic() + 10
+    while generator.mark().requests < 4 and time.monotonic() < deadline_s:
         generator.run(0)
     generator.finish()
     assert len(set(generator.records.scheduled_ns)) == 1
@@ -96,7 +101,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     assert transport.sent == ["a"] * 4
 
 
-def test_errors_are_counted_by_text_and_no_latency_is_theirs(transport: InstantLaneFactory) -> None:
+def test_errors_are_counted_by_text_without_latencies(transport: InstantLaneFactory) -> None:
     generator = load(transport, ["a", "error one", "error two"], 1)
     generator.begin()
     while generator.mark().failed < 4:

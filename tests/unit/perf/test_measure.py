@@ -17,35 +17,35 @@ def values(samples: list[int]) -> Values:
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1), st.floats(0.1, 100))
-def test_a_percentile_is_the_least_that_so_many_do_not_exceed(
-    samples: list[int], percent: float
-) -> None:
+def test_percentiles_use_the_nearest_rank(samples: list[int], percent: float) -> None:
     result = measure.percentile(values(samples), percent)
-    need = percent / 100 * len(samples) - 1e-6
+    min_count = percent / 100 * len(samples) - 1e-6
     assert result in samples
-    assert sum(sample <= result for sample in samples) >= need
-    assert sum(sample < result for sample in samples) < need + 1e-5
+    assert sum(sample <= result for sample in samples) >= min_count
+    assert sum(sample < result for sample in samples) < min_count + 1e-5
 
 
 def test_percentiles_of_a_hundred() -> None:
-    ordered = values(list(range(1, 101)))
-    percentiles = [measure.percentile(ordered, percent) for percent in (50, 90, 99, 99.9, 100)]
+    ordered_values = values(list(range(1, 101)))
+    percentiles = [
+        measure.percentile(ordered_values, percent) for percent in (50, 90, 99, 99.9, 100)
+    ]
     assert percentiles == [50, 90, 99, 100, 100]
     assert measure.percentile(values([]), 50) == 0
 
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=12), st.floats(0.001, 0.5))
-def test_windows_agree_within_a_share_of_their_mean(rates: list[float], within: float) -> None:
+def test_windows_agree_within_a_share_of_their_mean(rates: list[float], tolerance: float) -> None:
     last_rates = rates[-3:]
     mean = sum(last_rates) / len(last_rates)
     distance = max(abs(rate - mean) for rate in last_rates)
     if len(last_rates) < 3:
-        assert not measure.agree(rates, within)
-    elif abs(distance - within * mean) > 1e-6:
-        assert measure.agree(rates, within) == (distance < within * mean)
+        assert not measure.agree(rates, tolerance)
+    elif abs(distance - tolerance * mean) > 1e-6:
+        assert measure.agree(rates, tolerance) == (distance < tolerance * mean)
 
 
-def test_the_interval_is_students() -> None:
+def test_the_confidence_interval_is_students_t() -> None:
     # Three batches, two degrees of freedom: 4.303 standard errors.
     assert measure.confidence([9.0, 10.0, 11.0]) == pytest.approx(4.303 / math.sqrt(3))
     assert measure.confidence([10.0] * 5) == 0

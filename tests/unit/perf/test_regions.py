@@ -39,8 +39,8 @@ def test_inputs_are_written_to_the_ranges_of_the_requests() -> None:
         ((kind, fields),) = transport.registered.values()
         content = Path("/dev/shm", fields["key"].lstrip("/")).read_bytes()
         assert (kind, fields["byte_size"]) == ("system", len(content))
-        for item, sent in zip(placed_items, ITEMS, strict=True):
-            for tensor, original in zip(item, sent, strict=True):
+        for item, sent_item in zip(placed_items, ITEMS, strict=True):
+            for tensor, original in zip(item, sent_item, strict=True):
                 assert tensor.part is not None and tensor.raw == b""
                 assert tensor.part.region in transport.registered
                 offset = tensor.part.offset
@@ -54,10 +54,12 @@ def test_slots_have_ranges_of_their_own() -> None:
     with Regions(transport, "system") as regions:
         slot_outputs = regions.outputs({"Y": 100, "Z": 4}, 3)
         ranges = sorted(
-            (p.offset, p.offset + p.byte_size) for slot in slot_outputs for p in slot.values()
+            (tensor_range.offset, tensor_range.offset + tensor_range.byte_size)
+            for slot in slot_outputs
+            for tensor_range in slot.values()
         )
         assert len(ranges) == 6
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+        assert all(end <= next_begin for (_, end), (next_begin, _) in itertools.pairwise(ranges))
         ((_, fields),) = transport.registered.values()
         assert ranges[-1][1] <= fields["byte_size"]
 

@@ -38,7 +38,7 @@ def test_the_report_warns_of_unreliable_figures() -> None:
     assert "did not keep up" in text
 
 
-def test_chance_alone_is_no_server_that_does_not_keep_up() -> None:
+def test_random_variation_is_not_reported_as_overload() -> None:
     assert report.notes(replace(POINT, kind="rate", value=2020.0)) == []
 
 
@@ -84,12 +84,16 @@ def test_the_picture_is_svg(values: list[float]) -> None:
 
 
 def test_server_counts_are_differences() -> None:
-    def stats(count: int, ns: int, runs: int) -> dict[str, object]:
-        times = {"count": count, "ns": ns}
+    def stats(count: int, ns: int, execution_count: int) -> dict[str, object]:
+        durations = {"count": count, "ns": ns}
         return {
             "inference_count": 2 * count,
-            "execution_count": str(runs),  # gRPC's JSON has strings for int64
-            "inference_stats": {"success": times, "queue": times, "compute_infer": times},
+            "execution_count": str(execution_count),  # gRPC's JSON has strings for int64
+            "inference_stats": {
+                "success": durations,
+                "queue": durations,
+                "compute_infer": durations,
+            },
         }
 
     growth = measure.statistics_change(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))

@@ -15,14 +15,14 @@ from shmserve.perf import report, search
 from shmserve.perf.search import Candidate, Search, Space, Trial
 
 TARGET_MS = 30.0
-MOST = 64
-WAYS: tuple[Mapping[str, Any], ...] = (
+MAX_BATCH = 64
+VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"strategy": "prefer_latency", "delay_us": 0, "depth": 2},
     {"strategy": "prefer_batch", "delay_us": 600, "depth": 1},
     {"strategy": "prefer_batch", "delay_us": 3000, "depth": 1},
 )
-SPACE = Space((1, 2, 3, 4, 6, 8), WAYS, MOST)
-START = Candidate(1, 8, "prefer_latency")
+SEARCH_SPACE = Space((1, 2, 3, 4, 6, 8), VARIANTS, MAX_BATCH)
+START_CANDIDATE = Candidate(1, 8, "prefer_latency")
 
 
 def model(
@@ -32,17 +32,19 @@ def model(
 
     The model has a number of processors, and a batch may wait until it is full.
     """
-    draw = random.Random(seed)
+    rng = random.Random(seed)
 
     def measure(candidate: Candidate) -> Trial:
-        k, rows = candidate.instances, max(candidate.batch, 1)
-        took_ms = (a + b * rows) * max(k / cores, 1)
+        instances, rows = candidate.instances, max(candidate.batch, 1)
+        took_ms = (a + b * rows) * max(instances / cores, 1)
         latency = took_ms * candidate.depth
         if candidate.depth == 1 and candidate.delay_us < 500:  # the delay is too short for all
             latency *= 2
-        noise_factors = [1 + draw.uniform(-noise, noise) for _ in range(2)]
+        noise_factors = [1 + rng.uniform(-noise, noise) for _ in range(2)]
         return Trial(
-            candidate, k * rows / took_ms * 1000 * noise_factors[0], latency * noise_factors[1]
+            candidate,
+            instances * rows / took_ms * 1000 * noise_factors[0],
+            latency * noise_factors[1],
         )
 
     return measure
@@ -51,10 +53,10 @@ def model(
 def optimum(measure: Callable[[Candidate], Trial]) -> float:
     """Return the highest throughput of all configurations, each of which is tried."""
     trials = (
-        measure(replace(START, instances=k, batch=batch, **variant))
-        for k in SPACE.instances
-        for batch in range(1, MOST + 1)
-        for variant in WAYS
+        measure(replace(START_CANDIDATE, instances=instances, batch=batch, **variant))
+        for instances in SEARCH_SPACE.instances
+        for batch in range(1, MAX_BATCH + 1)
+        for variant in VARIANTS
     )
     return max(trial.per_second for trial in trials if trial.p99_ms <= TARGET_MS)
 
@@ -63,8 +65,8 @@ def optimum(measure: Callable[[Candidate], Trial]) -> float:
 @pytest.mark.parametrize(("a", "b"), [(4, 0.4), (1, 1), (10, 0.1), (0.5, 3), (12, 2), (28, 0.5)])
 def test_the_search_finds_the_best_in_few_runs(a: float, b: float, cores: int) -> None:
     measure = model(a, b, cores)
-    search = Search(measure, TARGET_MS, SPACE, 60)
-    best_trial = search.run(START)
+    search = Search(measure, TARGET_MS, SEARCH_SPACE, 60)
+    best_trial = search.run(START_CANDIDATE)
     assert best_trial is not None and best_trial.p99_ms <= TARGET_MS
     assert best_trial.per_second >= 0.95 * optimum(measure)
     assert len(search.trials) <= 40
@@ -72,13 +74,13 @@ def test_the_search_finds_the_best_in_few_runs(a: float, b: float, cores: int) -
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_costs_little(seed: int) -> None:
-    search = Search(model(4, 0.4, 2, 0.02, seed), TARGET_MS, SPACE, 60)
-    best_trial = search.run(START)
+    search = Search(model(4, 0.4, 2, 0.02, seed), TARGET_MS, SEARCH_SPACE, 60)
+    best_trial = search.run(START_CANDIDATE)
     assert best_trial is not None
     assert model(4, 0.4, 2)(best_trial.candidate).per_second >= 0.9 * optimum(model(4, 0.4, 2))
 
 
-def test_where_execution_time_has_a_cliff_it_stays_below() -> None:
+def test_the_search_stays_below_a_cliff_of_execution_time() -> None:
     smooth = model(4, 0.1, 1)
 
     def measure(candidate: Candidate) -> Trial:
@@ -86,7 +88,7 @@ def test_where_execution_time_has_a_cliff_it_stays_below() -> None:
         slower = 2.5 if candidate.batch > 16 else 1
         return trial._replace(per_second=trial.per_second / slower, p99_ms=trial.p99_ms * slower)
 
-    best_trial = Search(measure, TARGET_MS, SPACE, 60).run(START)
+    best_trial = Search(measure, TARGET_MS, SEARCH_SPACE, 60).run(START_CANDIDATE)
     assert best_trial is not None and best_trial.candidate.batch == 16
 
 
@@ -100,39 +102,39 @@ def test_models_without_batching_get_more_instances() -> None:
 
 
 def test_an_unreachable_target_is_reported() -> None:
-    search = Search(model(40, 1, 2), TARGET_MS, SPACE, 40)
-    assert search.run(START) is None
+    search = Search(model(40, 1, 2), TARGET_MS, SEARCH_SPACE, 40)
+    assert search.run(START_CANDIDATE) is None
     assert search.trials
 
 
-def test_errors_are_no_answers() -> None:
+def test_failed_requests_are_no_throughput() -> None:
     measure = model(4, 0.4, 2)
-    fails = lambda c: measure(c)._replace(errors=int(c.batch > 10))  # noqa: E731
-    best_trial = Search(fails, TARGET_MS, SPACE, 60).run(START)
+    fails = lambda candidate: measure(candidate)._replace(errors=int(candidate.batch > 10))  # noqa: E731
+    best_trial = Search(fails, TARGET_MS, SEARCH_SPACE, 60).run(START_CANDIDATE)
     assert best_trial is not None and 8 <= best_trial.candidate.batch <= 10
 
 
 @pytest.mark.parametrize("max_runs", [1, 5, 12])
-def test_there_are_no_more_runs_than_may_be(max_runs: int) -> None:
-    search = Search(model(4, 0.4, 2), TARGET_MS, SPACE, max_runs)
-    search.run(START)
+def test_the_number_of_runs_is_bounded(max_runs: int) -> None:
+    search = Search(model(4, 0.4, 2), TARGET_MS, SEARCH_SPACE, max_runs)
+    search.run(START_CANDIDATE)
     assert len(search.trials) == max_runs
 
 
-def test_the_best_is_measured_once_more_and_may_fall() -> None:
+def test_the_best_trial_is_repeated_and_may_be_rejected() -> None:
     measure = model(4, 0.4, 1)
     measurements: dict[Candidate, int] = {}
-    lucky = Search(measure, TARGET_MS, SPACE, 60).run(START)
-    assert lucky is not None
+    lucky_trial = Search(measure, TARGET_MS, SEARCH_SPACE, 60).run(START_CANDIDATE)
+    assert lucky_trial is not None
 
     def measure_once(candidate: Candidate) -> Trial:
         measurements[candidate] = measurements.get(candidate, 0) + 1
-        is_repeated = candidate == lucky.candidate and measurements[candidate] > 1
+        is_repeated = candidate == lucky_trial.candidate and measurements[candidate] > 1
         return measure(candidate)._replace(p99_ms=99.0) if is_repeated else measure(candidate)
 
-    best_trial = Search(measure_once, TARGET_MS, SPACE, 60).run(START)
+    best_trial = Search(measure_once, TARGET_MS, SEARCH_SPACE, 60).run(START_CANDIDATE)
     assert best_trial is not None
-    assert best_trial.candidate != lucky.candidate
+    assert best_trial.candidate != lucky_trial.candidate
     assert measurements[best_trial.candidate] == 2
 
 
@@ -148,13 +150,13 @@ def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:
     assert (best_trial.candidate.batch, best_trial.per_second) == (8, 200.0)
 
 
-IO = """
+TENSORS = """
 input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "O" data_type: TYPE_FP32 dims: [ 4 ] }
 """
 BATCHING = f"""
 backend: "python" max_batch_size: 8 dynamic_batching {{ preferred_batch_size: 4 }}
-instance_group {{ kind: KIND_CPU count: 2 }} {IO}
+instance_group {{ kind: KIND_CPU count: 2 }} {TENSORS}
 """
 
 
@@ -175,7 +177,7 @@ CONFIG = normalised(BATCHING)
     ],
     ids=search.describe,
 )
-def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> None:
+def test_a_candidate_round_trips_as_a_configuration(candidate: Candidate) -> None:
     configured = search.with_candidate(CONFIG, candidate, 12.5)
     assert search.current_candidate(configured) == candidate
     best_trial = Trial(candidate, 100.0, 9.0)
@@ -184,7 +186,7 @@ def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> 
     )
     assert "p99 within 12.5 ms: 100.0 requests/s" in text
     assert "before: 50.0 requests/s" in text
-    config = normalise(parse_pbtxt(f'backend: "python" {IO}\n{text}'), "m", 0)
+    config = normalise(parse_pbtxt(f'backend: "python" {TENSORS}\n{text}'), "m", 0)
     validate(config, gpu_count=0, complete=True)
     assert search.current_candidate(to_dict(config)) == candidate
     assert ("target_p99_ms" in text) == (candidate.strategy == "adaptive")
@@ -192,7 +194,7 @@ def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> 
 
 
 def test_models_without_batching_keep_that_setting() -> None:
-    config = normalised(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {IO}')
+    config = normalised(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {TENSORS}')
     start = search.current_candidate(config)
     assert (start.batch, start.strategy) == (0, "")
     space = search.search_space(config, 30, 4, 3, 64)
@@ -223,14 +225,14 @@ def test_models_that_cannot_be_tuned_are_rejected(fields: dict[str, Any], reason
 
 def test_the_picture_has_every_run_and_the_target() -> None:
     trials = [Trial(Candidate(1, n), 100.0 * n, 10.0 * n) for n in range(1, 6)]
-    failed = Trial(Candidate(1, 9), 0.0, float("inf"), 1)
-    root = ET.fromstring(report.draw_trials("a & b", [*trials, failed], 30.0))
+    failed_trial = Trial(Candidate(1, 9), 0.0, float("inf"), 1)
+    root = ET.fromstring(report.draw_trials("a & b", [*trials, failed_trial], 30.0))
     circles = [element for element in root.iter() if element.tag.endswith("circle")]
     assert len(circles) == len(trials) + 2
     assert sum(element.tag.endswith("polyline") for element in root.iter()) == 1
 
 
-def test_numbers_of_a_described_candidate_agree_with_their_nouns() -> None:
-    start = replace(START, batch=0, strategy="", delay_us=0)
+def test_descriptions_of_candidates_use_correct_plurals() -> None:
+    start = replace(START_CANDIDATE, batch=0, strategy="", delay_us=0)
     assert search.describe(replace(start, instances=1, threads=1)) == "1 instance, 1 thread"
     assert search.describe(replace(start, instances=2, threads=3)) == "2 instances, 3 threads"

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "shmserve" / "architecture.md").read_text()
-NAMED = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", PAGE)
+NAMED_OBJECTS = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", PAGE)
 FOLDERS = re.findall(r"`([\w/]+/)`", PAGE)
 MAX_LINES, MAX_CHARACTERS = 150, 140
 
@@ -45,12 +45,12 @@ def test_the_page_is_short() -> None:
     assert not [line for line in lines if len(line) > MAX_CHARACTERS]
 
 
-@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
+@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED_OBJECTS)))
 def test_every_named_file_and_function_exists(file: str, name: str) -> None:
     assert path(file).is_file()
     assert not name or name in names(path(file))
 
 
 @pytest.mark.parametrize("folder", sorted(set(FOLDERS) - {"shmserve/"}))
-def test_folders_that_it_names_are_there(folder: str) -> None:
+def test_named_folders_exist(folder: str) -> None:
     assert (ROOT / "shmserve" / folder).is_dir() or (ROOT / folder).is_dir()

@@ -74,7 +74,7 @@ def test_ratio_is_of_medians_with_the_extremes_of_the_pairs() -> None:
 @pytest.mark.parametrize(
     ("own_samples", "peer_samples"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])]
 )
-def test_without_both_there_is_no_ratio_and_no_verdict(
+def test_a_missing_side_has_no_ratio_and_no_verdict(
     own_samples: list[float], peer_samples: list[float]
 ) -> None:
     row = _row(own_samples, peer_samples)
@@ -103,7 +103,7 @@ def test_verdict_on_a_value_needs_no_peer(value: float, verdict: str) -> None:
     assert Row(figure, {"shmserve": [value]}).verdict() == verdict
 
 
-def test_results_survive_their_file(tmp_path: Path) -> None:
+def test_results_round_trip_through_their_file(tmp_path: Path) -> None:
     results = _results(_row([1.0], [2.0]))
     results.not_run.append(NotRun("json, triton", "it died", failed=True))
     results.save(tmp_path / "new" / "r.json")
@@ -130,17 +130,17 @@ def test_the_report_names_what_could_not_be_measured() -> None:
     assert "2000 and more µs   33.3 %" in text
 
 
-def test_a_report_of_nothing_is_still_a_report() -> None:
+def test_an_empty_report_is_rendered() -> None:
     assert "median" in rendering.render(_results())
 
 
-def test_compare_calls_better_only_what_no_sample_contradicts() -> None:
+def test_compare_reports_better_only_without_overlap() -> None:
     earlier_results = _results(_row([10, 11], [10, 10]))
     assert "better" in rendering.compare(earlier_results, _results(_row([12, 13], [10, 10])))
     assert "worse" in rendering.compare(earlier_results, _results(_row([8, 9], [10, 10])))
-    overlapping = rendering.compare(earlier_results, _results(_row([11, 13], [10, 10])))
-    assert "better" not in overlapping
-    assert "1.14" in overlapping
+    overlapping_report = rendering.compare(earlier_results, _results(_row([11, 13], [10, 10])))
+    assert "better" not in overlapping_report
+    assert "1.14" in overlapping_report
 
 
 def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
@@ -149,8 +149,8 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
     try:
         while len(members := processes.tree(child.pid)) < 2:
             assert child.poll() is None
-        assert {p.pid for p in members} >= {child.pid}
-        assert os.getpid() not in {p.pid for p in members}
+        assert {process.pid for process in members} >= {child.pid}
+        assert os.getpid() not in {process.pid for process in members}
         assert 1 < processes.pss_mb(child.pid) < 1000
         assert processes.cpu_s(child.pid) >= 0
         assert len(processes.running_processes(members)) == 2
@@ -171,7 +171,7 @@ def soak_samples(
 
 
 @pytest.mark.parametrize(
-    ("memory", "descriptors", "shm", "grown"),
+    ("memory", "descriptors", "shm", "growing"),
     [
         ([20.0, 40, 50, 50, 51, 50], [9] * 6, [0.0] * 6, []),
         ([50.0] * 6, [9, 9, 40, 9, 9, 10], [5.0] * 6, []),
@@ -181,10 +181,10 @@ def soak_samples(
     ],
 )
 def test_growth_in_a_soak_is_reported(
-    memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
+    memory: list[float], descriptors: list[int], shm: list[float], growing: list[str]
 ) -> None:
     """The last third against the one before; in the first one caches fill."""
-    assert resources.growth(soak_samples(memory, descriptors, shm)) == grown
+    assert resources.growth(soak_samples(memory, descriptors, shm)) == growing
 
 
 def test_too_short_a_soak_is_reported() -> None:
@@ -227,7 +227,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
+def test_the_load_for_peers_measures_requests_of_any_size() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     with contextlib.closing(server.socket):
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
@@ -240,7 +240,7 @@ def test_the_load_of_the_peers_has_requests_of_any_size_in_flight() -> None:
         server.shutdown()
 
 
-def test_each_peer_has_a_request_of_each_model_and_a_program() -> None:
+def test_every_peer_has_a_program_and_a_request_of_each_model() -> None:
     for name, peer in PEERS.items():
         assert peer.request("image").startswith(b"POST ")
         assert bool(peer.request("simple")) == (name != "shmserve, shared memory")

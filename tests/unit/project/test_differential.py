@@ -5,21 +5,23 @@ from tests.differential.player import Record
 from tests.differential.script import Known
 from tests.differential.scripts import GROUPS
 
-OURS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "text"]}}, {"m": {"count": 1}})
-THEIRS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}}, {"m": {}})
+OWN_RECORD = Record(
+    [{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "text"]}}, {"m": {"count": 1}}
+)
+PEER_RECORD = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}}, {"m": {}})
 
 
-def test_each_value_that_differs_is_found_where_it_is() -> None:
-    found_differences = differences(OURS, THEIRS)
+def test_each_difference_is_reported_with_its_path() -> None:
+    found_differences = differences(OWN_RECORD, PEER_RECORD)
     assert [difference.where for difference in found_differences] == [
         "responses.a.error.1",
         "statistics.m.count",
     ]
-    assert differences(OURS, OURS) == []
+    assert differences(OWN_RECORD, OWN_RECORD) == []
 
 
-def test_a_known_difference_is_passed_over_and_must_be_there() -> None:
-    found_differences = differences(OURS, THEIRS)
+def test_known_differences_are_accepted_and_required() -> None:
+    found_differences = differences(OWN_RECORD, PEER_RECORD)
     known_differences = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
     assert judge(found_differences, known_differences) == []
     assert len(judge(found_differences, known_differences[:1])) == 1

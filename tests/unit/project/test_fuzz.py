@@ -27,20 +27,20 @@ keys = st.sampled_from(
         *("sequence_id", "sequence_start", "key", "offset", "byte_size", "lifetime", "triton_x"),
     ]
 )
-words = st.sampled_from(
+string_values = st.sampled_from(
     ["INPUT0", "INPUT1", "FP32", "BYTES", "INT8", "BF16", "BOOL", "r", "/k", "connection", "/../x"]
 )
 numbers = st.sampled_from([0, 1, 2, 4, -1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64]) | (
     st.floats(width=32)
 )
-scalars = st.none() | st.booleans() | numbers | words | st.text(max_size=5)
+scalars = st.none() | st.booleans() | numbers | string_values | st.text(max_size=5)
 tree = st.recursive(
     scalars,
     lambda children: st.lists(children, max_size=4) | st.dictionaries(keys, children, max_size=5),
     max_leaves=20,
 )
 tensors = st.fixed_dictionaries(
-    {"name": words, "datatype": words, "shape": st.lists(numbers, max_size=3)},
+    {"name": string_values, "datatype": string_values, "shape": st.lists(numbers, max_size=3)},
     optional={"data": tree, "parameters": st.dictionaries(keys, scalars, max_size=3)},
 )
 requests = st.fixed_dictionaries(
@@ -59,7 +59,9 @@ def test_corpus(path: Path) -> None:
     targets.TARGETS[path.parent.name](path.read_bytes())
 
 
-def test_inputs_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_inputs_are_stored_and_reproducible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An input that breaks a target is stored, and is the same for the same seed."""
     monkeypatch.chdir(tmp_path)
     inputs: list[bytes] = []
@@ -78,7 +80,7 @@ def test_inputs_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert search(len, [b"corpus"], 0, seed=7) == 1
 
 
-def test_a_difference_that_nothing_explains_is_a_finding() -> None:
+def test_an_unexplained_difference_is_a_finding() -> None:
     """The table explains only listed differences, and each entry occurs."""
     assert find_known_difference("ngh2", "DATA over: PROTOCOL_ERROR x | -") is None
     assert (
@@ -89,15 +91,15 @@ def test_a_difference_that_nothing_explains_is_a_finding() -> None:
         "ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK"
     )
     assert explanation is not None and explanation.why
-    closed = "DATA over: STREAM_CLOSED a frame on a closed stream | -"
-    assert find_known_difference("h2", closed) is not None
-    assert find_known_difference("h2", f"{closed} behind a reset") is None
+    closed_stream_error = "DATA over: STREAM_CLOSED a frame on a closed stream | -"
+    assert find_known_difference("h2", closed_stream_error) is not None
+    assert find_known_difference("h2", f"{closed_stream_error} behind a reset") is None
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
 @given(st.binary(max_size=300))
 def test_any_bytes(name: str, data: bytes) -> None:
-    """R2, R6, R8, R12: any bytes are refused with a text for clients, or parsed to what was
+    """Any bytes are refused with a text for clients, or parsed to what was
     sent.
     """
     targets.TARGETS[name](data)
@@ -105,7 +107,7 @@ def test_any_bytes(name: str, data: bytes) -> None:
 
 @given(requests | tree, st.integers(0, 20))
 def test_any_request(request: Any, tail_size: int) -> None:
-    """R12, R14: any JSON of the protocol's words is refused or adds up."""
+    """Any JSON with the protocol's names is refused or is consistent."""
     targets.http(b"\0" + bytes([tail_size]) + json.dumps(request).encode())
 
 
@@ -121,11 +123,11 @@ def test_any_request(request: Any, tail_size: int) -> None:
 )
 @example("..", {"key": "/..", "byte_size": 1})
 def test_any_registration(name: str, body: dict[str, Any]) -> None:
-    """R6: no registration names anything but a plain object."""
+    """No registration names anything but a plain object."""
     targets.register(name.encode() + b"\n" + json.dumps(body).encode())
 
 
-packed = st.recursive(
+msgpack_bytes = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**63), 2**64 - 1)
@@ -140,9 +142,9 @@ packed = st.recursive(
 )
 
 
-@given(st.sampled_from([b"i", b"a", b"m"]), packed)
+@given(st.sampled_from([b"i", b"a", b"m"]), msgpack_bytes)
 def test_any_message(kind: bytes, value: Any) -> None:
-    """R2: data that unpacks as MessagePack is a complete message, or malformed."""
+    """Data that unpacks as MessagePack is a complete message, or malformed."""
     if kind == b"m" and type(value) is list:
         value = [frames.VERSION, *value]
     targets.wire(kind + msgpack.packb(value))
@@ -150,7 +152,7 @@ def test_any_message(kind: bytes, value: Any) -> None:
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_any_host_and_any_token(host: str, token: str) -> None:
-    """R18, R21: no header opens anything by being odd."""
+    """A malformed header gives no access."""
     rules = Authorisation({"ab" * 32: ("inference",)}, {})
     for kind in (ListenerKind.LOOPBACK, ListenerKind.REMOTE):
         access_error = ClientIdentity(ListenerRules(kind, rules, None), None).find_access_error(

@@ -18,7 +18,7 @@ from tests.support.pages import GUIDE, PAGES, Block, blocks
 
 CONTENTS = GUIDE / "contents.md"
 BLOCKS = [(page, block) for page in PAGES for block in blocks(page)]
-USES = {
+LANGUAGES_BY_USE = {
     "": {"", "text", "sh", "python", "pbtxt", "yaml", "json", "promql"},
     "run": {"sh", "python"},
     "serve": {"sh"},
@@ -53,12 +53,12 @@ def known_flags(verb: str) -> set[str]:
 def commands(text: str) -> list[list[str]]:
     """Return the words of each command of the program in a shell text."""
     lines = text.replace("\\\n", " ").splitlines()
-    missing = [
+    command_words = [
         shlex.split(part, comments=True)
         for line in lines
         for part in re.findall(r"(?:^|[\s(/])(shmserve (?:[^|;)&]|\|(?! ))*)", line)[:1]
     ]
-    return [words[1:] for words in missing]
+    return [words[1:] for words in command_words]
 
 
 def test_the_readme_is_a_front_page() -> None:
@@ -66,7 +66,7 @@ def test_the_readme_is_a_front_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link in links(page):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
@@ -80,16 +80,16 @@ def test_each_block_has_a_purpose(page: Path) -> None:
     fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
     assert len(fences) == 2 * len(blocks(page))
     for block in blocks(page):
-        assert block.is_file or block.language in USES[block.use], block
+        assert block.is_file or block.language in LANGUAGES_BY_USE[block.use], block
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert "\n\n    " not in prose, "indented code says nothing of itself"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
-def test_commands_have_the_flags_that_there_are(page: Path) -> None:
+def test_commands_use_existing_flags(page: Path) -> None:
     code_blocks = [block.text for block in blocks(page) if block.language == "sh"]
-    inline = re.findall(r"`(shmserve [^`]+)`", page.read_text())
-    for verb, *arguments in commands("\n".join(code_blocks + inline)):
+    inline_commands = re.findall(r"`(shmserve [^`]+)`", page.read_text())
+    for verb, *arguments in commands("\n".join(code_blocks + inline_commands)):
         if verb.startswith("--") or verb == "VERB":
             continue
         if verb == "client" and arguments and arguments[0].islower():
@@ -99,7 +99,7 @@ def test_commands_have_the_flags_that_there_are(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
-def test_flags_in_the_text_are_there(page: Path) -> None:
+def test_flags_in_the_text_exist(page: Path) -> None:
     verbs = ("check", "doctor", "client infer", "events", "perf", "profile", "systemd", "tune")
     valid_flags = set().union(*map(known_flags, verbs))
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

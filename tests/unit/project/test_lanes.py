@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import HERE, LANES, MAX_RETRIED, Suite
+from tests.__main__ import FOLDER, LANES, MAX_RETRIED, Suite
 
 # Each test writes a file about its run, which its second try reads.
 TESTS = """
@@ -73,9 +73,9 @@ def test_passes():
 """
 # These need no plugin, and each takes its time to load.
 _PLUGINS = ("hypothesispytest", "schemathesis", "anyio", "cacheprovider")
-BARE = tuple(word for plugin in _PLUGINS for word in ("-p", f"no:{plugin}"))
+BARE_OPTIONS = tuple(word for plugin in _PLUGINS for word in ("-p", f"no:{plugin}"))
 NEVER_PASSES = "def test_fails(): assert False, 'in no way'"
-DIES = "import os\ndef test_dies(): os._exit(0)"
+DYING_TEST = "import os\ndef test_dies(): os._exit(0)"
 
 
 def run_files(
@@ -86,7 +86,7 @@ def run_files(
     (folder / "some").mkdir()
     for name, text in files.items():
         (folder / "some" / f"test_{name}.py").write_text(text)
-    status = Suite(folder, [{"some": 1}, {"none": 1}], BARE).run()
+    status = Suite(folder, [{"some": 1}, {"none": 1}], BARE_OPTIONS).run()
     *output, summary = capfd.readouterr().out.splitlines()
     return status, summary.rpartition(" in ")[0], "\n".join(output)
 
@@ -94,7 +94,7 @@ def run_files(
 def test_every_file_is_in_one_piece() -> None:
     suite = Suite()
     files = [file for lane in LANES for piece in suite.pieces(lane) for file in piece]
-    assert sorted(files) == sorted(map(str, HERE.rglob("test_*.py")))
+    assert sorted(files) == sorted(map(str, FOLDER.rglob("test_*.py")))
 
 
 def test_a_pass_on_the_second_try_is_a_pass_and_is_listed(
@@ -103,8 +103,8 @@ def test_a_pass_on_the_second_try_is_a_pass_and_is_listed(
     status, summary, output = run_files(tmp_path, capfd, some=TESTS, late=IS_IMPORTED_LATE)
     assert (status, summary) == (0, "5 passed, 0 failed, 1 skipped")
     table = output.partition("== passed only on the second try: 3\n")[2]
-    listed = [line for line in table.splitlines() if not line.startswith("    |")]
-    assert listed == [
+    listed_lines = [line for line in table.splitlines() if not line.startswith("    |")]
+    assert listed_lines == [
         "some/test_late.py",
         "some/test_some.py::test_passes_late[one::two [three] \\xe9]",
         "some/test_some.py::test_is_torn_down_late",
@@ -119,7 +119,7 @@ def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixt
     assert output.count("in no way") >= 2
 
 
-def test_a_process_that_dies_is_tried_again_as_a_whole(
+def test_all_tests_of_a_dead_process_are_retried(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, summary, output = run_files(tmp_path, capfd, dies=DIES_ONCE)
@@ -128,7 +128,7 @@ def test_a_process_that_dies_is_tried_again_as_a_whole(
 
 
 def test_a_process_that_dies_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_files(tmp_path, capfd, dies=DIES)[:2] == (1, "0 passed, 1 failed, 0 skipped")
+    assert run_files(tmp_path, capfd, dies=DYING_TEST)[:2] == (1, "0 passed, 1 failed, 0 skipped")
 
 
 def test_very_many_failures_are_not_tried_again(

@@ -43,5 +43,5 @@ def test_a_map_names_every_module(package: str) -> None:
 @pytest.mark.parametrize(
     "package", ["", "gateway", "gateway/grpc", "scheduler", "client", "protocols"]
 )
-def test_a_map_names_what_is_there(package: str) -> None:
+def test_a_map_names_only_existing_files(package: str) -> None:
     assert listed_names(ROOT / package) <= all_entries()

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ROOMS = {"shmserve": "shmserve", "ipc": "shmserve.ipc", "workers": "shmserve.workers"}
+PACKAGE_NAMES = {"shmserve": "shmserve", "ipc": "shmserve.ipc", "workers": "shmserve.workers"}
 
 
-def test_every_package_is_installed_and_no_other() -> None:
+def test_exactly_the_packages_of_the_tree_are_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    missing = [
+    installed_packages = [
         ".".join((package, *path.parent.relative_to(ROOT / folder).parts))
-        for folder, package in ROOMS.items()
+        for folder, package in PACKAGE_NAMES.items()
         for path in (ROOT / folder).rglob("__init__.py")
         if not any(parent.is_symlink() for parent in path.parents)
     ]
-    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(missing)
+    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(installed_packages)
 
 
 def test_every_page_is_installed() -> None:
@@ -50,7 +50,7 @@ def test_a_build_writes_nothing_beside_the_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["digits", "generation"])
-def test_help_of_a_demo_is_help(tmp_path: Path, example: str) -> None:
+def test_a_demo_prints_its_help(tmp_path: Path, example: str) -> None:
     command = [sys.executable, str(ROOT / "examples" / example / "demo.py"), "--help"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-CODE = ("shmserve", "workers", "ipc", "bench")
+CODE_FOLDERS = ("shmserve", "workers", "ipc", "bench")
 API = (
     "shmserve/model.py",
     "shmserve/client",
@@ -38,7 +38,7 @@ PERSONIFIED = re.compile(
     re.IGNORECASE,
 )
 # A pronoun in place of a noun.
-VAGUE = re.compile(
+VAGUE_NOUNS = re.compile(
     r"\b(what is|that is none|is none|there is none|the same of|who has|who is|of which|in which"
     r"|whoever|nobody|but for)\b",
     re.IGNORECASE,
@@ -48,9 +48,9 @@ NO_VERB = re.compile(
     r"|Of|For|If|When|So)\b|\W"
 )
 SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`(])|\n\s*\n|\n\s*[-*|#]")
-LONG = 28  # words
+MAX_WORDS = 28  # words
 
-BOUNDS = {
+MAX_PERCENT = {
     "docstring": {"headless": 0.9, "long": 1.3, "personified": 0.1, "vague": 0.8},
     "comment": {"headless": 0.9, "long": 2.1, "personified": 0.2, "vague": 0.5},
     "page": {"headless": 1.5, "long": 1.8, "personified": 0.1, "vague": 0.4},
@@ -115,12 +115,12 @@ def comments(path: Path) -> Iterator[Text]:
 
 def pages() -> Iterator[Text]:
     """Return the Markdown pages without their code."""
-    for path in files(("README.md", *CODE), ".md"):
+    for path in files(("README.md", *CODE_FOLDERS), ".md"):
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
         yield Text(str(path.relative_to(ROOT)), "page", text)
 
 
-def texts(roots: Iterable[str] = CODE) -> Iterator[Text]:
+def texts(roots: Iterable[str] = CODE_FOLDERS) -> Iterator[Text]:
     """Return all docstrings and comments below these folders."""
     for path in files(roots, ".py"):
         yield from docstrings(path)
@@ -129,7 +129,7 @@ def texts(roots: Iterable[str] = CODE) -> Iterator[Text]:
 
 def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
     """Return the number of sentences of a text, and the suspects: (rule, sentence)."""
-    count, suspicious = 0, []
+    count, suspects_found = 0, []
     for sentence in SENTENCE_END.split(text):
         words = sentence.split()
         if len(words) >= 3:
@@ -137,15 +137,15 @@ def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
             joined_words = " ".join(words)
             matches = {
                 "headless": HEADLESS.match(joined_words),
-                "long": len(words) > LONG,
+                "long": len(words) > MAX_WORDS,
                 "personified": PERSONIFIED.search(joined_words),
-                "vague": VAGUE.search(joined_words),
+                "vague": VAGUE_NOUNS.search(joined_words),
             }
-            suspicious += [(rule, joined_words) for rule, match in matches.items() if match]
-    return count, suspicious
+            suspects_found += [(rule, joined_words) for rule, match in matches.items() if match]
+    return count, suspects_found
 
 
-@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("kind", MAX_PERCENT)
 def test_few_sentences_are_suspect(kind: str) -> None:
     counts: Counter[str] = Counter()
     sentences = 0
@@ -154,8 +154,8 @@ def test_few_sentences_are_suspect(kind: str) -> None:
             count, hits = suspects(text.text)
             sentences += count
             counts.update(rule for rule, _ in hits)
-    rates = {rule: 100 * counts[rule] / sentences for rule in BOUNDS[kind]}
-    assert not {rule: rate for rule, rate in rates.items() if rate > BOUNDS[kind][rule]}
+    rates = {rule: 100 * counts[rule] / sentences for rule in MAX_PERCENT[kind]}
+    assert not {rule: rate for rule, rate in rates.items() if rate > MAX_PERCENT[kind][rule]}
 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
@@ -173,7 +173,7 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
     """
     classes: dict[str, list[ast.ClassDef]] = {}
     class_paths: dict[ast.ClassDef, Path] = {}
-    for path in files(CODE, ".py"):
+    for path in files(CODE_FOLDERS, ".py"):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(node)
@@ -192,7 +192,7 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
             documented(definition, name) for base in bases for definition in classes.get(base, [])
         )
 
-    missing = [
+    undocumented = [
         f"{path.relative_to(ROOT)}:{method.lineno} {class_node.name}.{method.name}"
         for class_node, path in class_paths.items()
         if not class_node.name.startswith("_")
@@ -203,6 +203,44 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
         and not method.name.startswith("_")
         and not documented(class_node, method.name)
     ]
+    assert not undocumented
+
+
+DOCUMENTED = re.compile(r"^(?:Attributes|Args):\n((?: {4}.*\n?|\n)+)", re.MULTILINE)
+DOCUMENTED_NAME = re.compile(r"^ {4}\*{0,2}(\w+)(?: \(.*?\))?: ", re.MULTILINE)
+
+
+def identifiers(node: ast.AST) -> set[str]:
+    """Return the names in a class or a function, without those of its base classes."""
+    fields = ("id", "attr", "arg", "name", "value")
+    values = (getattr(child, field, None) for child in ast.walk(node) for field in fields)
+    return {value for value in values if isinstance(value, str)}
+
+
+def test_documented_attributes_and_arguments_exist() -> None:
+    """A renamed attribute keeps its old name in the docstring otherwise."""
+    nodes = [
+        (path, node)
+        for path in files((*CODE_FOLDERS, "tests"), ".py")
+        for node in ast.walk(tree(path))
+    ]
+    names_by_class: dict[str, set[str]] = {}
+    for _, node in nodes:
+        if isinstance(node, ast.ClassDef):
+            names_by_class.setdefault(node.name, set()).update(identifiers(node))
+    missing = []
+    for path, node in nodes:
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        existing = identifiers(node)
+        if isinstance(node, ast.ClassDef):
+            bases = set().union(*map(identifiers, node.bases))
+            existing |= {name for base in bases for name in names_by_class.get(base, ())}
+        elif any("signature_of" in identifiers(decorator) for decorator in node.decorator_list):
+            continue  # its arguments are those of another function
+        sections = "".join(DOCUMENTED.findall(ast.get_docstring(node) or ""))
+        unknown = set(DOCUMENTED_NAME.findall(sections)) - existing
+        missing += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in unknown]
     assert not missing
 
 
@@ -211,7 +249,10 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
 TEXT_ARGUMENTS = {"help", "description", "epilog", "message", "text", "reason"}
 # Texts that clients of Triton compare.
-TRITONS = ("It should be either 'int', 'bool', or 'string'.", "If you want to specify the full")
+TRITON_TEXTS = (
+    "It should be either 'int', 'bool', or 'string'.",
+    "If you want to specify the full",
+)
 
 
 def template(node: ast.expr) -> str:
@@ -251,16 +292,16 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_messages_are_neither_headless_nor_personified() -> None:
-    suspect = []
+    suspects_found = []
     for path in files(("shmserve", "workers", "ipc"), ".py"):
         for line, text in messages(path):
             for part in re.split(r"(?<=[.!?:;])\s+|\n", text):
-                if part.startswith(TRITONS):
+                if part.startswith(TRITON_TEXTS):
                     continue
-                match = PERSONIFIED.search(part) or VAGUE.search(part) or HEADLESS.match(part)
+                match = PERSONIFIED.search(part) or VAGUE_NOUNS.search(part) or HEADLESS.match(part)
                 if match and len(part.split()) > 2:
-                    suspect.append(f"{path.relative_to(ROOT)}:{line} {part}")
-    assert not suspect, "\n".join(suspect)
+                    suspects_found.append(f"{path.relative_to(ROOT)}:{line} {part}")
+    assert not suspects_found, "\n".join(suspects_found)
 
 
 # Values in the log lines that the pages quote, and the names of processes.
@@ -278,20 +319,20 @@ def test_the_log_lines_that_the_page_of_faults_quotes_exist() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     rows = (ROOT / "shmserve/guide/faults.md").read_text().splitlines()
-    quoted = [
+    quoted_parts = [
         part.strip(" ;:()")
         for row in rows
         if row.startswith("| ")
         for line in re.findall("`([^`-][^`]+)`", row.split(" | ")[-1])
         for part in VALUES.split(line)
     ]
-    assert len(quoted) > 30
-    assert [part for part in quoted if len(part) > 3 and part not in code_text] == []
+    assert len(quoted_parts) > 30
+    assert [part for part in quoted_parts if len(part) > 3 and part not in code_text] == []
 
 
 if __name__ == "__main__":
     paths = sys.argv[1:]
-    for passage in [*texts(paths or CODE), *(() if paths else pages())]:
+    for passage in [*texts(paths or CODE_FOLDERS), *(() if paths else pages())]:
         if passage.of_function and NO_VERB.match(passage.text):
             print(f"{passage.where} no verb: {passage.text.splitlines()[0]}")
         for rule, sentence in suspects(passage.text)[1]:

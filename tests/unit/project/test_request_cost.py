@@ -16,7 +16,7 @@ from tests.rigs import counted_processes
 from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
-_CEILINGS = {
+_CALL_CEILINGS = {
     ("inline", "gateway"): 46.5,
     ("inline", "grpc gateway"): 83.5,
     ("inline", "scheduler"): 35.8,
@@ -27,7 +27,7 @@ _CEILINGS = {
     ("placed", "worker"): 110.0,
     ("text", "gateway"): 396.5,
 }
-_SLACK = 2.0  # calls below the ceiling from which the ceiling must be lowered
+_MAX_SLACK = 2.0  # calls below the ceiling from which the ceiling must be lowered
 _COUNTED_WITH = (3, 11)  # from 3.12 on, comprehensions are not functions
 
 
@@ -38,7 +38,7 @@ def region() -> Iterator[Region]:
     region.close()
 
 
-@pytest.mark.parametrize(("kind", "process"), _CEILINGS)
+@pytest.mark.parametrize(("kind", "process"), _CALL_CEILINGS)
 def test_a_request_costs_no_more_calls(
     kind: str, process: str, tmp_path: Path, region: Region
 ) -> None:
@@ -56,9 +56,9 @@ def test_a_request_costs_no_more_calls(
         "worker": counted_processes.worker,
     }
     by_function = count[process](tmp_path, case).by_function()
-    calls, ceiling = sum(by_function.values()), _CEILINGS[kind, process]
-    ranked = sorted(by_function.items(), key=lambda item: -item[1])
-    table = "\n".join(f"{count:6.2f}  {name}" for name, count in ranked)
+    calls, ceiling = sum(by_function.values()), _CALL_CEILINGS[kind, process]
+    ranked_functions = sorted(by_function.items(), key=lambda item: -item[1])
+    table = "\n".join(f"{count:6.2f}  {name}" for name, count in ranked_functions)
     assert calls <= ceiling, f"{calls:.2f} calls a request in the {process}:\n{table}"
     if sys.version_info[:2] == _COUNTED_WITH:
-        assert calls > ceiling - _SLACK, f"lower the ceiling of the {process} to {calls:.2f}"
+        assert calls > ceiling - _MAX_SLACK, f"lower the ceiling of the {process} to {calls:.2f}"

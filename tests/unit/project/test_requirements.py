@@ -16,7 +16,7 @@ from shmserve.gateway.http.routes import ROUTES
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.signature import Signature
-from tests.rigs.gateway_rig import SIMPLE
+from tests.rigs.gateway_rig import SIMPLE_CONFIG
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,16 +35,16 @@ def find_calls(folder: str) -> list[tuple[Path, ast.Call]]:
 
 @pytest.mark.parametrize("folder", ["shmserve", "workers", "ipc"])
 def test_weights_are_loaded_as_weights_only(folder: str) -> None:
-    """R19: torch.load reads nothing but tensors, in workers alone."""
+    """`torch.load` is called only in workers, and reads only tensors."""
     for path, call in find_calls(folder):
         if ast.unparse(call.func) == "torch.load":
             assert folder == "workers", path
-            only = {word.arg: ast.unparse(word.value) for word in call.keywords}
-            assert only.get("weights_only") == "True", path
+            keyword_values = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert keyword_values.get("weights_only") == "True", path
 
 
 def test_the_server_fetches_nothing() -> None:
-    """R20: only the command and its protocol clients send HTTP requests, and Ray's replica, which
+    """Only the command and its protocol clients send HTTP requests, and Ray's replica, which
     asks its own server."""
     for folder in ("shmserve", "workers", "ipc"):
         for path, _, names in os.walk(ROOT / folder):
@@ -53,18 +53,18 @@ def test_the_server_fetches_nothing() -> None:
             for name in (name for name in names if name.endswith(".py")):
                 for node in ast.walk(ast.parse(Path(path, name).read_text())):
                     if isinstance(node, ast.Import):
-                        imported = {alias.name for alias in node.names}
+                        imported_names = {alias.name for alias in node.names}
                     elif isinstance(node, ast.ImportFrom):
-                        imported = {f"{node.module}.{alias.name}" for alias in node.names}
-                        imported.add(str(node.module))
+                        imported_names = {f"{node.module}.{alias.name}" for alias in node.names}
+                        imported_names.add(str(node.module))
                     else:
                         continue
                     clients = {"urllib.request", "http.client", "requests", "aiohttp.ClientSession"}
-                    assert not imported & clients, (name, imported)
+                    assert not imported_names & clients, (name, imported_names)
 
 
-def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
-    """R12: requests are parsed by aiohttp's parser in C, because most smuggling was possible in
+def test_requests_are_parsed_by_the_strict_parser() -> None:
+    """Requests are parsed by aiohttp's parser in C, because most smuggling was possible in
     its Python fallback.
     """
     assert HttpRequestParser is not HttpRequestParserPy
@@ -73,7 +73,7 @@ def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
 def read_request(header: Any, tail_size: int = 0) -> None:
     wire = parse_request(header, tail_size, "simple", 1 << 20)
     tensors = [TensorRef(t.name, t.datatype, t.shape, bytes(64)) for t in wire.inputs]
-    Signature(ModelSpec.of(SIMPLE), "1").check(wire.id, tensors, [])
+    Signature(ModelSpec.of(SIMPLE_CONFIG), "1").check(wire.id, tensors, [])
 
 
 def tensor(name: str, **members: Any) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def tensor(name: str, **members: Any) -> dict[str, Any]:
         [tensor("INPUT0", datatype="FP99"), tensor("INPUT1")],
     ],
 )
-def test_numbers_and_names_are_checked_before_memory_is_taken(inputs: list[Any]) -> None:
-    """R12: doubled names, booleans and floats for numbers, huge numbers, two sources."""
+def test_numbers_and_names_are_checked_before_memory_is_allocated(inputs: list[Any]) -> None:
+    """Repeated names, booleans or floats as integers, and huge integers are refused."""
     with pytest.raises((InvalidArgument, JsonFault)):
         read_request({"inputs": inputs})
 
@@ -105,17 +105,17 @@ def test_numbers_and_names_are_checked_before_memory_is_taken(inputs: list[Any])
     "key", ["triton_enable_empty_final_response", "triton_final_response", "triton_x"]
 )
 def test_reserved_parameters_are_refused(key: str) -> None:
-    """R16: a client cannot set parameters that the server adds to a request."""
+    """A client cannot set parameters that the server adds to a request."""
     with pytest.raises(ShmserveError, match="reserved for Triton usage"):
         read_request({"inputs": [tensor("INPUT0"), tensor("INPUT1")], "parameters": {key: True}})
 
 
 @pytest.mark.parametrize(
-    "spelled", ["..", "%2e%2e", "%2E.", "a%2Fb", "..%2Fetc", "%5c..%5c", "a%00b", "."]
+    "spelled_name", ["..", "%2e%2e", "%2E.", "a%2Fb", "..%2Fetc", "%5c..%5c", "a%00b", "."]
 )
-def test_model_names_name_no_other_folder(spelled: str) -> None:
-    """R17: however a path is spelled, the repository is not left."""
-    route = ROUTES.find(f"/v2/repository/models/{spelled}/load")
+def test_model_names_cannot_escape_their_folder(spelled_name: str) -> None:
+    """No spelling of a path leads out of the repository."""
+    route = ROUTES.find(f"/v2/repository/models/{spelled_name}/load")
     if route is not None:
         name = route[1][1]
         assert name is not None

@@ -46,7 +46,7 @@ def fixed_batcher(delay_ms: float, max_batch_size: int = 32) -> DynamicBatcher:
 
 
 @given(st.floats(0.1, 100), st.floats(0.0, 10), st.integers(0, 1000))
-def test_the_model_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
+def test_the_time_model_learns_a_line(setup_ms: float, each_ms: float, seed: int) -> None:
     sizes, time = random.Random(seed), SizeTimes(64)
     for _ in range(100):
         size = sizes.randint(1, 32)
@@ -57,7 +57,7 @@ def test_the_model_learns_the_line(setup_ms: float, each_ms: float, seed: int) -
     assert time.setup_ns == pytest.approx(setup_ms * MS, rel=0.01)
 
 
-def test_noise_and_outliers_do_not_move_it_far() -> None:
+def test_noise_and_outliers_hardly_change_the_model() -> None:
     sizes, time = random.Random(5), SizeTimes(64)
     for number in range(400):
         size = sizes.randint(1, 16)
@@ -66,7 +66,7 @@ def test_noise_and_outliers_do_not_move_it_far() -> None:
     assert time.expected_ns(8) == pytest.approx(18 * MS, rel=0.25)
 
 
-def test_a_change_that_lasts_is_believed() -> None:
+def test_a_lasting_change_is_learned() -> None:
     sizes, time = random.Random(5), SizeTimes(64)
     for factor in (1, 5, 1):
         for _ in range(300):
@@ -78,13 +78,13 @@ def test_a_change_that_lasts_is_believed() -> None:
 
 @pytest.mark.parametrize("factor", [5, 2, 0.5, 0.2])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_change_is_believed_despite_noise_and_outliers(factor: float, seed: int) -> None:
-    draw, time = random.Random(seed), SizeTimes(64)
+def test_a_change_is_learned_despite_noise_and_outliers(factor: float, seed: int) -> None:
+    rng, time = random.Random(seed), SizeTimes(64)
     for slowdown in (1, factor):
         for _ in range(300):
-            size = draw.randint(1, 16)
-            took_ns = (10 + size) * MS * slowdown * draw.uniform(0.9, 1.1)
-            time.observe(size, took_ns * (10 if draw.random() < 0.03 else 1))
+            size = rng.randint(1, 16)
+            took_ns = (10 + size) * MS * slowdown * rng.uniform(0.9, 1.1)
+            time.observe(size, took_ns * (10 if rng.random() < 0.03 else 1))
     assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.1)
 
 
@@ -137,19 +137,19 @@ def test_estimated_times_are_never_negative(observations: list[tuple[int, float]
 def test_a_burst_ends_when_every_client_has_sent() -> None:
     arrivals, clock = Arrivals(), count(0, MS)
     for _ in range(80):
-        for queued in (1, 2, 3):
-            arrivals.record_arrival(next(clock), queued, 5 * MS)
+        for queued_count in (1, 2, 3):
+            arrivals.record_arrival(next(clock), queued_count, 5 * MS)
         now_ns = [next(clock) for _ in range(20)][-1]
         arrivals.record_batch(now_ns, 0, 5 * MS)
     assert now_ns < arrivals.next_by_ns <= now_ns + 2 * MS
-    burst = list(arrivals.burst(8))
-    assert len(burst) == 3 and burst[-1][0] == pytest.approx(3, rel=0.05)
-    assert burst[-1][1] == pytest.approx(3 * MS, rel=0.1)
+    burst_arrivals = list(arrivals.burst(8))
+    assert len(burst_arrivals) == 3 and burst_arrivals[-1][0] == pytest.approx(3, rel=0.05)
+    assert burst_arrivals[-1][1] == pytest.approx(3 * MS, rel=0.1)
     assert len(list(arrivals.burst(2))) == 2
-    for queued in (1, 2):
+    for queued_count in (1, 2):
         now_ns = next(clock)
-        arrivals.record_arrival(now_ns, queued, 5 * MS)
-        assert arrivals.next_by_ns > now_ns and len(list(arrivals.burst(8))) == 3 - queued
+        arrivals.record_arrival(now_ns, queued_count, 5 * MS)
+        assert arrivals.next_by_ns > now_ns and len(list(arrivals.burst(8))) == 3 - queued_count
     arrivals.record_arrival(next(clock), 3, 5 * MS)
     assert arrivals.next_by_ns == 0 and not list(arrivals.burst(8))
 
@@ -166,7 +166,7 @@ def test_a_lone_client_is_no_burst() -> None:
 
 
 @pytest.mark.parametrize("waiting_is_better", [True, False])
-def test_the_way_with_shorter_latencies_is_used_mostly(waiting_is_better: bool) -> None:
+def test_the_choice_with_shorter_latencies_is_preferred(waiting_is_better: bool) -> None:
     trial, choices = WaitingChoice(Account()), []
     for _ in range(2400):
         choices.append(trial.waits)
@@ -175,7 +175,7 @@ def test_the_way_with_shorter_latencies_is_used_mostly(waiting_is_better: bool) 
     assert 0.85 < share < 1
 
 
-def test_the_better_way_may_change() -> None:
+def test_the_better_choice_may_change() -> None:
     trial = WaitingChoice(Account())
     for waiting_is_better in (True, False, True):
         for _ in range(4800):
@@ -202,9 +202,9 @@ def learn_load(
     clock, now_ns = random.Random(3), 0
     for _ in range(60):
         size = clock.randint(1, 16)
-        for queued in range(1, 17):
+        for queued_count in range(1, 17):
             now_ns += int(gap_ms * MS)
-            batcher.record_arrival(now_ns, queued)
+            batcher.record_arrival(now_ns, queued_count)
         now_ns += (10 + size) * MS
         batcher.record_batch(now_ns, 0, size, (10 + size) * MS, [MS])
     batcher._waiting.waits = True
@@ -214,10 +214,10 @@ def learn_load(
 def test_the_batcher_waits_for_a_burst_and_not_past_its_end() -> None:
     batcher, now_ns = learn_load(1000, gap_ms=0.1)
     queue: list[Item] = []
-    for queued in range(1, 16):
+    for queued_count in range(1, 16):
         now_ns += MS // 10
         queue.append(Item(now_ns))
-        batcher.record_arrival(now_ns, queued)
+        batcher.record_arrival(now_ns, queued_count)
         decision = batcher.decide(now_ns, queue, 0)
         assert isinstance(decision, WaitUntil) and now_ns < decision.ns < now_ns + MS
     batcher.record_arrival(now_ns, 16)
@@ -227,15 +227,15 @@ def test_the_batcher_waits_for_a_burst_and_not_past_its_end() -> None:
 
 def test_the_batcher_waits_no_longer_than_the_setup_of_an_execution() -> None:
     batcher, now_ns = learn_load(1000, gap_ms=1)
-    start_ns, queue, queued = now_ns, [], 0
+    start_ns, queue, queued_count = now_ns, [], 0
     while True:
-        now_ns, queued = now_ns + MS, queued + 1
+        now_ns, queued_count = now_ns + MS, queued_count + 1
         queue.append(Item(now_ns))
         batcher.record_arrival(now_ns, 3)  # more requests seem to be in transit
         decision = batcher.decide(now_ns, queue, 0)
         if isinstance(decision, Batch):
             break
-    assert decision == Batch(queued, CloseReason.IDLE) and now_ns - start_ns <= 12 * MS
+    assert decision == Batch(queued_count, CloseReason.IDLE) and now_ns - start_ns <= 12 * MS
 
 
 def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
@@ -246,7 +246,7 @@ def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
     assert batcher.decide(now_ns, late_items, 0) == Batch(1, CloseReason.TARGET)
 
 
-def test_a_configured_delay_is_the_most_it_waits() -> None:
+def test_a_configured_delay_bounds_the_wait() -> None:
     batcher, now_ns = learn_load(1000, delay_ms=0.05, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     assert batcher.decide(now_ns, [Item(now_ns)], 0) == WaitUntil(now_ns + MS // 20)
@@ -272,8 +272,8 @@ def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
     new_items = [Item(now_ns) for _ in range(8)]
     assert batcher.decide(now_ns, older_items + new_items, 0) == Batch(9, CloseReason.TARGET)
     # If some requests are late in any case, the batch is as large as possible to catch up.
-    older = [Item(now_ns - 60 * MS) for _ in range(4)]
-    assert batcher.decide(now_ns, older + new_items, 0) == Batch(12, CloseReason.TARGET)
+    earlier_items = [Item(now_ns - 60 * MS) for _ in range(4)]
+    assert batcher.decide(now_ns, earlier_items + new_items, 0) == Batch(12, CloseReason.TARGET)
 
 
 @st.composite
@@ -281,16 +281,18 @@ def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     """Draw a batcher that has learned any load, the time, and a queue."""
     max_batch_size = draw(st.integers(1, 12))
     batcher: Batcher = adaptive_batcher(draw(st.sampled_from([1, 20, 500])), max_batch_size)
-    now_ns = queued = 0
+    now_ns = queued_count = 0
     for step in draw(st.lists(st.integers(0, 30), max_size=120)):
         now_ns += step * MS
-        if draw(st.booleans()) or not queued:
-            queued += 1
-            batcher.record_arrival(now_ns, queued)
+        if draw(st.booleans()) or not queued_count:
+            queued_count += 1
+            batcher.record_arrival(now_ns, queued_count)
         else:
-            executed = draw(st.integers(1, min(queued, max_batch_size)))
-            queued -= executed
-            batcher.record_batch(now_ns, queued, executed, step * MS, [step * MS] * executed)
+            executed_count = draw(st.integers(1, min(queued_count, max_batch_size)))
+            queued_count -= executed_count
+            batcher.record_batch(
+                now_ns, queued_count, executed_count, step * MS, [step * MS] * executed_count
+            )
     item = st.builds(
         Item,
         enqueued_ns=st.integers(now_ns - 40 * MS, now_ns),
@@ -329,41 +331,45 @@ def test_every_decision_is_legal_and_every_wait_ends(
 @pytest.mark.parametrize("clients", [2, 5, 10, 20])
 def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
     """The throughput exceeds that of both fixed strategies, within the target."""
-    runs = [
+    simulations = [
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
             clients, 200 * clients, uniform_pauses(0.4)
         )
         for batcher in (adaptive_batcher(60), fixed_batcher(0), fixed_batcher(5))
     ]
-    assert runs[0].per_second > 1.05 * max(runs[1].per_second, runs[2].per_second)
-    assert runs[0].percentile_ms(99) < 60
+    assert simulations[0].per_second > 1.05 * max(
+        simulations[1].per_second, simulations[2].per_second
+    )
+    assert simulations[0].percentile_ms(99) < 60
 
 
 @pytest.mark.parametrize("clients", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("pause_ms", [2, 4, 8])
 def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) -> None:
-    runs = [
+    simulations = [
         Simulation(batcher, linear(4.3, 0.4, noise=0.3)).closed_loop(
             clients, 300 * clients, exponential_pauses(pause_ms)
         )
         for batcher in (adaptive_batcher(30), fixed_batcher(0))
     ]
-    assert runs[0].per_second > 0.97 * runs[1].per_second
+    assert simulations[0].per_second > 0.97 * simulations[1].per_second
 
 
 def test_a_single_client_is_not_delayed() -> None:
-    run, eager = (
+    simulation, eager = (
         Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, uniform_pauses(0.4))
         for batcher in (adaptive_batcher(100), fixed_batcher(0))
     )
-    assert run.per_second > 0.98 * eager.per_second
+    assert simulation.per_second > 0.98 * eager.per_second
 
 
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
-def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
+def test_the_target_is_met_where_possible(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
-    run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
-    assert run.percentile_ms(99) < 40
+    simulation = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(
+        per_second, 3000
+    )
+    assert simulation.percentile_ms(99) < 40
     waiting_simulation = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(
         per_second, 3000
     )
@@ -371,7 +377,7 @@ def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
 
 
 def test_an_overload_is_served_in_full_batches() -> None:
-    run = Simulation(adaptive_batcher(20), linear(10, 0.5)).open_loop(2000, 4000)
+    simulation = Simulation(adaptive_batcher(20), linear(10, 0.5)).open_loop(2000, 4000)
     eager = Simulation(fixed_batcher(0), linear(10, 0.5)).open_loop(2000, 4000)
-    assert run.per_second > 0.98 * eager.per_second
-    assert sum(run.sizes) / len(run.sizes) > 30
+    assert simulation.per_second > 0.98 * eager.per_second
+    assert sum(simulation.sizes) / len(simulation.sizes) > 30

@@ -9,20 +9,20 @@ import pytest
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.estimates import SizeTimes
 from shmserve.scheduler.settings import Batching
-from tests.rigs.batching_curves import NAMED, Curve, Load, compare, step
+from tests.rigs.batching_curves import NAMED_CURVES, Curve, Load, compare, step
 from tests.rigs.batching_simulation import MS, Simulation
 
-CURVES = {curve.name: curve for curve in NAMED}
-SCATTERED = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
+CURVES = {curve.name: curve for curve in NAMED_CURVES}
+SCATTERED_CURVE = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
 
 
 def learn_times(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
     """Return the estimates for a model that has run batches of these sizes."""
-    times, timer = SizeTimes(32), curve.timer(1, 1.0)
+    size_times, timer = SizeTimes(32), curve.timer(1, 1.0)
     for number in range(batches):
         size = sizes[number % len(sizes)]
-        times.observe(size, timer(size, 0))
-    return times
+        size_times.observe(size, timer(size, 0))
+    return size_times
 
 
 @pytest.mark.parametrize(
@@ -37,47 +37,47 @@ def learn_times(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes
         ("line", {1: 1, 16: 16, 32: 32}),
     ],
 )
-def test_the_best_size_is_that_which_does_most_rows_in_a_time(
-    name: str, best_sizes: dict[int, int]
-) -> None:
-    times = learn_times(CURVES[name], list(range(1, 33)), 640)
-    assert {units: times.best_size(units) for units in best_sizes} == best_sizes
+def test_the_best_size_has_the_highest_throughput(name: str, best_sizes: dict[int, int]) -> None:
+    size_times = learn_times(CURVES[name], list(range(1, 33)), 640)
+    assert {units: size_times.best_size(units) for units in best_sizes} == best_sizes
     for size in (1, 8, 32):
-        assert times.expected_ns(size) == pytest.approx(CURVES[name].ms[size - 1] * MS, rel=0.15)
+        assert size_times.expected_ns(size) == pytest.approx(
+            CURVES[name].ms[size - 1] * MS, rel=0.15
+        )
 
 
 def test_a_cliff_is_found_by_bisection() -> None:
-    times, timer = learn_times(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
-    tries: list[int] = []
-    while (size := times.find_trial(32)[0]) and len(tries) < 32:
-        tries.append(size)
-        times.observe(size, timer[size - 1] * MS)
-    assert len(tries) <= 7 and times.best_size(32) == 8
+    size_times, timer = learn_times(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
+    tried_sizes: list[int] = []
+    while (size := size_times.find_trial(32)[0]) and len(tried_sizes) < 32:
+        tried_sizes.append(size)
+        size_times.observe(size, timer[size - 1] * MS)
+    assert len(tried_sizes) <= 7 and size_times.best_size(32) == 8
 
 
 def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
-    times = learn_times(CURVES["line"], list(range(1, 33)), 640)
-    before_ns = times.expected_ns(32)
+    size_times = learn_times(CURVES["line"], list(range(1, 33)), 640)
+    before_ns = size_times.expected_ns(32)
     for number in range(400):
         size = 1 + number % 8
-        times.observe(size, 2 * (10 + 0.5 * size) * MS)
-    assert times.expected_ns(4) == pytest.approx(24 * MS, rel=0.1)
-    assert 1.4 * before_ns < times.expected_ns(32) < 2.1 * before_ns
+        size_times.observe(size, 2 * (10 + 0.5 * size) * MS)
+    assert size_times.expected_ns(4) == pytest.approx(24 * MS, rel=0.1)
+    assert 1.4 * before_ns < size_times.expected_ns(32) < 2.1 * before_ns
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -> None:
-    curve, times = SCATTERED, learn_times(SCATTERED, [4, 32], 200)
-    before_ns, timer = times.expected_ns(32), curve.timer(seed, 1.0)
+    curve, size_times = SCATTERED_CURVE, learn_times(SCATTERED_CURVE, [4, 32], 200)
+    before_ns, timer = size_times.expected_ns(32), curve.timer(seed, 1.0)
     for number in range(2000):
         size = 1 + number % 7
-        times.observe(size, timer(size, 0))
-    assert times.expected_ns(32) == pytest.approx(before_ns, rel=0.25)
+        size_times.observe(size, timer(size, 0))
+    assert size_times.expected_ns(32) == pytest.approx(before_ns, rel=0.25)
 
 
 def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
-    times = learn_times(SCATTERED, [7] * 10 + [32] * 10, 20)
-    assert times.best_size(32) == 32 and times.best_size(32, out_of_reach=True) == 7
+    size_times = learn_times(SCATTERED_CURVE, [7] * 10 + [32] * 10, 20)
+    assert size_times.best_size(32) == 32 and size_times.best_size(32, out_of_reach=True) == 7
 
 
 @pytest.mark.parametrize(
@@ -93,24 +93,24 @@ def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
 def test_a_possibly_disturbed_size_is_tried_again_under_overload(
     times_ms: dict[int, int], retried_size: int
 ) -> None:
-    times = SizeTimes(32)
+    size_times = SizeTimes(32)
     for size in (32, *times_ms):
-        times.observe(size, times_ms[size] * MS)
+        size_times.observe(size, times_ms[size] * MS)
     for is_late, best_size in ((False, 32), (True, retried_size)):
         for _ in range(96):
-            times.observe(32, times_ms[32] * MS, out_of_reach=is_late)
-        assert times.best_size(32, out_of_reach=True) == best_size
+            size_times.observe(32, times_ms[32] * MS, out_of_reach=is_late)
+        assert size_times.best_size(32, out_of_reach=True) == best_size
 
 
-@pytest.mark.parametrize("largest", [1, 63, 64, 1000, 4096])
-def test_large_sizes_share_an_index_and_none_exceeds_the_queue(largest: int) -> None:
-    times = SizeTimes(largest)
+@pytest.mark.parametrize("largest_size", [1, 63, 64, 1000, 4096])
+def test_large_sizes_share_an_index_and_none_exceeds_the_queue(largest_size: int) -> None:
+    size_times = SizeTimes(largest_size)
     for number in range(200):
-        size = 1 + number * 7919 % largest
-        times.observe(size, (10 + size) * MS)
-    for units in {1, largest // 2 + 1, largest}:
-        assert 1 <= times.best_size(units) <= units
-        assert times.expected_ns(units) == pytest.approx((10 + units) * MS, rel=0.1)
+        size = 1 + number * 7919 % largest_size
+        size_times.observe(size, (10 + size) * MS)
+    for units in {1, largest_size // 2 + 1, largest_size}:
+        assert 1 <= size_times.best_size(units) <= units
+        assert size_times.expected_ns(units) == pytest.approx((10 + units) * MS, rel=0.1)
 
 
 def test_a_cliff_within_the_target() -> None:
@@ -122,7 +122,7 @@ def test_a_cliff_within_the_target() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 6, 7])
-def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int) -> None:
+def test_an_early_slowdown_does_not_exclude_the_best_size(seed: int) -> None:
     """Every batch takes 3 times as long for the first 1.5 s, including the first batch of 8.
 
     Batches of 32 just keep up with the load, so that nothing else causes another trial of 8.
@@ -135,20 +135,20 @@ def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int)
         return timer(size, now_ns) * 3 ** (is_first_run + (now_ns < 1500 * MS))
 
     rules = Batching(32, frozenset({32}), 0, 80 * MS)
-    run = Simulation(AdaptiveBatcher(rules), time_ns).open_loop(250, 4000, seed)
-    assert sorted(run.latencies[3000:])[500] < rules.target_ns / 2
+    simulation = Simulation(AdaptiveBatcher(rules), time_ns).open_loop(250, 4000, seed)
+    assert sorted(simulation.latencies[3000:])[500] < rules.target_ns / 2
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 8])
-def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
+def test_an_overload_from_a_wrong_best_size_ends(seed: int) -> None:
     """An instance keeps up with batches of 7, but not with larger ones.
 
     Noise hides this difference.
     """
-    rate = 0.85 * SCATTERED.most_per_second
+    rate = 0.85 * SCATTERED_CURVE.most_per_second
     rules = Batching(32, frozenset({32}), 0, 400 * MS)
-    run = Load(rate, requests=8000).run(AdaptiveBatcher(rules), SCATTERED, seed)
-    assert sorted(run.latencies[6000:])[-20] < rules.target_ns
+    simulation = Load(rate, requests=8000).run(AdaptiveBatcher(rules), SCATTERED_CURVE, seed)
+    assert sorted(simulation.latencies[6000:])[-20] < rules.target_ns
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
         ("bimodal step", 0.6),
     ],
 )
-def test_the_target_is_held_where_a_fixed_setting_holds_it(name: str, part: float) -> None:
+def test_the_target_is_met_where_a_fixed_setting_meets_it(name: str, part: float) -> None:
     curve = CURVES[name]
     rate = part * curve.most_per_second
     comparison = compare(curve, Load(rate, requests=8000, length_s=8000 / rate), 8)
@@ -177,7 +177,7 @@ def test_the_target_is_held_where_a_fixed_setting_holds_it(name: str, part: floa
 
 
 @pytest.mark.parametrize("name", ["step at 4", "step at 8", "step at 12", "slower"])
-def test_clients_that_wait_for_responses_get_as_many_from_it(name: str) -> None:
+def test_closed_loop_clients_get_equal_throughput(name: str) -> None:
     curve = CURVES[name]
     load = Load(0, 16, 1.0, requests=8000, length_s=16000 / curve.most_per_second)
     comparison = compare(curve, load, 8)

@@ -9,7 +9,7 @@ from shmserve.scheduler.batchers.estimates import Load
 from tests.rigs.batching_simulation import MS
 
 # A row takes at least 2.5 ms, a row arrives every 4 ms, and the target is 80 ms.
-MOMENT = TrialState(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, is_overloaded=False)
+TRIAL_STATE = TrialState(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, is_overloaded=False)
 
 
 def settled_account() -> Account:
@@ -22,8 +22,8 @@ def settled_account() -> Account:
 def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
     account = settled_account()
     account.subtract_misses(1000)
-    assert Sizes(account).start_trial(9, 50 * MS, MOMENT, 100)
-    assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
+    assert Sizes(account).start_trial(9, 50 * MS, TRIAL_STATE, 100)
+    assert not Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
 
 
 def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
@@ -35,31 +35,31 @@ def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
     for credit, is_allowed in ((40.0, False), (42.0, True)):
         account = Account()
         account.credit = credit
-        assert Sizes(account).start_trial(9, 100 * MS, MOMENT, 100) is is_allowed
+        assert Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100) is is_allowed
 
 
-def test_of_clients_that_wait_no_more_are_late_than_there_are() -> None:
+def test_at_most_all_waiting_clients_are_late() -> None:
     account = settled_account()
-    assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
-    assert Sizes(account).start_trial(9, 100 * MS, replace(MOMENT, max_in_flight=12.0), 100)
+    assert not Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
+    assert Sizes(account).start_trial(9, 100 * MS, replace(TRIAL_STATE, max_in_flight=12.0), 100)
 
 
 def test_a_necessary_trial_runs_at_any_price() -> None:
     sizes = Sizes(settled_account())
-    assert sizes.start_trial(32, 1000 * MS, replace(MOMENT, is_overloaded=True), 100)
+    assert sizes.start_trial(32, 1000 * MS, replace(TRIAL_STATE, is_overloaded=True), 100)
     assert not sizes.is_due(101) and sizes.is_due(102)
 
 
 def test_sizes_are_tried_seldom_once_there_was_time_to_learn() -> None:
     sizes = Sizes(settled_account())
-    assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
+    assert sizes.start_trial(9, 50 * MS, TRIAL_STATE, 100)
     assert not sizes.is_due(115) and sizes.is_due(116)
 
 
 def test_a_trial_costs_exactly_its_own_misses() -> None:
     account = settled_account()
     credit_before, sizes = account.credit, Sizes(account)
-    assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
+    assert sizes.start_trial(9, 50 * MS, TRIAL_STATE, 100)
     sizes.record_batch(9, 100 * MS, 9, 25, 9)
     sizes.record_batch(8, 20 * MS, 8, 22, 8)
     assert account.credit == credit_before - 17
@@ -83,7 +83,7 @@ def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
     assert account.credit < 25
 
 
-def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
+def test_the_alternative_is_not_tried_before_its_misses_are_earned() -> None:
     account = settled_account()
     choice, alternative_count = WaitingChoice(account), 0
     for _ in range(20_000):

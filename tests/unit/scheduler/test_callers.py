@@ -81,7 +81,7 @@ def test_a_decoupled_instance_that_has_returned_is_free() -> None:
     assert failure_texts(caller_rig) == [] and caller_rig.execute()
 
 
-def test_an_expected_instance_may_run_it() -> None:
+def test_an_expected_instance_may_run_the_call() -> None:
     caller_rig = rig()
     _, batch = caller_rig.begin()
     caller_rig.supervisor(InstanceExpected(1, 101))
@@ -107,7 +107,7 @@ def test_a_response_in_order_waits_for_its_callers_response() -> None:
 
 
 @pytest.mark.parametrize("callers", ["x", "1/2", "1//m", "\n\n", "-1/2/m", f"{'9' * 30}/1/m"])
-def test_malformed_callers_are_none(callers: str) -> None:
+def test_malformed_callers_are_ignored(callers: str) -> None:
     assert Caller.parse(callers) == []
     caller_rig = rig()
     caller_rig.begin()
@@ -115,7 +115,7 @@ def test_malformed_callers_are_none(callers: str) -> None:
     assert failure_texts(caller_rig) == []
 
 
-def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
+def test_a_call_fails_if_its_callers_hold_the_resources() -> None:
     caller_rig = rig(rate_limited=True)
     caller_rig.submit(callers="50/1/holder")
     (check,) = caller_rig.to_supervisor(control_requests.CheckHolders)
@@ -139,9 +139,9 @@ def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     assert not caller_rig.to_supervisor(control_requests.CallsWaiting)
     caller_rig.pass_time(50 * MS)
     (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
-    occupied = [[100, first_batch.requests[0].key], [101, second_batch.requests[0].key]]
+    occupied_instances = [[100, first_batch.requests[0].key], [101, second_batch.requests[0].key]]
     ((((key, shown_callers),), instances),) = report.waits
-    assert (report.model, shown_callers, instances) == ("m", callers, occupied)
+    assert (report.model, shown_callers, instances) == ("m", callers, occupied_instances)
     assert caller_rig.wake_ns == caller_rig.now + 200 * MS
     caller_rig.pass_time(200 * MS)
     assert caller_rig.to_supervisor(control_requests.CallsWaiting) == [report]

@@ -32,7 +32,7 @@ from tests.rigs.scheduler_rig import (
     response_in_arena,
     schema_of,
 )
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
 OTHER_PEER = b"7001.cd"
 
@@ -145,7 +145,7 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     assert rig.answers() == []
     rig.pass_time(6 * MS)
     assert rig.answers() == [
-        failure(first_id, "UNAVAILABLE", EXPIRED, early=True),
+        failure(first_id, "UNAVAILABLE", EXPIRED_TEXT, early=True),
         m.Finished(second_id, b"done", [b"done"]),
     ]
 
@@ -162,7 +162,7 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     ((peer2, batch3),) = rig.executes()
     rig.finish(peer2, batch3, ok_reply(batch3.requests[0].key, response_in_arena(101, 256)))
     rig.pass_time(6 * MS)
-    assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED_TEXT)]
     rig.client(m.Cancel(third_id))
     assert rig.answers() == [failure(third_id, "CANCELLED", "request cancelled")]
     assert rig.workers.take() == [
@@ -184,8 +184,8 @@ def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig, peer = ready_rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     first_peer, batch = rig.begin()
     for _ in range(3000):
-        (cancelled,) = rig.submit()
-        rig.client(m.Cancel(cancelled))
+        (cancelled_id,) = rig.submit()
+        rig.client(m.Cancel(cancelled_id))
     (last_id,) = rig.submit()
     assert len(rig.core._responses._in_order) < 2000
     rig.answers()
@@ -265,7 +265,7 @@ def test_an_unregistered_worker_is_notified_of_a_readers_exit() -> None:
     assert rig.core.executions._early_releases == {}
 
 
-def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
+def test_an_instance_announced_during_a_retirement_is_new() -> None:
     """The retiring instance's worker had died, so its index is free."""
     rig = Rig()
     rig.start(0, 100)
@@ -303,12 +303,12 @@ def test_expired_requests_are_removed_from_a_full_queue() -> None:
     rig.core.from_control(InstanceExpected(0, 100), rig.now)
     rig.core.results.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
     (number,) = rig.submit()
-    assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED_TEXT)]
     rig.finish(*rig.execute())
     assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
 
 
-def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_overload_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(max_queue_size=4)
     for wait_s, refusal_count in ((0, 2), (1, 3), (58, 0), (1, 0), (59, 1), (1, 0)):
         rig.pass_time(wait_s * 1_000 * MS)
@@ -339,9 +339,9 @@ def test_a_duplicate_id_is_dropped_but_other_clients_may_use_it() -> None:
 def test_a_failed_pool_rejects_queued_and_new_requests() -> None:
     rig = Rig()
     rig.supervisor(InstanceExpected(0, 100))
-    (waiting,) = rig.submit()
+    (waiting_id,) = rig.submit()
     rig.supervisor(InstanceGone(0, "model 'm' failed"))
-    assert rig.answers() == [failure(waiting, "UNAVAILABLE", "model 'm' failed")]
+    assert rig.answers() == [failure(waiting_id, "UNAVAILABLE", "model 'm' failed")]
     (new_id,) = rig.submit()
     assert rig.answers() == [failure(new_id, "UNAVAILABLE", "model 'm' failed")]
     rig.start()
@@ -391,7 +391,7 @@ def test_a_deadline_passes_in_the_queue() -> None:
     rig.pass_time(5 * MS)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT)]
     assert rig.wake_ns == NEVER
 
 
@@ -402,14 +402,14 @@ def test_a_deadline_expires_while_the_instance_is_busy() -> None:
     (number,) = rig.submit()
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT)]
 
 
 def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:
     rig, peer = ready_rig({})
     number, batch = rig.begin(timeout_ns=5 * MS)
     rig.pass_time(5 * MS + 1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED, early=True)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, response_in_arena(100, 64)))
@@ -430,7 +430,7 @@ def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> 
 def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     rig, _ = ready_rig({})
     rig.core.executions.service_time.pipeline_depth = 2
-    (running,) = rig.submit()
+    (running_id,) = rig.submit()
     prefetched_ids, later_ids = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
     assert [request.data[0] for request in batch.requests] == [
@@ -438,23 +438,23 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     ]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
-    executed = []
-    while executes := rig.executes():
-        for _, batch in executes:
-            executed.append([request.data[0] for request in batch.requests])
+    executed_contents = []
+    while execute_messages := rig.executes():
+        for _, batch in execute_messages:
+            executed_contents.append([request.data[0] for request in batch.requests])
             rig.finish(peer, batch)
-    assert executed == [
+    assert executed_contents == [
         [b"w%d" % number for number in request]
-        for request in ([running], prefetched_ids, later_ids)
+        for request in ([running_id], prefetched_ids, later_ids)
     ]
 
 
 @pytest.mark.parametrize(
-    ("busy_ns", "instances", "sent"),
+    ("busy_ns", "instances", "expected_count"),
     [(MS // 10, 2, 8), (2 * MS, 1, 2), (2 * MS, 2, 2), (50 * MS, 1, 1)],
 )
-def test_an_only_instance_has_its_next_batch_while_it_computes(
-    busy_ns: int, instances: int, sent: int
+def test_a_single_instance_receives_its_next_batch_while_it_computes(
+    busy_ns: int, instances: int, expected_count: int
 ) -> None:
     """A batch is sent ahead if the running one ends soon.
 
@@ -466,7 +466,7 @@ def test_an_only_instance_has_its_next_batch_while_it_computes(
     for _ in range(20):
         rig.core.executions.service_time.observe(busy_ns, busy_ns, 1)
     rig.submit(12)
-    assert len(rig.executes()) == sent
+    assert len(rig.executes()) == expected_count
 
 
 def test_a_waiting_batch_hurries_for_a_deadline() -> None:
@@ -490,14 +490,14 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     assert rig.answers() == [failure(number, "INTERNAL", text, early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance) and kill.process == 100
-    (waiting,) = rig.submit()
+    (waiting_id,) = rig.submit()
     rig.pass_time(1_000 * MS)
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
     assert rig.control.take() == [] and rig.executes() == []
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(waiting, b"done", [b"done"])]
+    assert rig.answers() == [m.Finished(waiting_id, b"done", [b"done"])]
     assert batch.batch
 
 
@@ -611,9 +611,9 @@ def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> 
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
         assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
-    counted = rig.report()["shmserve"]
-    assert counted["retried"] == 3 and counted["workers_lost"] == 1
-    assert counted["batches_closed"]["retry"] == 3
+    counters = rig.report()["shmserve"]
+    assert counters["retried"] == 3 and counters["workers_lost"] == 1
+    assert counters["batches_closed"]["retry"] == 3
 
 
 def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
@@ -638,7 +638,7 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
     rig.start(0, 100)
     executing_ids = rig.submit(2, work=in_place_work())
     rig.execute()
-    (waiting,) = rig.submit(work=in_place_work())
+    (waiting_id,) = rig.submit(work=in_place_work())
     rig.supervisor(ProcessExited(100, "signal 9"))
     text = (
         "the model's worker died while running this request (signal 9); its outputs overlap "
@@ -647,7 +647,7 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
     assert rig.answers() == [failure(number, "INTERNAL", text) for number in executing_ids]
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(waiting, b"done", [b"done"])]
+    assert rig.answers() == [m.Finished(waiting_id, b"done", [b"done"])]
 
 
 def test_a_cancelled_request_is_not_retried() -> None:
@@ -721,21 +721,23 @@ def test_unknown_peers_at_the_workers_listener_are_ignored() -> None:
     assert len(rig.answers()) == 1
 
 
-EXTREMES = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1, 2**64 - 1])
+EXTREME_NUMBERS = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1, 2**64 - 1])
 
 
-@given(st.lists(EXTREMES, min_size=6, max_size=6), st.sampled_from([None, {}]))
-def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] | None) -> None:
-    rig, peer = ready_rig(dynamic, execution_timeout_s=1)
+@given(st.lists(EXTREME_NUMBERS, min_size=6, max_size=6), st.sampled_from([None, {}]))
+def test_every_request_id_receives_one_answer(
+    numbers: list[int], dynamic_batching: dict[str, int] | None
+) -> None:
+    rig, peer = ready_rig(dynamic_batching, execution_timeout_s=1)
     number, batch_size, arrived, deadline, timeout, priority = numbers
     schema = schema_of(batch_size)
     submit = m.Submit(number, schema, [b""], arrived, deadline, timeout, priority)
     rig.client(submit)
     rig.client(m.Release(batch_size, numbers))
     for _, message in rig.executes():
-        start, input_end, output_start, end = numbers[:4]
+        start, input_end, output_start, output_end = numbers[:4]
         reply = m.Reply(message.requests[0].key, "", "")
-        rig.worker(peer, m.BatchFinished(1, start, input_end, output_start, end, [reply]))
+        rig.worker(peer, m.BatchFinished(1, start, input_end, output_start, output_end, [reply]))
     (answer,) = rig.answers()
     assert answer.id == number
     rig.report()
@@ -789,17 +791,17 @@ def has_drained(rig: Rig) -> bool:
     return bool(messages) and messages[-1] == Drained()
 
 
-def test_stopping_answers_everyone() -> None:
+def test_stopping_responds_to_every_request() -> None:
     rig, _ = ready_rig({}, max_batch_size=2)
-    expiring_id, cancelled = (rig.submit(timeout_ns=limit)[0] for limit in (MS, 0))
+    expiring_id, cancelled_id = (rig.submit(timeout_ns=limit)[0] for limit in (MS, 0))
     rig.pass_time(2 * MS)
-    (queued,) = rig.submit()
-    rig.client(m.Cancel(cancelled))
+    (queued_id,) = rig.submit()
+    rig.client(m.Cancel(cancelled_id))
     rig.answers()
     rig.supervisor(Stop())
     assert rig.scheduler.stopped
     answer_types = {answer.id: type(answer) for answer in rig.answers()}
-    assert answer_types[expiring_id] is m.Settled and answer_types[queued] is m.Failed
+    assert answer_types[expiring_id] is m.Settled and answer_types[queued_id] is m.Failed
     assert rig.core._responses.live_requests == 0
 
 
@@ -817,7 +819,7 @@ def test_metrics_are_an_instances_own_and_stay_counted() -> None:
     assert reported_families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
 
 
-def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
+def test_metrics_of_unknown_instances_are_dropped() -> None:
     rig, peer = ready_rig()
     rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
     rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))

@@ -1,4 +1,4 @@
-"""Several responses to one request (section 3.10).
+"""Several responses to one request.
 
 The worker's slot becomes free independently of the end of the request.
 """
@@ -12,9 +12,9 @@ from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
 from shmserve.scheduler.requests.request import NEVER
 from tests.rigs.scheduler_rig import MS, Rig, pack_response, ready_rig, response_in_arena
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
-DIED = "the model's worker died before this request's last response"
+DIED_ERROR = "the model's worker died before this request's last response"
 
 
 def start_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
@@ -48,9 +48,9 @@ def test_an_end_before_execute_returns_contains_the_duration() -> None:
     rig, peer, _, key = start_stream()
     rig.pass_time(3 * MS)
     rig.respond(peer, key, b"", final=True)
-    (end,) = rig.answers()
-    assert isinstance(end, m.Responded)
-    assert (end.input_ns, end.infer_ns, end.output_ns) == (0, 3 * MS, 0)
+    (end_message,) = rig.answers()
+    assert isinstance(end_message, m.Responded)
+    assert (end_message.input_ns, end_message.infer_ns, end_message.output_ns) == (0, 3 * MS, 0)
 
 
 def test_an_end_may_arrive_without_any_response() -> None:
@@ -59,7 +59,7 @@ def test_an_end_may_arrive_without_any_response() -> None:
     assert rig.answers() == [response_part(number, b"", final=True)]
 
 
-def test_an_error_may_be_in_the_middle() -> None:
+def test_an_error_may_precede_other_responses() -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key, b"", code="NOT_FOUND", message="not this one")
     rig.respond(peer, key, final=True)
@@ -71,16 +71,16 @@ def test_an_error_may_be_in_the_middle() -> None:
     assert (stats["success"]["count"], stats["fail"]["count"]) == (1, 0)
 
 
-@pytest.mark.parametrize("failed", [False, True])
-def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(failed: bool) -> None:
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(has_failed: bool) -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key)
-    rig.respond(peer, key, b"", code="INTERNAL", message="no", final=True, failed=failed)
+    rig.respond(peer, key, b"", code="INTERNAL", message="no", final=True, failed=has_failed)
     assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no", b"", [], True)
     report = rig.report()
-    assert report["shmserve"]["failures"]["BACKEND"] == failed
+    assert report["shmserve"]["failures"]["BACKEND"] == has_failed
     counts = report["inference_stats"]
-    assert (counts["success"]["count"], counts["fail"]["count"]) == (not failed, failed)
+    assert (counts["success"]["count"], counts["fail"]["count"]) == (not has_failed, has_failed)
     assert report["response_stats"]["1"]["fail"]["count"] == 1
 
 
@@ -172,12 +172,12 @@ def test_credit_of_a_client_reaches_the_worker() -> None:
     assert rig.to_workers() == [m.CreditExecution(key, 2), m.CreditExecution(key, 1)]
 
 
-@pytest.mark.parametrize("absurd", [1 << 62, (1 << 64) - 1])
-def test_credit_is_limited_to_the_responses_sent(absurd: int) -> None:
+@pytest.mark.parametrize("absurd_count", [1 << 62, (1 << 64) - 1])
+def test_credit_is_limited_to_the_responses_sent(absurd_count: int) -> None:
     rig, peer, number, key = start_stream()
     rig.client(m.Credit(number, 5))
     rig.respond(peer, key)
-    for responses in (-3, 0, absurd, absurd):
+    for responses in (-3, 0, absurd_count, absurd_count):
         rig.client(m.Credit(number, responses))
     rig.client(m.Credit(77, 1))
     rig.client(m.Credit(number, 1), b"7001.cd")
@@ -187,13 +187,15 @@ def test_credit_is_limited_to_the_responses_sent(absurd: int) -> None:
 # --- clients that no longer wait ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("has_returned", [True, False])
 @pytest.mark.parametrize("responses", [0, 2])
-def test_a_cancelled_request_ends_when_the_model_ends_it(returned: bool, responses: int) -> None:
+def test_a_cancelled_request_ends_when_the_model_ends_it(
+    has_returned: bool, responses: int
+) -> None:
     rig, peer, number, key = start_stream()
     for _ in range(responses):
         rig.respond(peer, key)
-    if returned:
+    if has_returned:
         rig.returned(peer, m.Execute(1, []))
     rig.answers()
     rig.client(m.Cancel(number))
@@ -220,19 +222,19 @@ def test_an_exited_client_ends_only_its_own_requests() -> None:
     assert rig.answers() == [] and rig.scheduler.live_requests == 0
 
 
-@pytest.mark.parametrize("returned", [True, False])
-def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
+@pytest.mark.parametrize("has_returned", [True, False])
+def test_a_deadline_holds_until_the_last_response(has_returned: bool) -> None:
     rig, peer = ready_rig(decoupled=True)
     number, batch = rig.begin(timeout_ns=5 * MS)
     key = batch.requests[0].key
     rig.respond(peer, key)
-    if returned:
+    if has_returned:
         rig.returned(peer, batch)
     assert rig.wake_ns < NEVER
     rig.pass_time(6 * MS)
     assert rig.answers() == [
         response_part(number),
-        m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True),
+        m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True),
     ]
     assert rig.to_workers() == [m.CancelExecution(key)]
     rig.respond(peer, key)
@@ -250,7 +252,7 @@ def test_a_request_with_a_response_is_never_retried() -> None:
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
         response_part(number),
-        m.Failed(number, "INTERNAL", f"{DIED} (signal 9)", 0, False),
+        m.Failed(number, "INTERNAL", f"{DIED_ERROR} (signal 9)", 0, False),
     ]
     rig.start(0, 101)
     assert rig.executes() == []
@@ -260,7 +262,7 @@ def test_an_open_request_is_never_retried() -> None:
     rig, peer, number, _ = start_stream()
     rig.returned(peer, m.Execute(1, []))
     rig.supervisor(ProcessExited(100, ""))
-    assert rig.answers() == [m.Failed(number, "INTERNAL", DIED, 0, False)]
+    assert rig.answers() == [m.Failed(number, "INTERNAL", DIED_ERROR, 0, False)]
     assert rig.report()["shmserve"]["workers_lost"] == 1
 
 
@@ -275,7 +277,7 @@ def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() ->
     assert rig.answers() == [
         response_part(completed_id, final=True),
         response_part(responding_id),
-        m.Failed(responding_id, "INTERNAL", f"{DIED} (signal 9)", 0, False),
+        m.Failed(responding_id, "INTERNAL", f"{DIED_ERROR} (signal 9)", 0, False),
     ]
     peer = rig.start(0, 101)
     _, retried_batch = rig.execute()
@@ -283,7 +285,7 @@ def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() ->
     assert rig.answers() == [response_part(silent_id, final=True)]
 
 
-def test_the_limit_is_execute_s_alone() -> None:
+def test_the_execution_limit_excludes_later_responses() -> None:
     rig, peer, number, key = start_stream(execution_timeout_s=1)
     rig.pass_time(500 * MS)
     rig.returned(peer, m.Execute(1, []))
@@ -308,7 +310,7 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
 # --- ends of the scheduler ------------------------------------------------------------------------
 
 
-def test_draining_waits_for_what_is_open() -> None:
+def test_draining_waits_for_open_requests() -> None:
     rig, peer, _, key = start_stream()
     rig.returned(peer, m.Execute(1, []))
     rig.supervisor(Drain())
@@ -317,12 +319,12 @@ def test_draining_waits_for_what_is_open() -> None:
     assert rig.to_supervisor(Drained)
 
 
-def test_stopping_fails_what_is_open() -> None:
+def test_stopping_fails_open_requests() -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key)
     rig.supervisor(Stop())
-    _, failed = rig.answers()
-    assert (failed.id, failed.code) == (number, "UNAVAILABLE")
+    _, failed_message = rig.answers()
+    assert (failed_message.id, failed_message.code) == (number, "UNAVAILABLE")
     assert rig.scheduler.live_requests == 0
 
 

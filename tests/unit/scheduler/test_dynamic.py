@@ -12,7 +12,7 @@ from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
 NOW = 1_000_000
-DELAY = 100_000
+DELAY_NS = 100_000
 
 
 @dataclass(slots=True)
@@ -54,17 +54,17 @@ def test_nothing_to_do_without_requests() -> None:
         ((1,) * 5, rules(8, (4, 6)), Batch(4, CloseReason.PREFERRED)),
         ((1,), rules(8, (4, 6)), Batch(1, CloseReason.IDLE)),
         # The next request exceeds the largest preferred size: the queued requests run at once.
-        ((3, 4), rules(8, (6,), DELAY), Batch(1, CloseReason.PREFERRED)),
+        ((3, 4), rules(8, (6,), DELAY_NS), Batch(1, CloseReason.PREFERRED)),
         # The first request alone exceeds the largest preferred size.
-        ((7,), rules(8, (4,), DELAY), Batch(1, CloseReason.PREFERRED)),
-        ((7, 1), rules(8, (4,), DELAY), Batch(1, CloseReason.PREFERRED)),
+        ((7,), rules(8, (4,), DELAY_NS), Batch(1, CloseReason.PREFERRED)),
+        ((7, 1), rules(8, (4,), DELAY_NS), Batch(1, CloseReason.PREFERRED)),
         # A preferred size that is also the maximum is a full batch.
-        ((4, 4), rules(8, (4, 8), DELAY), Batch(2, CloseReason.FULL)),
+        ((4, 4), rules(8, (4, 8), DELAY_NS), Batch(2, CloseReason.FULL)),
         # The batch cannot grow, so it runs at once despite the delay.
-        ((5, 4), rules(8, (), DELAY), Batch(1, CloseReason.FULL)),
+        ((5, 4), rules(8, (), DELAY_NS), Batch(1, CloseReason.FULL)),
     ],
 )
-def test_sizes(units: tuple[int, ...], batching: Batching, expected: Batch) -> None:
+def test_batch_sizes(units: tuple[int, ...], batching: Batching, expected: Batch) -> None:
     assert decide(NOW, items(*units), batching, 0) == expected
 
 
@@ -77,24 +77,24 @@ def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
 
 def test_the_delay_counts_from_the_oldest_request() -> None:
     queue = [Item(enqueued_ns=NOW - 10), Item(enqueued_ns=NOW - 70_000), Item()]
-    batching = rules(8, (), DELAY)
+    batching = rules(8, (), DELAY_NS)
     assert decide(NOW, queue, batching, 0) == WaitUntil(NOW + 30_000)
     assert decide(NOW + 29_999, queue, batching, 0) == WaitUntil(NOW + 30_000)
     assert decide(NOW + 30_000, queue, batching, 0) == Batch(3, CloseReason.DELAY)
 
 
 def test_after_the_delay_everything_runs_even_past_a_preferred_size() -> None:
-    queue = [Item(enqueued_ns=NOW - DELAY) for _ in range(5)]
-    assert decide(NOW - 1, queue, rules(8, (4,), DELAY), 0) == Batch(4, CloseReason.PREFERRED)
-    assert decide(NOW, queue, rules(8, (4,), DELAY), 0) == Batch(5, CloseReason.DELAY)
+    queue = [Item(enqueued_ns=NOW - DELAY_NS) for _ in range(5)]
+    assert decide(NOW - 1, queue, rules(8, (4,), DELAY_NS), 0) == Batch(4, CloseReason.PREFERRED)
+    assert decide(NOW, queue, rules(8, (4,), DELAY_NS), 0) == Batch(5, CloseReason.DELAY)
 
 
 def test_other_shapes_close_a_batch_and_only_the_first_request_is_compared() -> None:
     queue = [Item(shape_key=b"a"), Item(shape_key=b"a"), Item(shape_key=b"b"), Item(shape_key=b"a")]
-    batching = rules(8, (), DELAY)
+    batching = rules(8, (), DELAY_NS)
     assert decide(NOW, queue, batching, 0) == Batch(2, CloseReason.SHAPE)
     assert decide(NOW, queue[2:], batching, 0) == Batch(1, CloseReason.SHAPE)
-    assert decide(NOW, queue[3:], batching, 0) == WaitUntil(NOW + DELAY)
+    assert decide(NOW, queue[3:], batching, 0) == WaitUntil(NOW + DELAY_NS)
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12)
@@ -108,20 +108,20 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
 
     The request that would make it wasteful closes the batch.
     """
-    pads = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
-    queued = [
-        Item(min(units, max_batch_size), shape_key=pads.key(b"", {"X": (length,)}))
+    padding = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
+    queued_items = [
+        Item(min(units, max_batch_size), shape_key=padding.key(b"", {"X": (length,)}))
         for length, units in lengths_and_units
     ]
-    batching = replace(rules(max_batch_size), padding=pads)
-    decision = decide(NOW, queued, batching, 0)
+    batching = replace(rules(max_batch_size), padding=padding)
+    decision = decide(NOW, queued_items, batching, 0)
     assert isinstance(decision, Batch)
-    batch_items = queued[: decision.count]
-    batch = pads.batch()
+    batch_items = queued_items[: decision.count]
+    batch = padding.batch()
     assert all(batch.may_join(item.shape_key, item.units) for item in batch_items)
     total = sum(item.units for item in batch_items)
-    if decision.count < len(queued):
-        next_item = queued[decision.count]
+    if decision.count < len(queued_items):
+        next_item = queued_items[decision.count]
         next_fits = total + next_item.units <= max_batch_size
         assert (
             not next_fits
@@ -129,17 +129,17 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
             or total == max_batch_size
         )
         assert (decision.reason is CloseReason.SHAPE) == (next_fits and total < max_batch_size)
-    ((elements, waste),) = batch.elements().values()
-    assert waste <= most_waste * elements + 1e-9 or decision.count == 1
+    ((elements, wasted_elements),) = batch.elements().values()
+    assert wasted_elements <= most_waste * elements + 1e-9 or decision.count == 1
 
 
 def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
     queue = [Item(), Item(flush_by_ns=NOW + 60_000)]
-    batching = rules(8, (), DELAY)
+    batching = rules(8, (), DELAY_NS)
     assert decide(NOW, queue, batching, 20_000) == WaitUntil(NOW + 40_000)
     assert decide(NOW + 40_000, queue, batching, 20_000) == Batch(2, CloseReason.DEADLINE)
-    distant = [Item(flush_by_ns=NOW + 60 * DELAY)]
-    assert decide(NOW, distant, batching, 20_000) == WaitUntil(NOW + DELAY)
+    distant_items = [Item(flush_by_ns=NOW + 60 * DELAY_NS)]
+    assert decide(NOW, distant_items, batching, 20_000) == WaitUntil(NOW + DELAY_NS)
 
 
 @st.composite
@@ -179,8 +179,8 @@ def max_batch(queue: list[Item], batching: Batching) -> int:
 
 @given(queue_states())
 def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batching, int]) -> None:
-    queue, batching, reserve = drawn_case
-    decision = decide(NOW, queue, batching, reserve)
+    queue, batching, reserve_ns = drawn_case
+    decision = decide(NOW, queue, batching, reserve_ns)
     if not isinstance(decision, Batch):
         return
     count, total = decision.count, sum(item.units for item in queue[: decision.count])
@@ -208,7 +208,7 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
         case CloseReason.IDLE:
             assert batching.delay_ns == 0 and count == len(queue)
         case CloseReason.DEADLINE:
-            assert min(item.flush_by_ns for item in queue[:count]) - reserve <= NOW
+            assert min(item.flush_by_ns for item in queue[:count]) - reserve_ns <= NOW
             assert batching.delay_ns > 0 and count == len(queue)
         case CloseReason.RETRY:
             pytest.fail("the batcher knows no retries")
@@ -218,15 +218,15 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
 def test_waiting_is_bounded_and_ends_in_a_batch(
     drawn_case: tuple[list[Item], Batching, int],
 ) -> None:
-    queue, batching, reserve = drawn_case
-    decision = decide(NOW, queue, batching, reserve)
+    queue, batching, reserve_ns = drawn_case
+    decision = decide(NOW, queue, batching, reserve_ns)
     assert (decision is None) == (not queue)
     if isinstance(decision, WaitUntil):
         assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + batching.delay_ns
         # The batcher waits only if all queued requests fit into one batch that can still grow.
         assert fits(queue, len(queue), batching)
         assert sum(item.units for item in queue) < max(batching.preferred)
-        at_the_end = decide(decision.ns, queue, batching, reserve)
+        at_the_end = decide(decision.ns, queue, batching, reserve_ns)
         assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
 
 
@@ -234,17 +234,17 @@ def test_waiting_is_bounded_and_ends_in_a_batch(
 def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
     drawn_case: tuple[list[Item], Batching, int],
 ) -> None:
-    queue, batching, reserve = drawn_case
-    now_ns, queued = NOW, list(queue)
-    while queued:
-        decision = decide(now_ns, queued, batching, reserve)
+    queue, batching, reserve_ns = drawn_case
+    now_ns, queued_items = NOW, list(queue)
+    while queued_items:
+        decision = decide(now_ns, queued_items, batching, reserve_ns)
         assert decision is not None
         if isinstance(decision, WaitUntil):
             now_ns = decision.ns
             continue
-        for item in queued[: decision.count]:
+        for item in queued_items[: decision.count]:
             assert now_ns <= max(NOW, item.enqueued_ns + batching.delay_ns)
-        del queued[: decision.count]
+        del queued_items[: decision.count]
 
 
 def test_the_default_scheduler_runs_one_request_after_another() -> None:

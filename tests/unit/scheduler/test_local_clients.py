@@ -23,57 +23,62 @@ CONFIG = {
     "output": [{"name": "Y", "data_type": "TYPE_INT8", "dims": [2]}],
 }
 NOW = 10**15
-SECOND = 10**9
+SECOND_NS = 10**9
 
 
 @pytest.mark.parametrize(
     ("arrival", "expected"),
     [
         (NOW - 1, NOW - 1),
-        (NOW - SECOND, NOW - SECOND),
-        (NOW - SECOND - 1, NOW),
+        (NOW - SECOND_NS, NOW - SECOND_NS),
+        (NOW - SECOND_NS - 1, NOW),
         (1, NOW),
         (0, NOW),
         (-(2**63), NOW),
     ],
 )
-def test_when_a_request_arrived_is_believed_within_a_second(arrival: int, expected: int) -> None:
+def test_an_arrival_time_is_accepted_within_a_second(arrival: int, expected: int) -> None:
     """A reported arrival one day ago would distort the mean of all requests for months."""
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"))
     submit = m.Submit(1, *packed_request, arrival, 0, 0, 0, "mine")
-    checked = rules.validate(FIRST, submit, NOW)
-    assert checked.arrived_ns == expected
-    assert (checked.request_id, (checked.schema, checked.data)) == ("mine", packed_request)
+    checked_submit = rules.validate(FIRST, submit, NOW)
+    assert checked_submit.arrived_ns == expected
+    assert (checked_submit.request_id, (checked_submit.schema, checked_submit.data)) == (
+        "mine",
+        packed_request,
+    )
 
 
 @pytest.mark.parametrize(
-    ("deadline", "timeout_us", "limit_us", "end"),
+    ("deadline", "timeout_us", "limit_us", "expected_ns"),
     [
         (0, 0, 0, 0),
-        (NOW + SECOND, 0, 0, NOW + SECOND),
+        (NOW + SECOND_NS, 0, 0, NOW + SECOND_NS),
         (0, 500, 0, NOW - 7 + 500_000),
         (0, 0, 500, NOW - 7 + 500_000),
         (NOW + 1, 500, 400, NOW + 1),
-        (NOW + SECOND, 500, 400, NOW - 7 + 400_000),
-        (NOW + SECOND, 300, 400, NOW - 7 + 300_000),
+        (NOW + SECOND_NS, 500, 400, NOW - 7 + 400_000),
+        (NOW + SECOND_NS, 300, 400, NOW - 7 + 300_000),
         (-1, -1, 400, NOW - 7 + 400_000),
         (0, (1 << 64) - 1, 0, NOW - 7 + MAX_TIMEOUT_US * 1000),
     ],
 )
-def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int, end: int) -> None:
+def test_the_shortest_limit_holds(
+    deadline: int, timeout_us: int, limit_us: int, expected_ns: int
+) -> None:
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(
         Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), limit_us
     )
     submit = m.Submit(1, *packed_request, NOW - 7, deadline, timeout_us, 0, "")
-    assert rules.validate(FIRST, submit, NOW).deadline_ns == end
+    assert rules.validate(FIRST, submit, NOW).deadline_ns == expected_ns
 
 
 def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 400)
-    submit = m.Submit(1, *packed_request, NOW + SECOND, 0, 0, 0, "")
+    submit = m.Submit(1, *packed_request, NOW + SECOND_NS, 0, 0, 0, "")
     assert rules.validate(FIRST, submit, NOW).deadline_ns == NOW + 400_000
 
 

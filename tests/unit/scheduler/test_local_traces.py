@@ -13,7 +13,7 @@ from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.hosting.local_clients import LocalTraces
 
 PEER = b"900.1.x"
-CALLER = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)
+CALLER_CONTEXT = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)
 
 
 class FakeControlLink(list[Any]):
@@ -41,8 +41,8 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
 def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
     assert not local_traces.active
-    submitted = submit(1, CALLER.message)
-    assert local_traces.start_trace(PEER, submitted) is submitted
+    submitted_request = submit(1, CALLER_CONTEXT.message)
+    assert local_traces.start_trace(PEER, submitted_request) is submitted_request
     local_traces.end_trace(PEER, Finished(1, b"", []))
     assert not control_link and not local_traces.measured
 
@@ -59,32 +59,32 @@ def test_one_of_every_trace_rate_requests_is_reported() -> None:
     assert isinstance(control_link[0], RequestTraced) and control_link[0].request_id == "id"
 
 
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_a_caller_decides_for_opentelemetry(is_sampled: bool) -> None:
     local_traces, control_link = traces(
         trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry"
     )
-    local_traces.start_trace(PEER, submit(1, CALLER._replace(sampled=sampled).message))
+    local_traces.start_trace(PEER, submit(1, CALLER_CONTEXT._replace(sampled=is_sampled).message))
     local_traces.end_trace(PEER, Finished(1, b"", []))
     assert [TraceContext.of(record.trace).trace_id for record in control_link] == [
         "1" * 32
-    ] * sampled
+    ] * is_sampled
     local_traces.start_trace(
         PEER, submit(2, TraceContext.new().message)
     )  # requests an explanation, but no trace
     local_traces.end_trace(PEER, Finished(2, b"", []))
-    assert len(control_link) == 1 + sampled
+    assert len(control_link) == 1 + is_sampled
 
 
 def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces, control_link = traces(slow_ms=100)
-    fast_id, slow, failing, cancelled_id = (
+    fast_request, slow_request, failing_request, cancelled_request = (
         submit(1),
         submit(2, age_ms=150),
         submit(3, age_ms=150),
         submit(4),
     )
-    for request in (fast_id, slow, failing, cancelled_id):
+    for request in (fast_request, slow_request, failing_request, cancelled_request):
         assert local_traces.start_trace(PEER, request).trace
     local_traces.end_trace(PEER, Finished(1, b"", []))
     local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))

@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.scheduler.batchers.dynamic import CloseReason
-from shmserve.scheduler.instances.pool import SLOT, Execution, LostWork, Pool, SlotState
+from shmserve.scheduler.instances.pool import SLOT_TRANSITIONS, Execution, LostWork, Pool, SlotState
 from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
 NOW = 1_000_000
@@ -34,7 +34,7 @@ def counts(pool: Pool) -> dict[str, int]:
     return {state: number for state, number in pool.counts().items() if number}
 
 
-def test_an_instance_counts_when_it_is_announced_and_offers_itself(pool: Pool) -> None:
+def test_an_instance_is_counted_once_announced_and_registered(pool: Pool) -> None:
     pool.announce(0, 100)
     assert not pool.free and counts(pool) == {"expected": 1}
     pool.register_worker(0, b"0.100", 100)
@@ -67,7 +67,7 @@ def test_a_registration_of_an_exited_process_is_discarded(pool: Pool) -> None:
     assert not pool.free
 
 
-def test_only_who_was_announced_is_taken() -> None:
+def test_only_announced_instances_are_registered() -> None:
     """Other workers that register are never accepted."""
     pool = Pool(0)
     pool.register_worker(0, b"0.500", 500)
@@ -98,7 +98,7 @@ def test_repeated_offers_and_announcements_change_nothing(pool: Pool) -> None:
     assert not pool.free and pool.by_peer(peer) is not None
 
 
-def test_batches_go_to_who_has_been_free_for_longest(pool: Pool) -> None:
+def test_batches_go_to_the_longest_idle_instance(pool: Pool) -> None:
     first_worker, second_worker = register_instance(pool, 0, 100), register_instance(pool, 1, 101)
     slot = pool.assign(execution(1))
     assert slot.peer == first_worker
@@ -119,7 +119,7 @@ def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
     assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"expected": 1}
 
 
-def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
+def test_an_idle_instance_that_exits_receives_no_more_batches(pool: Pool) -> None:
     register_instance(pool)
     assert pool.process_exited(100) == LostWork([], []) and not pool.free
 
@@ -127,7 +127,7 @@ def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None:
     register_instance(pool)
     slot = pool.assign(execution())
-    slot.meet("doom")
+    slot.transition("doom")
     pool.finish(slot, NOW)
     assert not pool.free and counts(pool) == {"doomed": 1}
 
@@ -140,11 +140,11 @@ def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     assert pool.due_ns == NOW + LIMIT
     assert pool.overdue_slots(NOW + LIMIT - 1) == [] and pool.due_ns == NOW + LIMIT
     assert pool.overdue_slots(NOW + LIMIT) == [slot]
-    slot.meet("doom")
+    slot.transition("doom")
     assert pool.overdue_slots(NOW + LIMIT) == [] and pool.due_ns == NEVER
 
 
-def test_without_a_limit_nothing_is_overdue(pool: Pool) -> None:
+def test_without_a_limit_no_batch_is_overdue(pool: Pool) -> None:
     register_instance(pool)
     pool.assign(execution(started_ns=0))
     assert pool.due_ns == NEVER
@@ -182,7 +182,7 @@ def test_requests_and_pids_are_found(pool: Pool) -> None:
 
 @pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
 def test_an_exit_makes_every_slot_expected(state: SlotState) -> None:
-    assert SLOT[state]["exit"] is SlotState.EXPECTED
+    assert SLOT_TRANSITIONS[state]["exit"] is SlotState.EXPECTED
 
 
 def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:
@@ -210,7 +210,7 @@ def test_a_batch_ahead_is_sent_to_the_least_busy_instance(pool: Pool) -> None:
     assert slots == [0, 1, 0, 1, 0, 1]
 
 
-def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
+def test_an_exit_returns_the_running_batch_first(pool: Pool) -> None:
     register_instance(pool)
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
@@ -218,7 +218,7 @@ def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
     assert pool.process_exited(100) == LostWork(batches, [])
 
 
-def test_an_exit_returns_what_was_open_apart(pool: Pool) -> None:
+def test_an_exit_returns_open_requests_separately(pool: Pool) -> None:
     register_instance(pool)
     first_execution, second_execution = execution(1), execution(2)
     pool.finish(pool.assign(first_execution), NOW)
@@ -250,7 +250,7 @@ def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) 
     assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
 
 
-def test_an_instance_that_retires_before_its_start_is_gone_at_once(pool: Pool) -> None:
+def test_an_instance_that_retires_before_its_start_is_removed_at_once(pool: Pool) -> None:
     pool.announce(0, 100)
     pool.retire(0)
     pool.retire(1)
@@ -258,7 +258,7 @@ def test_an_instance_that_retires_before_its_start_is_gone_at_once(pool: Pool) -
     assert counts(pool) == {}
 
 
-def test_an_instance_that_exits_while_it_retires_is_gone(pool: Pool) -> None:
+def test_an_instance_that_exits_while_it_retires_is_removed(pool: Pool) -> None:
     register_instance(pool)
     batch = execution()
     pool.assign(batch)
@@ -270,7 +270,7 @@ def test_an_instance_that_exits_while_it_retires_is_gone(pool: Pool) -> None:
     assert pool.free
 
 
-def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
+def test_an_instance_at_its_request_limit_is_not_free() -> None:
     """Further requests of the decoupled model wait in the queue."""
     pool = Pool(0, None, 2)
     register_instance(pool)
@@ -286,7 +286,7 @@ def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
     assert list(pool.free) == [slot]
 
 
-def test_an_offer_after_its_instance_was_taken_back_is_forgotten_with_its_process(
+def test_an_offer_of_a_withdrawn_instance_is_dropped_with_its_process(
     pool: Pool,
 ) -> None:
     register_instance(pool, 0, 100)

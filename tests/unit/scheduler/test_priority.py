@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shmserve.scheduler.requests.queue import PriorityQueue
 from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
-LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
+PRIORITY_LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client[ScheduledRequest](b"1.a", print)
 
 
@@ -25,7 +25,7 @@ class ComparedQueue(RuleBasedStateMachine):
         self.queue = PriorityQueue()
         self.naive: list[tuple[tuple[int, bool, int], ScheduledRequest]] = []
         self.requests: list[ScheduledRequest] = []
-        self.memory_ranges = 0
+        self.insertions = 0
 
     def _expected(self) -> list[ScheduledRequest]:
         return [request for _, request in sorted(self.naive, key=lambda item: item[0])]
@@ -34,25 +34,25 @@ class ComparedQueue(RuleBasedStateMachine):
         removed_ids = set(map(id, requests))
         self.naive = [item for item in self.naive if id(item[1]) not in removed_ids]
 
-    @rule(level=LEVELS)
+    @rule(level=PRIORITY_LEVELS)
     def append(self, level: int) -> None:
-        self.memory_ranges += 1
-        new_request = request(self.memory_ranges, level)
+        self.insertions += 1
+        new_request = request(self.insertions, level)
         self.requests.append(new_request)
         self.queue.append(new_request)
-        self.naive.append(((level, False, self.memory_ranges), new_request))
+        self.naive.append(((level, False, self.insertions), new_request))
 
     @precondition(lambda self: self.naive)
     @rule(data=st.data())
     def delay(self, data: st.DataObject) -> None:
         """Let the timeout of a request expire."""
-        in_time = [request for _, request in self.naive if not request.delayed]
-        if in_time:
-            self.memory_ranges += 1
-            chosen_request = data.draw(st.sampled_from(in_time))
+        undelayed = [request for _, request in self.naive if not request.delayed]
+        if undelayed:
+            self.insertions += 1
+            chosen_request = data.draw(st.sampled_from(undelayed))
             self._drop([chosen_request])
             self.queue.delay(chosen_request)
-            self.naive.append(((chosen_request.level, True, self.memory_ranges), chosen_request))
+            self.naive.append(((chosen_request.level, True, self.insertions), chosen_request))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -73,9 +73,9 @@ class ComparedQueue(RuleBasedStateMachine):
         self._drop(batch)
         if back:
             for request in reversed(batch):
-                self.memory_ranges += 1
+                self.insertions += 1
                 self.queue.prepend(request)
-                self.naive.append(((request.level, request.delayed, -self.memory_ranges), request))
+                self.naive.append(((request.level, request.delayed, -self.insertions), request))
 
     @invariant()
     def check_equality(self) -> None:
@@ -85,9 +85,9 @@ class ComparedQueue(RuleBasedStateMachine):
         assert len(self.queue) == len(expected)
         for level in (1, 2, 3, 4):
             assert self.queue.size(level) == sum(request.level == level for request in expected)
-        used = {request.level for request in expected}
-        kept_lines = set(self.queue._levels) - used
-        assert used <= set(self.queue._levels) and len(kept_lines) <= 1, (
+        used_levels = {request.level for request in expected}
+        kept_lines = set(self.queue._levels) - used_levels
+        assert used_levels <= set(self.queue._levels) and len(kept_lines) <= 1, (
             "memory is for what is there"
         )
 

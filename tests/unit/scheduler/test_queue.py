@@ -55,7 +55,7 @@ def test_requests_are_dequeued_in_order_of_arrival() -> None:
     assert [request.state for request in admitted] == [State.EXECUTING] * 3 + [State.QUEUED]
 
 
-def test_a_request_may_leave_from_the_middle() -> None:
+def test_a_request_may_be_removed_from_the_middle() -> None:
     queue = make_queue()
     first_request, second_request, third_request = (admit(queue) for _ in range(3))
     queue.remove(second_request)
@@ -77,7 +77,7 @@ def test_the_policys_bound_overrides_the_servers() -> None:
         admit(queue)
 
 
-def test_a_request_of_a_model_that_does_not_batch_is_one_unit() -> None:
+def test_a_request_of_a_model_without_batching_is_one_unit() -> None:
     assert admit(make_queue(), batch_size=0).units == 1
 
 
@@ -86,7 +86,7 @@ def test_a_request_with_an_expired_timeout_is_refused() -> None:
         admit(make_queue(), deadline_ns=NOW - 1)
 
 
-def test_a_clients_clock_is_believed_only_as_far_as_it_can_be_true() -> None:
+def test_an_impossible_arrival_time_is_clamped() -> None:
     queue = make_queue()
     assert admit(queue, arrived_ns=NOW - 5).arrived_ns == NOW - 5
     for nonsense in (0, -4, NOW + 1, 2**63):
@@ -107,25 +107,25 @@ def test_a_request_expires_strictly_after_its_timeout() -> None:
     ("override", "timeout_us", "limit_us"),
     [(False, 40, 100), (True, 40, 40), (True, 0, 100), (True, 400, 100)],
 )
-def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
+def test_a_requests_timeout_applies_if_allowed_and_shorter(
     override: bool, timeout_us: int, limit_us: int
 ) -> None:
     policy = {"default_timeout_microseconds": 100, "allow_timeout_override": override}
     assert admit(make_queue(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
 
 
-def test_no_request_is_delayed_behind_others_with_preserved_order() -> None:
+def test_with_preserved_order_no_request_is_delayed() -> None:
     """With preserve_ordering, a delayed request would hold up the responses of all others."""
     policy = {"allow_timeout_override": True, "timeout_action": "DELAY"}
-    for ordered, limit_us in ((False, 40), (True, 0)):
-        dynamic = {"default_queue_policy": policy, "preserve_ordering": ordered}
-        config = {"name": "m", "max_batch_size": 8, "dynamic_batching": dynamic}
+    for is_ordered, limit_us in ((False, 40), (True, 0)):
+        dynamic_batching = {"default_queue_policy": policy, "preserve_ordering": is_ordered}
+        config = {"name": "m", "max_batch_size": 8, "dynamic_batching": dynamic_batching}
         queue = RequestQueue(Settings.read(ModelSpec.of(config), "1", SchedulingLimits()))
         request = admit(queue, timeout_us=40)
         assert request.queue_limit_ns == (NOW + limit_us * 1000 if limit_us else 0)
 
 
-def test_an_override_without_a_default_timeout_is_shorter_than_none() -> None:
+def test_a_queue_without_a_default_timeout_accepts_a_requests_timeout() -> None:
     request = admit(make_queue({"allow_timeout_override": True}), timeout_us=40)
     assert request.queue_limit_ns == NOW + 40_000
     assert admit(make_queue({"allow_timeout_override": True})).queue_limit_ns == 0
@@ -159,11 +159,11 @@ def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() ->
     assert queue.take_expired(NOW + 500_001) == [first_request]
 
 
-def test_timers_of_done_requests_do_not_pile_up() -> None:
+def test_timers_of_completed_requests_are_removed() -> None:
     queue = make_queue()
     for _ in range(5000):
         admit(queue, deadline_ns=NOW + 60_000_000_000)
         (request,) = queue.take(1)
-        request.meet(Event.FINISH)
+        request.transition(Event.FINISH)
     assert len(queue.timers) <= 1025
     assert queue.take_expired(NOW) == [] and queue.timers.due_ns == NEVER

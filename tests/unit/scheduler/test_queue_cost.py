@@ -8,26 +8,26 @@ import pytest
 
 from bench.load.queue_cost import CONFIG, BusyQueue
 
-_TURNS = 200
+_TURN_COUNT = 200
 _PARAMETERS = {
     "batching_strategy": {"string_value": "adaptive"},
     "target_p99_ms": {"string_value": "50"},
 }
 
 
-def calls_per_request(queued: int, config: dict[str, Any]) -> float:
+def calls_per_request(queued_count: int, config: dict[str, Any]) -> float:
     """Return the number of function calls per request, in Python and in C."""
-    busy, calls = BusyQueue(queued, config), 0
+    busy_queue, calls = BusyQueue(queued_count, config), 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    for _ in range(_TURNS):
-        busy.turn()
+    for _ in range(_TURN_COUNT):
+        busy_queue.turn()
     sys.setprofile(count)
     try:
-        requests = sum(busy.turn() for _ in range(_TURNS))
+        requests = sum(busy_queue.turn() for _ in range(_TURN_COUNT))
     finally:
         sys.setprofile(None)
     return calls / requests
@@ -39,5 +39,7 @@ def test_a_request_costs_no_more_with_many_queued(parameters: dict[str, Any]) ->
     queue.
     """
     config = {**CONFIG, "parameters": parameters}
-    few_cost, many_cost = (calls_per_request(queued, config) for queued in (100, 20_000))
+    few_cost, many_cost = (
+        calls_per_request(queued_count, config) for queued_count in (100, 20_000)
+    )
     assert many_cost < few_cost * 1.15

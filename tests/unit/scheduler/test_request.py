@@ -4,7 +4,7 @@ import pytest
 
 from shmserve.scheduler.requests.request import (
     DONE,
-    LIFE,
+    TRANSITIONS,
     Client,
     Event,
     IllegalEvent,
@@ -18,23 +18,25 @@ from shmserve.scheduler.requests.request import (
 def test_events_follow_the_table_of_transitions(state: State, event: Event) -> None:
     request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, DONE)
     request.state = state
-    if event in LIFE[state]:
-        request.meet(event)
-        assert request.state is LIFE[state][event]
+    if event in TRANSITIONS[state]:
+        request.transition(event)
+        assert request.state is TRANSITIONS[state][event]
     else:
         with pytest.raises(IllegalEvent):
-            request.meet(event)
+            request.transition(event)
         assert request.state is state
 
 
-def test_every_way_through_the_table_ends() -> None:
-    assert LIFE[State.DONE] == {}
+def test_every_path_of_transitions_ends() -> None:
+    assert TRANSITIONS[State.DONE] == {}
     for state in State:
         visited, unvisited = set(), [state]
         while unvisited:
-            current = unvisited.pop()
-            visited.add(current)
+            current_state = unvisited.pop()
+            visited.add(current_state)
             unvisited += [
-                next_state for next_state in LIFE[current].values() if next_state not in visited
+                next_state
+                for next_state in TRANSITIONS[current_state].values()
+                if next_state not in visited
             ]
         assert State.DONE in visited

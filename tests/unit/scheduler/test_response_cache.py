@@ -32,7 +32,7 @@ from tests.rigs.scheduler_rig import Rig, ok_reply, ready_rig
 from tests.support.messages import inferred_of
 
 SUPERVISOR = 4321
-LARGE = 100_000
+LARGE_SIZE = 100_000
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def arena() -> Iterator[Arena]:
 def cached_rig(
     byte_size: int = 1 << 20,
     arena_byte_size: int = 1 << 20,
-    dynamic: dict[str, Any] | None = None,
+    dynamic_batching: dict[str, Any] | None = None,
     **server: Any,
 ) -> Rig:
     clock = itertools.count(0, 7)
@@ -57,7 +57,7 @@ def cached_rig(
         LentMemory(arena_byte_size),
         lambda: next(clock),
     )
-    return Rig(dynamic, cache=cache, **server)
+    return Rig(dynamic_batching, cache=cache, **server)
 
 
 def release_message(memory_range: Range) -> m.Release:
@@ -133,8 +133,8 @@ def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
 
 
 def test_hits_keep_the_order_of_requests() -> None:
-    """Section 3.8: with preserve_ordering, hits are ordered, too."""
-    rig = cached_rig(dynamic={"preserve_ordering": True})
+    """With preserve_ordering, cached responses are sent in order, too."""
+    rig = cached_rig(dynamic_batching={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
     (first_id,) = rig.submit(work=pack_request(b"z"))
@@ -148,7 +148,7 @@ def test_hits_keep_the_order_of_requests() -> None:
     ]
 
 
-def test_errors_are_not_kept() -> None:
+def test_errors_are_not_cached() -> None:
     rig = cached_rig()
     peer = rig.start()
     rig.submit(work=pack_request())
@@ -159,27 +159,29 @@ def test_errors_are_not_kept() -> None:
     assert rig.report()["inference_stats"]["cache_miss"]["count"] == 1
 
 
-def test_the_body_of_a_request_is_hashed_where_a_gateway_has_put_it(arena: Arena) -> None:
+def test_request_bodies_in_shared_memory_are_hashed(arena: Arena) -> None:
     rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, pack_request(place_data(arena, b"a" * LARGE)), pack_response(b"y"))
-    submit_hit(rig, pack_request(place_data(arena, b"a" * LARGE)))
-    run(rig, peer, pack_request(place_data(arena, b"a" * LARGE + b"b")), pack_response(b"z"))
+    run(rig, peer, pack_request(place_data(arena, b"a" * LARGE_SIZE)), pack_response(b"y"))
+    submit_hit(rig, pack_request(place_data(arena, b"a" * LARGE_SIZE)))
+    run(rig, peer, pack_request(place_data(arena, b"a" * LARGE_SIZE + b"b")), pack_response(b"z"))
 
 
 def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     """No reader can change the cached bytes, and the copies are released."""
     rig = cached_rig()
     peer = rig.start()
-    placed_body = place_data(arena, b"l" * LARGE)
+    placed_body = place_data(arena, b"l" * LARGE_SIZE)
     run(rig, peer, pack_request(), pack_response(placed_body))
-    arena.view(placed_body)[:] = b"!" * LARGE  # the worker may reuse the memory of its response
+    arena.view(placed_body)[:] = (
+        b"!" * LARGE_SIZE
+    )  # the worker may reuse the memory of its response
     for _ in range(30):  # 3 MB in total, through an arena of 1 MB
         (output,) = inferred_of(submit_hit(rig, pack_request())).outputs
         assert isinstance(output.data, Range)
         view = Mappings().view(output.data)
-        assert bytes(view) == b"l" * LARGE
-        view[:] = b"?" * LARGE
+        assert bytes(view) == b"l" * LARGE_SIZE
+        view[:] = b"?" * LARGE_SIZE
         rig.client(release_message(output.data))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
@@ -187,9 +189,9 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
 def test_an_exited_reader_releases_all_blocks(arena: Arena) -> None:
     rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     submit_hit(rig, pack_request(), peer=b"7001.cd")
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE_SIZE
     rig.supervisor(ProcessExited(7001, ""))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
@@ -197,20 +199,20 @@ def test_an_exited_reader_releases_all_blocks(arena: Arena) -> None:
 def test_a_reader_cannot_release_blocks_it_was_not_lent(arena: Arena) -> None:
     rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     (output,) = inferred_of(submit_hit(rig, pack_request())).outputs
     assert isinstance(output.data, Range)
     rig.client(release_message(output.data), peer=b"7001.cd")
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE_SIZE
 
 
 def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
-    rig = cached_rig(dynamic={"preserve_ordering": True})
+    rig = cached_rig(dynamic_batching={"preserve_ordering": True})
     peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     rig.submit(work=pack_request(b"z"))
-    (executed,) = rig.submit(work=pack_request())
-    rig.client(m.Cancel(executed))
+    (executed_id,) = rig.submit(work=pack_request())
+    rig.client(m.Cancel(executed_id))
     assert [answer.code for answer in rig.answers()] == ["CANCELLED"]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
@@ -218,7 +220,7 @@ def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
 def test_a_refused_hit_releases_its_copy(arena: Arena) -> None:
     rig = cached_rig()
     peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE)))
+    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     rig.submit(work=pack_request(), deadline_ns=1)
     assert [type(answer) for answer in rig.answers()] == [m.Failed]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
@@ -227,7 +229,7 @@ def test_a_refused_hit_releases_its_copy(arena: Arena) -> None:
 def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
     rig = cached_rig(arena_byte_size=128 * 1024)
     peer = rig.start()
-    placed_body = pack_response(place_data(arena, b"l" * LARGE))
+    placed_body = pack_response(place_data(arena, b"l" * LARGE_SIZE))
     run(rig, peer, pack_request(), placed_body)
     submit_hit(rig, pack_request())
     run(rig, peer, pack_request(), placed_body)
@@ -236,14 +238,16 @@ def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
 def region_requests(arena: Arena) -> dict[str, Packed]:
     """Return requests whose inputs or outputs are in memory that schedulers do not read."""
     memory_range = place_data(arena, b"r" * 64)
-    memory, copied = memory_range.memory, memory_range.memory
+    memory, copied_memory = memory_range.memory, memory_range.memory
     cached_memory = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
-    copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
-    unsealed = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
+    copied_memory = type(memory)(
+        9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True
+    )
+    unsealed_memory = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
     return {
         "a client's region": pack_request(Range(cached_memory, memory_range.offset, 64)),
-        "an untrusted client's": pack_request(Range(copied, memory_range.offset, 64)),
-        "an object that may shrink": pack_request(Range(unsealed, memory_range.offset, 64)),
+        "an untrusted client's": pack_request(Range(copied_memory, memory_range.offset, 64)),
+        "an object that may shrink": pack_request(Range(unsealed_memory, memory_range.offset, 64)),
         "an output's place": pack_request(b"x", Range(cached_memory, memory_range.offset, 64)),
     }
 
@@ -280,7 +284,7 @@ def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFix
     submit_hit(rig, pack_request())
 
 
-def test_a_smaller_share_holds_at_once() -> None:
+def test_a_smaller_share_applies_at_once() -> None:
     rig = cached_rig()
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y" * 1000))
@@ -289,7 +293,7 @@ def test_a_smaller_share_holds_at_once() -> None:
     run(rig, peer, pack_request(), pack_response(b"y" * 1000))
 
 
-def test_counts_go_on_in_a_successor() -> None:
+def test_a_successor_continues_the_counts() -> None:
     rig = cached_rig()
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
@@ -297,13 +301,13 @@ def test_counts_go_on_in_a_successor() -> None:
     snapshots = rig.to_supervisor(StatisticsSnapshot)
     report_before = rig.report()
     assert snapshots == []
-    heir = cached_rig()
-    heir.scheduler.restore([rig.snapshot(), []], [])
-    stats = heir.report()["inference_stats"]
+    successor = cached_rig()
+    successor.scheduler.restore([rig.snapshot(), []], [])
+    stats = successor.report()["inference_stats"]
     assert stats == report_before["inference_stats"]
 
 
-def test_without_a_cache_nothing_is_asked_for() -> None:
+def test_without_a_cache_nothing_is_counted() -> None:
     rig, peer = ready_rig()
     for _ in range(2):
         run(rig, peer, pack_request(), pack_response(b"y"))
@@ -311,20 +315,20 @@ def test_without_a_cache_nothing_is_asked_for() -> None:
 
 
 def test_arrays_of_other_shapes_have_other_keys() -> None:
-    """Section 3.8: the same bytes with the shapes [1, 4] and [4] are two entries."""
+    """The same bytes with the shapes [1, 4] and [4] are two entries."""
     rig = cached_rig()
     peer = rig.start()
     data = np.arange(4, dtype=np.int8).tobytes()
-    flat = pack_inference(Inference((TensorRef("I", "INT8", (4,), data),)))
+    flat_request = pack_inference(Inference((TensorRef("I", "INT8", (4,), data),)))
     row = pack_inference(Inference((TensorRef("I", "INT8", (1, 4), data),)))
-    run(rig, peer, flat, pack_response(b"flat"))
+    run(rig, peer, flat_request, pack_response(b"flat"))
     run(rig, peer, row, pack_response(b"row"))
-    assert unpack_answer(submit_hit(rig, flat)) == pack_response(b"flat")
+    assert unpack_answer(submit_hit(rig, flat_request)) == pack_response(b"flat")
 
 
-A = TensorRef("A", "INT32", (1, 2), b"12345678")
-B = TensorRef("B", "INT8", (3,), b"abc")
-REQUEST = Inference((A, B), (RequestedOutput("Y"),), {"p": 1})
+TENSOR_A = TensorRef("A", "INT32", (1, 2), b"12345678")
+TENSOR_B = TensorRef("B", "INT8", (3,), b"abc")
+REQUEST = Inference((TENSOR_A, TENSOR_B), (RequestedOutput("Y"),), {"p": 1})
 
 
 NO_SEQUENCE = (0, "", 0)
@@ -346,12 +350,14 @@ def request_key(
 @pytest.mark.parametrize(
     "other_request",
     [
-        replace(REQUEST, inputs=(replace(A, name="C"), B)),
-        replace(REQUEST, inputs=(replace(A, shape=(2, 1)), B)),
-        replace(REQUEST, inputs=(replace(A, datatype="UINT32"), B)),
-        replace(REQUEST, inputs=(replace(A, data=b"12345679"), B)),
-        replace(REQUEST, inputs=(replace(A, data=b"12345678a"), replace(B, data=b"bc"))),
-        replace(REQUEST, inputs=(A,)),
+        replace(REQUEST, inputs=(replace(TENSOR_A, name="C"), TENSOR_B)),
+        replace(REQUEST, inputs=(replace(TENSOR_A, shape=(2, 1)), TENSOR_B)),
+        replace(REQUEST, inputs=(replace(TENSOR_A, datatype="UINT32"), TENSOR_B)),
+        replace(REQUEST, inputs=(replace(TENSOR_A, data=b"12345679"), TENSOR_B)),
+        replace(
+            REQUEST, inputs=(replace(TENSOR_A, data=b"12345678a"), replace(TENSOR_B, data=b"bc"))
+        ),
+        replace(REQUEST, inputs=(TENSOR_A,)),
         replace(REQUEST, outputs=()),
         replace(REQUEST, outputs=(RequestedOutput("Y"), RequestedOutput("Z"))),
         replace(REQUEST, parameters={}),
@@ -368,10 +374,10 @@ def test_requests_that_differ_have_different_keys(other_request: Inference) -> N
 
 def test_another_sequence_or_position_has_another_key() -> None:
     """Rule 3.8.2."""
-    memory_ranges = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
-    assert len(
-        {request_key(REQUEST, sequence=memory_range) for memory_range in memory_ranges}
-    ) == len(memory_ranges)
+    positions = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
+    assert len({request_key(REQUEST, sequence=position) for position in positions}) == len(
+        positions
+    )
 
 
 def test_another_model_or_version_has_another_key() -> None:
@@ -383,8 +389,8 @@ def test_another_model_or_version_has_another_key() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"inputs": (B, A)},
-        {"inputs": (replace(A, data=Range(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
+        {"inputs": (TENSOR_B, TENSOR_A)},
+        {"inputs": (replace(TENSOR_A, data=Range(Memory(1, 2, 3, 4, 8, True), 0, 8)), TENSOR_B)},
     ],
 )
 def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) -> None:

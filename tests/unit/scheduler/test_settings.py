@@ -16,14 +16,14 @@ def read_settings(config: dict[str, Any], **server: Any) -> Settings:
     )
 
 
-def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
+def test_without_a_batching_block_only_the_servers_bound_applies() -> None:
     settings = read_settings({}, max_queue_size=100, delay_scheduler=4)
     assert settings == Settings(
         "m", "3", 8, None, QueuePolicies(LevelPolicy(max_queue_size=100)), False, 0
     )
 
 
-def test_everything_is_read() -> None:
+def test_every_setting_is_read() -> None:
     block = {
         "preferred_batch_size": [4, 6],
         "max_queue_delay_microseconds": 100,
@@ -74,7 +74,7 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "limited"),
+    ("block", "is_limited"),
     [
         ({}, False),
         ({"priority_levels": 1, "default_priority_level": 1}, False),
@@ -93,10 +93,11 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
         ),
     ],
 )
-def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], limited: bool) -> None:
+def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], is_limited: bool) -> None:
     """Rule 3.1.8: batches then form only when an instance is free."""
     assert (
-        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited is limited
+        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited
+        is is_limited
     )
 
 
@@ -132,6 +133,6 @@ def test_an_invalid_execution_timeout_keeps_the_servers(value: str | None) -> No
     assert read_settings(config, execution_timeout_s=1.5).execution_limit_ns == 1_500_000_000
 
 
-def test_a_limit_of_zero_is_none() -> None:
+def test_a_limit_of_zero_is_no_limit() -> None:
     config = {"parameters": {"execution_timeout_seconds": {"string_value": "0"}}}
     assert read_settings(config, execution_timeout_s=60).execution_limit_ns == 0

@@ -104,9 +104,9 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
     rig.now += 40_000
     for number, batch in enumerate(batches):
         start = sent_ns + number * 10_000
-        times = (start, start + 1_000, start + 8_000, start + 10_000)
+        times_ns = (start, start + 1_000, start + 8_000, start + 10_000)
         replies = [ok_reply(request.key) for request in batch.requests]
-        rig.worker(peer, m.BatchFinished(batch.batch, *times, replies, 0, 0))
+        rig.worker(peer, m.BatchFinished(batch.batch, *times_ns, replies, 0, 0))
     stats = rig.report()["inference_stats"]
     assert stats["compute_input"]["ns"] == 50 + 3 * 1_000
     assert stats["compute_infer"]["ns"] == 50 * 2 + 3 * 7_000
@@ -134,17 +134,17 @@ def test_a_request_that_fails_before_the_model_is_no_execution() -> None:
 def test_failures_by_reason() -> None:
     rig, _ = ready_rig({"default_queue_policy": {"max_queue_size": 2}}, max_batch_size=1)
     rig.submit(1, timeout_ns=2 * MS)
-    (cancelled,) = rig.submit()
+    (cancelled_id,) = rig.submit()
     rig.submit(1, timeout_ns=MS)
     rig.submit(1)
-    rig.client(m.Cancel(cancelled))
+    rig.client(m.Cancel(cancelled_id))
     rig.submit(1, batch_size=2)
     rig.pass_time(3 * MS)
     failures = rig.report()["shmserve"]["failures"]
     assert failures == {"REJECTED": 2, "CANCELED": 1, "BACKEND": 0, "OTHER": 1}
 
 
-def test_gauges_show_what_is_here_now() -> None:
+def test_gauges_show_the_current_state() -> None:
     rig, _ = ready_rig({}, max_batch_size=2)
     rig.submit(2)
     rig.submit(3)
@@ -156,17 +156,17 @@ def test_gauges_show_what_is_here_now() -> None:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 50))
-def test_timing_never_exceeds_what_can_be_true(reported: list[int], duration_ns: int) -> None:
-    started, now_ns = 1000, 1000 + duration_ns
-    start, input_end, output_start, end = reported
-    message = m.BatchFinished(1, start, input_end, output_start, end, [])
-    timing = Timing.from_worker(message, started, now_ns)
-    assert started <= timing.compute_start_ns <= now_ns
+def test_reported_times_are_clamped(reported_times: list[int], duration_ns: int) -> None:
+    start_ns, now_ns = 1000, 1000 + duration_ns
+    start, input_end, output_start, output_end = reported_times
+    message = m.BatchFinished(1, start, input_end, output_start, output_end, [])
+    timing = Timing.from_worker(message, start_ns, now_ns)
+    assert start_ns <= timing.compute_start_ns <= now_ns
     assert min(timing[1:4]) >= 0
     assert timing.compute_start_ns + sum(timing[1:4]) <= now_ns
 
 
-def test_a_histogram_counts_a_bound_as_within_it() -> None:
+def test_a_histogram_counts_a_bound_inclusively() -> None:
     histogram = Histogram((0.5, 2.0), 10)
     for value in (0, 5, 6, 20, 21):
         histogram.observe(value)
@@ -191,16 +191,16 @@ def test_service_time_determines_when_to_retry() -> None:
 
 
 def test_service_time_reserves_more_where_executions_vary() -> None:
-    steady, unsteady = ServiceTime(), ServiceTime()
-    assert steady.reserve_ns > 0
+    steady_service, unsteady_service = ServiceTime(), ServiceTime()
+    assert steady_service.reserve_ns > 0
     for index in range(200):
-        steady.observe(10 * MS, MS, 1)
-        unsteady.observe((5 if index % 2 else 15) * MS, MS, 1)
-    assert 10 * MS < steady.reserve_ns < 12 * MS
-    assert unsteady.reserve_ns > 20 * MS
+        steady_service.observe(10 * MS, MS, 1)
+        unsteady_service.observe((5 if index % 2 else 15) * MS, MS, 1)
+    assert 10 * MS < steady_service.reserve_ns < 12 * MS
+    assert unsteady_service.reserve_ns > 20 * MS
 
 
-def test_a_successor_counts_on() -> None:
+def test_a_successor_continues_the_counts() -> None:
     rig, peer = ready_rig({})
     rig.submit(3, batch_size=2)
     rig.submit(1, timeout_ns=MS)
@@ -228,7 +228,7 @@ def test_a_successor_counts_on() -> None:
     assert report_now == report
 
 
-def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> None:
+def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     old_rig = Rig({})
     peer = old_rig.start()
     old_rig.submit(2)
@@ -246,8 +246,8 @@ def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> N
     new_rig.supervisor(BaseCounters(total(last_report)))
     report = new_rig.report()
     assert report["inference_count"] == 1
-    counted = last_snapshot(new_rig)
-    totals = total(counted)
+    snapshot = last_snapshot(new_rig)
+    totals = total(snapshot)
     assert totals.items() <= report["shmserve"].items()
     assert totals["inference_count"] == 3
     assert totals["success"] == 3
@@ -257,7 +257,7 @@ def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> N
     assert totals["copied_bytes"] == {"in": 10, "out": 12}
     # A successor after a death or a planned replacement continues from both snapshots.
     after_a_death = Rig({})
-    after_a_death.scheduler.restore([counted, [[]]], [])
+    after_a_death.scheduler.restore([snapshot, [[]]], [])
     assert total(after_a_death.snapshot()) == totals
     after_a_reload = Rig({})
     after_a_reload.supervisor(BaseCounters(totals))
@@ -266,7 +266,7 @@ def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> N
     assert total(after_a_reload.snapshot()) == totals
 
 
-def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
+def test_a_histogram_with_changed_bounds_restarts() -> None:
     reports = []
     for bounds in ([1.0, 2.0], [1.0, 2.0], [1.0]):
         rig = Rig({}, decoupled=True, buckets_ms=bounds)
@@ -294,7 +294,7 @@ def run_one(rig: Rig) -> m.Execute:
     return rig.execute()[1]
 
 
-def test_a_successor_starts_anew_if_it_cannot_read_that() -> None:
+def test_a_successor_restarts_unreadable_counts() -> None:
     rig = Rig({})
     rig.scheduler.restore([{"last_ns": 3}, []], [])
     assert rig.report()["inference_count"] == 0

@@ -11,7 +11,7 @@ from shmserve.scheduler.tables import ACCURACY, LAST_INDEX, Quantiles
 from shmserve.supervisor.models.scheduler_process import CarriedCounters
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
-NONE = {"count": 0, "ns": 0}
+ZERO_ENTRY = {"count": 0, "ns": 0}
 
 
 def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
@@ -21,7 +21,11 @@ def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
 
 def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     return {
-        index: {name: (entry["count"], entry["ns"]) for name, entry in row.items() if entry != NONE}
+        index: {
+            name: (entry["count"], entry["ns"])
+            for name, entry in row.items()
+            if entry != ZERO_ENTRY
+        }
         for index, row in report["response_stats"].items()
     }
 
@@ -42,7 +46,7 @@ def send_response(
     rig.respond(peer, key, computed_ns=elapsed_ns, written_ns=rig.now, **fields)
 
 
-def test_each_response_counts_from_the_one_before_it() -> None:
+def test_each_response_is_measured_from_the_previous_one() -> None:
     rig, peer, _, key = begin_stream()
     send_response(rig, peer, key, 3 * MS, 1)
     send_response(rig, peer, key, 2 * MS, 2)
@@ -57,7 +61,7 @@ def test_each_response_counts_from_the_one_before_it() -> None:
     }
 
 
-def test_the_last_response_may_be_the_end_as_well() -> None:
+def test_the_last_response_may_also_end_the_request() -> None:
     rig, peer, _, key = begin_stream()
     send_response(rig, peer, key, MS, 1, final=True)
     (row,) = stats(rig).values()
@@ -71,7 +75,7 @@ def test_an_error_is_a_response_that_failed() -> None:
     assert stats(rig)["0"] == {"compute_infer": (1, MS), "fail": (1, MS)}
 
 
-def test_a_cancelled_request_counts_once_where_it_was() -> None:
+def test_a_cancelled_request_is_counted_once_by_its_state() -> None:
     rig, peer, number, key = begin_stream()
     send_response(rig, peer, key, MS, 0)
     rig.client(m.Cancel(number))
@@ -106,7 +110,7 @@ def test_requests_add_up_by_index() -> None:
     ]
 
 
-def test_times_that_cannot_be_are_cut() -> None:
+def test_impossible_times_are_clamped() -> None:
     rig, peer, _, key = begin_stream()
     for computed_ns, written_ns in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
@@ -116,7 +120,7 @@ def test_times_that_cannot_be_are_cut() -> None:
     assert all(ns >= 0 for row in figures.values() for _, ns in row.values())
 
 
-def test_the_table_has_an_end() -> None:
+def test_the_table_is_bounded() -> None:
     rig, peer, _, key = begin_stream()
     for _ in range(LAST_INDEX + 5):
         rig.respond(peer, key)
@@ -145,7 +149,7 @@ def test_counts_are_carried_to_the_next_scheduler() -> None:
         assert stats(successor) == (stats_of(first_report) if known_snapshots else {})
 
 
-def test_ordinary_models_have_none() -> None:
+def test_ordinary_models_have_no_response_statistics() -> None:
     rig, peer = ready_rig()
     rig.submit()
     rig.finish(peer, rig.execute()[1])
@@ -166,27 +170,27 @@ def test_the_first_response_of_a_request_is_observed() -> None:
     }
 
 
-def test_an_end_alone_is_no_first_response() -> None:
+def test_an_end_without_a_response_is_no_first_response() -> None:
     rig, peer, _, key = begin_stream()
     rig.respond(peer, key, b"", final=True)
     assert rig.report()["shmserve"]["first_response_ms"]["count"] == 0
 
 
-def test_a_successor_counts_on() -> None:
+def test_a_successor_continues_the_counts() -> None:
     rig, peer, number, key = begin_stream()
     send_response(rig, peer, key, MS, 1)
     send_response(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.client(m.Cancel(number))
     rig.respond(peer, key, b"", final=True)
-    report, counted = rig.report(), rig.snapshot()
+    report, snapshot = rig.report(), rig.snapshot()
     successor = Rig(decoupled=True)
-    successor.scheduler.restore([counted, [[]]], [])
+    successor.scheduler.restore([snapshot, [[]]], [])
     report_now = successor.report()
     assert report_now["response_stats"] == report["response_stats"]
     assert report_now["shmserve"]["first_response_ms"] == report["shmserve"]["first_response_ms"]
 
 
-def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
+def test_quantiles_of_the_last_minute_are_kept_on_request() -> None:
     rig, peer = ready_rig(quantiles=[0.5, 1.0])
     for ms in (2, 4, 30):
         rig.submit()
@@ -209,8 +213,8 @@ def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
     assert Rig().report()["shmserve"]["quantiles"] == {}
 
 
-SECOND = 1_000_000_000
-ALL = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
+SECOND_NS = 1_000_000_000
+ALL_RANKS = (0.0, 0.5, 0.9, 0.99, 0.999, 1.0)
 
 
 @given(st.lists(st.integers(-5, 10**12), min_size=1, max_size=300))
@@ -218,32 +222,32 @@ def test_a_quantile_is_near_the_value_of_its_rank(values: list[int]) -> None:
     sketch = Quantiles()
     for value in values:
         sketch.observe(value, 5)
-    ranked = sorted(max(0, value) for value in values)
-    for quantile, estimate in sketch.report(ALL, 6):
+    ranked_values = sorted(max(0, value) for value in values)
+    for quantile, estimate in sketch.report(ALL_RANKS, 6):
         assert quantile is not None and estimate is not None
-        exact = ranked[int(quantile * (len(ranked) - 1))]
-        assert abs(estimate - exact) <= ACCURACY * exact * 1.000001
+        exact_value = ranked_values[int(quantile * (len(ranked_values) - 1))]
+        assert abs(estimate - exact_value) <= ACCURACY * exact_value * 1.000001
 
 
-def test_nothing_observed_is_no_value() -> None:
+def test_without_observations_there_is_no_quantile() -> None:
     assert Quantiles().report((0.5, 0.9), 77) == [[0.5, None], [0.9, None]]
 
 
 def test_observations_older_than_a_minute_are_dropped() -> None:
     sketch = Quantiles()
-    observed_ns = 1_000 * SECOND
+    observed_ns = 1_000 * SECOND_NS
     sketch.observe(100, observed_ns)
-    sketch.observe(7_000, observed_ns + 30 * SECOND)
+    sketch.observe(7_000, observed_ns + 30 * SECOND_NS)
 
     def median(now_ns: int) -> int:
         ((_, value),) = sketch.report((1.0,), now_ns)
         return 0 if value is None else int(round(value, -2))
 
-    assert median(observed_ns + 47 * SECOND) == 7_000
-    ((_, lowest),) = sketch.report((0.0,), observed_ns + 47 * SECOND)
+    assert median(observed_ns + 47 * SECOND_NS) == 7_000
+    ((_, lowest),) = sketch.report((0.0,), observed_ns + 47 * SECOND_NS)
     assert lowest is not None and round(lowest) == 100
-    ((_, lowest),) = sketch.report((0.0,), observed_ns + 61 * SECOND)
+    ((_, lowest),) = sketch.report((0.0,), observed_ns + 61 * SECOND_NS)
     assert lowest is not None and round(lowest, -2) == 7_000
-    assert median(observed_ns + 91 * SECOND) == 0
-    sketch.observe(300, observed_ns + 3_600 * SECOND)
-    assert median(observed_ns + 3_600 * SECOND) == 300
+    assert median(observed_ns + 91 * SECOND_NS) == 0
+    sketch.observe(300, observed_ns + 3_600 * SECOND_NS)
+    assert median(observed_ns + 3_600 * SECOND_NS) == 300

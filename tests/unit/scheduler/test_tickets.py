@@ -7,7 +7,7 @@ from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.publications import ProcessExited
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
-ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
+ADAPTIVE_BATCHING = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
 def take_messages(rig: Rig) -> list[Any]:
@@ -18,15 +18,16 @@ def take_messages(rig: Rig) -> list[Any]:
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
 
-def limited_rig(dynamic: dict[str, Any] | None = None, instances: int = 1, **settings: Any) -> Rig:
-    rig = Rig(dynamic, rate_limited=True, **settings)
+def limited_rig(
+    dynamic_batching: dict[str, Any] | None = None, instances: int = 1, **settings: Any
+) -> Rig:
+    rig = Rig(dynamic_batching, rate_limited=True, **settings)
     for index in range(instances):
         rig.start(index, 100 + index)
     return rig
 
 
 def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
-    """Section 3.9."""
     rig = limited_rig({})
     rig.submit()
     assert (take_messages(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
@@ -50,11 +51,11 @@ def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
     assert take_messages(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
 
 
-def test_no_instance_is_asked_for_without_a_request() -> None:
+def test_no_ticket_is_requested_without_a_request() -> None:
     assert take_messages(limited_rig({}, 3)) == []
 
 
-def test_as_many_are_asked_for_as_could_run() -> None:
+def test_as_many_tickets_are_requested_as_batches_can_run() -> None:
     rig = limited_rig(None, 3)
     rig.submit(2)
     assert take_messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
@@ -62,7 +63,7 @@ def test_as_many_are_asked_for_as_could_run() -> None:
     assert rig.execute()[0] == b"1.101"
 
 
-def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
+def test_no_ticket_is_held_while_a_batch_is_delayed() -> None:
     rig = limited_rig({"max_queue_delay_microseconds": 1000})
     rig.submit()
     assert take_messages(rig) == []
@@ -70,12 +71,12 @@ def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
     assert take_messages(rig) == [m.AskTicket(1, 0)]
 
 
-def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
+def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
     """The batcher decides again at each arrival and at the ticket.
 
     This must not restart the wait.
     """
-    rig = limited_rig({}, max_batch_size=64, parameters=ADAPTIVE)
+    rig = limited_rig({}, max_batch_size=64, parameters=ADAPTIVE_BATCHING)
 
     def grant_ticket() -> None:
         requests = [message for message in take_messages(rig) if isinstance(message, m.AskTicket)]

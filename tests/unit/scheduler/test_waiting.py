@@ -13,7 +13,7 @@ import pytest
 from shmserve.scheduler.hosting.event_loop import DescriptorWaiter
 from shmserve.scheduler.requests.request import NEVER
 
-_HIGH = 1100  # a descriptor above the limit of select(2)
+_HIGH_FD = 1100  # a descriptor above the limit of select(2)
 
 _WAITS_NS = (100_000, 20_000_000)  # the first uses ppoll(2), the second epoll_wait(2)
 
@@ -24,7 +24,7 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
     requests = []
     for _ in range(2):
         low_reader, writes = os.pipe()
-        requests.append((fcntl.fcntl(low_reader, fcntl.F_DUPFD_CLOEXEC, _HIGH), writes))
+        requests.append((fcntl.fcntl(low_reader, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD), writes))
         os.close(low_reader)
     yield requests
     for pipe_ends in requests:
@@ -38,12 +38,12 @@ def occupied_descriptors() -> Iterator[None]:
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH), max(hard_limit, 2 * _HIGH))
+            resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH_FD), max(hard_limit, 2 * _HIGH_FD))
         )
     except (OSError, ValueError):
         pytest.skip("the limit of descriptors cannot be raised")
     low_fds = [os.open(os.devnull, os.O_RDONLY)]
-    while low_fds[-1] < _HIGH:
+    while low_fds[-1] < _HIGH_FD:
         low_fds.append(os.dup(low_fds[0]))
     yield
     for fd in low_fds:
@@ -56,23 +56,23 @@ def test_any_descriptor_wakes_in_the_order_of_registration(
     pipes: list[tuple[int, int]], wait_ns: int
 ) -> None:
     waiter = DescriptorWaiter()
-    for reads, writes in reversed(pipes):
-        waiter.watch(reads, lambda: None)
+    for read_fd, writes in reversed(pipes):
+        waiter.watch(read_fd, lambda: None)
         os.write(writes, b"x")
     wake_ns = wait_ns if wait_ns == NEVER else time.monotonic_ns() + wait_ns
-    ready = [fd for fd, _ in waiter.wait(wake_ns, 0)]
-    assert ready == [reads for reads, _ in reversed(pipes)]
+    ready_fds = [fd for fd, _ in waiter.wait(wake_ns, 0)]
+    assert ready_fds == [read_fd for read_fd, _ in reversed(pipes)]
 
 
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
 def test_a_wait_without_messages_times_out(pipes: list[tuple[int, int]], wait_ns: int) -> None:
     waiter = DescriptorWaiter()
-    for reads, _ in pipes:
-        waiter.watch(reads, lambda: None)
+    for read_fd, _ in pipes:
+        waiter.watch(read_fd, lambda: None)
     assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
 
 
-def test_a_pipe_that_is_no_longer_watched(pipes: list[tuple[int, int]]) -> None:
+def test_an_unwatched_pipe_does_not_wake(pipes: list[tuple[int, int]]) -> None:
     waiter = DescriptorWaiter()
     (first_reader, writes), (second_reader, _) = pipes
     waiter.watch(first_reader, lambda: None)
@@ -85,11 +85,11 @@ def test_a_pipe_that_is_no_longer_watched(pipes: list[tuple[int, int]]) -> None:
 
 @pytest.mark.usefixtures("occupied_descriptors")
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
-def test_a_process_with_many_descriptors(pipes: list[tuple[int, int]], wait_ns: int) -> None:
+def test_descriptors_above_1023_are_watched(pipes: list[tuple[int, int]], wait_ns: int) -> None:
     waiter = DescriptorWaiter()
     assert waiter._epoll.fileno() > 1023
-    (reads, writes), _ = pipes
-    waiter.watch(reads, lambda: None)
+    (read_fd, writes), _ = pipes
+    waiter.watch(read_fd, lambda: None)
     assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
     os.write(writes, b"x")
-    assert [fd for fd, _ in waiter.wait(time.monotonic_ns() + wait_ns, 0)] == [reads]
+    assert [fd for fd, _ in waiter.wait(time.monotonic_ns() + wait_ns, 0)] == [read_fd]

@@ -67,23 +67,23 @@ class CallSimulation:
                 self.on_answered((model, answer.id), isinstance(answer, Failed))
             self.reports += [(model, report) for report in rig.to_supervisor(CallsWaiting)]
 
-    def on_answered(self, number: Number, failed: bool) -> None:
-        if failed:
+    def on_answered(self, number: Number, has_failed: bool) -> None:
+        if has_failed:
             self.failed.append(number)
         for request in self.running:
             if request.call == number:
                 request.call = None
-                request.plan = [] if failed else request.plan
+                request.plan = [] if has_failed else request.plan
 
     def step(self) -> None:
         """Advance one execution, let time pass, or deliver a report."""
         self.collect()
-        idle = [request for request in self.running if request.call is None]
+        idle_executions = [request for request in self.running if request.call is None]
         if self.roots < ROOTS and self.random.random() < 0.3:
             self.roots += 1
             self.submit(self.random.randrange(len(self.rigs)), self.plan())
-        elif idle and self.random.random() < 0.7:
-            chosen_execution = self.random.choice(idle)
+        elif idle_executions and self.random.random() < 0.7:
+            chosen_execution = self.random.choice(idle_executions)
             if chosen_execution.plan:
                 (model, plan), *chosen_execution.plan = chosen_execution.plan
                 chosen_execution.call = self.submit(model, plan, chosen_execution.callers)
@@ -112,38 +112,44 @@ class CallSimulation:
     def find_deadlocked(self) -> set[Number]:
         """Return the calls that wait for ever in the true state of all schedulers."""
         by_number = {request.number: request for request in self.running}
-        stuck = {request.number for request in self.running if request.call is not None}
+        stuck_numbers = {request.number for request in self.running if request.call is not None}
         size = -1
-        while size != len(stuck):
-            size = len(stuck)
+        while size != len(stuck_numbers):
+            size = len(stuck_numbers)
             for request in self.running:
                 if request.call is None:
                     continue
                 if request.call in by_number:
-                    can_continue = request.call not in stuck
+                    can_continue = request.call not in stuck_numbers
                 else:
-                    occupants = [o.number for o in self.running if o.model == request.call[0]]
-                    can_continue = not stuck.issuperset(occupants)
+                    occupants = [
+                        occupant.number
+                        for occupant in self.running
+                        if occupant.model == request.call[0]
+                    ]
+                    can_continue = not stuck_numbers.issuperset(occupants)
                 if can_continue:
-                    stuck.discard(request.number)
+                    stuck_numbers.discard(request.number)
         return {
-            request.call for request in self.running if request.call and request.number in stuck
+            request.call
+            for request in self.running
+            if request.call and request.number in stuck_numbers
         }
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_calls_end_and_only_deadlocked_ones_fail(seed: int) -> None:
-    world = CallSimulation(seed)
+    simulation = CallSimulation(seed)
     for _ in range(20_000):
-        world.step()
-        if world.roots == ROOTS and not world.open:
+        simulation.step()
+        if simulation.roots == ROOTS and not simulation.open:
             break
-    assert not world.open and not world.running
+    assert not simulation.open and not simulation.running
 
 
 def test_the_random_calls_have_deadlocks() -> None:
-    worlds = [CallSimulation(seed) for seed in range(40)]
-    for world in worlds:
+    simulations = [CallSimulation(seed) for seed in range(40)]
+    for simulation in simulations:
         for _ in range(1_500):
-            world.step()
-    assert sum(world.ended for world in worlds) >= 20
+            simulation.step()
+    assert sum(simulation.ended for simulation in simulations) >= 20

@@ -32,13 +32,13 @@ class CallGraph:
 
     def run_rounds(self, reports: dict[int, CallsWaiting], count: int = 4) -> list[tuple[int, Any]]:
         """Return the calls that fail in these rounds of reports, by scheduler."""
-        failed = []
+        failed_calls = []
         for _ in range(count):
             for scheduler, message in reports.items():
                 self.now_ns += SECOND // 10
                 deadlocks = self.waits.report(scheduler, message, self.now_ns)
-                failed += [(scheduler, deadlocks)] if deadlocks is not None else []
-        return failed
+                failed_calls += [(scheduler, deadlocks)] if deadlocks is not None else []
+        return failed_calls
 
 
 # Request 5 runs in A (process 10) and calls B; request 6 runs in B (process 20) and calls A.
@@ -46,9 +46,9 @@ CALL_OF_A = report("a", ([call(8, (20, 6, "b"))], [[10, 5]]))
 CALL_OF_B = report("b", ([call(9, (10, 5, "a"))], [[20, 6]]))
 
 
-def test_one_call_of_two_requests_that_wait_for_each_other_fails_with_the_chain() -> None:
-    failed = CallGraph().run_rounds({A: CALL_OF_A, B: CALL_OF_B}, 2)
-    assert failed == [(B, CallDeadlocked(9, "a -> b -> a"))]
+def test_two_requests_that_wait_for_each_other_fail_one_call_with_the_chain() -> None:
+    failed_calls = CallGraph().run_rounds({A: CALL_OF_A, B: CALL_OF_B}, 2)
+    assert failed_calls == [(B, CallDeadlocked(9, "a -> b -> a"))]
 
 
 def test_after_the_failure_the_other_call_waits() -> None:
@@ -64,8 +64,8 @@ def test_a_cycle_of_three_with_nested_callers() -> None:
         C: report("c", ([call(3, (20, 6, "b"))], [[30, 7, 8, 9]])),
     }
     assert CallGraph().run_rounds(reports, 2) == [(C, CallDeadlocked(3, "b -> c -> a -> b"))]
-    failed = CallGraph().run_rounds({model: reports[model] for model in (C, A, B)}, 2)
-    assert failed == [(B, CallDeadlocked(2, "a -> m -> b -> c -> a"))]
+    failed_calls = CallGraph().run_rounds({model: reports[model] for model in (C, A, B)}, 2)
+    assert failed_calls == [(B, CallDeadlocked(2, "a -> m -> b -> c -> a"))]
 
 
 @pytest.mark.parametrize("instances", [[[20, 6], [21, 4]], [[20, 6], [0]], [[20, 7]], []], ids=str)
@@ -79,8 +79,8 @@ def test_a_call_that_only_waits_behind_a_deadlock_does_not_fail() -> None:
     """The call of C is not in the cycle of A and B, and is the older one."""
     queued_report = report("a", ([call(1, (30, 7, "c")), call(8, (20, 6, "b"))], [[10, 5]]))
     waits_report = report("c", ([call(2, (40, 1, "d"))], [[30, 7]]))
-    failed = CallGraph().run_rounds({C: waits_report, B: CALL_OF_B, A: queued_report}, 2)
-    assert failed == [(A, CallDeadlocked(8, "b -> a -> b"))]
+    failed_calls = CallGraph().run_rounds({C: waits_report, B: CALL_OF_B, A: queued_report}, 2)
+    assert failed_calls == [(A, CallDeadlocked(8, "b -> a -> b"))]
 
 
 def test_a_deadlock_that_has_ended_between_the_reports_fails_no_call() -> None:
@@ -102,9 +102,9 @@ def test_a_report_expires() -> None:
 def test_each_sequence_waits_for_its_own_instance() -> None:
     """A different instance of B is free, but the sequence cannot move there."""
     own_wait = ([call(9, (10, 5, "a"))], [[20, 6]])
-    general = ([call(7, (90, 1, "z"))], [[20, 6], [21]])
-    failed = CallGraph().run_rounds({B: report("b", general, own_wait), A: CALL_OF_A}, 2)
-    assert failed == [(A, CallDeadlocked(8, "b -> a -> b"))]
+    general_wait = ([call(7, (90, 1, "z"))], [[20, 6], [21]])
+    failed_calls = CallGraph().run_rounds({B: report("b", general_wait, own_wait), A: CALL_OF_A}, 2)
+    assert failed_calls == [(A, CallDeadlocked(8, "b -> a -> b"))]
 
 
 @pytest.mark.parametrize("capacity", [1, 2])
@@ -118,5 +118,5 @@ def test_a_deadlock_over_an_instance_and_a_resource(capacity: int) -> None:
     call_of_c = report("c", ([call(8, (20, 6, "b"))], [[30]]))
     for order, key, chain in (((C, B), 9, "a -> b -> c"), ((B, C), 8, "b -> c -> a -> b")):
         reports = {B: CALL_OF_B, C: call_of_c}
-        failed = CallGraph(tickets).run_rounds({model: reports[model] for model in order}, 2)
-        assert failed == ([(order[1], CallDeadlocked(key, chain))] if capacity == 1 else [])
+        failed_calls = CallGraph(tickets).run_rounds({model: reports[model] for model in order}, 2)
+        assert failed_calls == ([(order[1], CallDeadlocked(key, chain))] if capacity == 1 else [])

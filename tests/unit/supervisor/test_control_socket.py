@@ -95,10 +95,10 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
     assert received == [FindModel(1, "m", "")]
 
 
-async def test_all_must_acknowledge_that_are_there() -> None:
+async def test_every_connected_peer_must_acknowledge() -> None:
     changes = Acknowledgements()
     number = changes.begin({1, 2, 3})
-    waiting = asyncio.ensure_future(changes.next_complete())
+    waiting_change = asyncio.ensure_future(changes.next_complete())
     changes.acknowledged(1, number)
     changes.acknowledged(1, number)
     changes.exited(2)
@@ -108,7 +108,7 @@ async def test_all_must_acknowledge_that_are_there() -> None:
     await asyncio.sleep(0)
     changes.acknowledged(3, number)
     assert changes.is_acknowledged(number)
-    await waiting
+    await waiting_change
     assert changes.is_acknowledged(changes.begin(set()))
 
 

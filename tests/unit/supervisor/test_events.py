@@ -28,8 +28,8 @@ from shmserve.supervisor import events as events_package
 from shmserve.supervisor.events import EventFeed, EventPublisher, Subscriptions, changes
 from tests.support.waiting import until_async
 
-STARTED = m.ProcessStarted(7, "worker simple.0 cpu")
-READY = HealthChanged(live=True, ready=True, exiting=False)
+STARTED_EVENT = m.ProcessStarted(7, "worker simple.0 cpu")
+READY_EVENT = HealthChanged(live=True, ready=True, exiting=False)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
 
 def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
     publisher = EventPublisher()
-    publisher.publish(STARTED)
+    publisher.publish(STARTED_EVENT)
     assert not publisher.is_followed(publications.PROCESSES)
     publisher.close()
 
@@ -84,29 +84,31 @@ def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
 async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
     records: list[tuple[str, bool]] = []
     async with open_publisher(run_dir, lambda *change: records.append(change)) as publisher:
-        publisher.publish(STARTED)  # number 1 is the first that is sent
+        publisher.publish(STARTED_EVENT)  # number 1 is the first that is sent
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
             await until_async(lambda: publisher.is_followed(publications.PROCESSES))
             assert not publisher.is_followed(publications.MODELS)
             publisher.publish(m.LoadRefused("m", "no"))
-            publisher.publish(STARTED)
+            publisher.publish(STARTED_EVENT)
             arrived = await asyncio.to_thread(reader._next, 5000)
             assert arrived is not None
             _, header, body = arrived
-            assert (header.sequence, body) == (1, [STARTED])
+            assert (header.sequence, body) == (1, [STARTED_EVENT])
         await until_async(lambda: not publisher.is_followed(publications.PROCESSES))
     assert records == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
 
-async def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
+async def test_the_socket_is_accessible_to_its_owner_only(run_dir: Path) -> None:
     async with open_publisher(run_dir):
         assert (run_dir / "events").stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_run_directory_is_reported(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Only the events are missing then."""
     async with open_publisher(run_dir / "none") as publisher:
-        publisher.publish(STARTED)
+        publisher.publish(STARTED_EVENT)
     assert "the event socket cannot be opened: [Errno 2] No such file or directory" in caplog.text
 
 
@@ -138,17 +140,19 @@ def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
 
                 def count_events() -> tuple[int, int]:
                     read_count = lost_count = 0
-                    for received in reader.follow():
-                        read_count, lost_count = read_count + 1, lost_count + received.lost
-                        if received.event.pid == -1:
+                    for received_event in reader.follow():
+                        read_count, lost_count = read_count + 1, lost_count + received_event.lost
+                        if received_event.event.pid == -1:
                             return read_count, lost_count
                     raise AssertionError
 
-                reading = asyncio.ensure_future(asyncio.to_thread(count_events))
-                while not reading.done():  # until an event arrives, when the queue has space again
+                reading_task = asyncio.ensure_future(asyncio.to_thread(count_events))
+                while (
+                    not reading_task.done()
+                ):  # until an event arrives, when the queue has space again
                     publisher.publish(m.ProcessStarted(-1, "x"))
                     await asyncio.sleep(0.01)
-                return await reading
+                return await reading_task
 
     read_count, lost_count = asyncio.run(run_reader())
     assert 0 < read_count < count
@@ -160,11 +164,11 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     count = 50_000
 
     async def run_reader() -> tuple[int, int]:
-        holder: list[EventFeed] = []
+        feed_holder: list[EventFeed] = []
         async with open_publisher(
-            run_dir, lambda *change: holder[0].subscribed(*change)
+            run_dir, lambda *change: feed_holder[0].subscribed(*change)
         ) as publisher:
-            holder.append(feed(publisher, {}, []))
+            feed_holder.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):
@@ -172,10 +176,10 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
 
                 def count_events() -> tuple[int, int]:
                     read_count = lost_count = 0
-                    for received in reader.follow():
+                    for received_event in reader.follow():
                         read_count, lost_count = (
-                            read_count + (received.event is not None),
-                            lost_count + received.lost,
+                            read_count + (received_event.event is not None),
+                            lost_count + received_event.lost,
                         )
                         if read_count + lost_count == count:
                             return read_count, lost_count
@@ -192,13 +196,13 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
 
 
 def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) -> EventFeed:
-    process: Any = type("Process", (), {"pid": 7, "title": STARTED.title})()
+    process: Any = type("Process", (), {"pid": 7, "title": STARTED_EVENT.title})()
     return EventFeed(
         publisher,
         lambda: dict(states),
         lambda: [process],
         list,
-        lambda: READY,
+        lambda: READY_EVENT,
         lambda: calls.append("counters"),
     )
 
@@ -221,28 +225,30 @@ def test_changes_of_models() -> None:
     ]
 
 
-async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
+async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
     pending_calls: list[str] = []
-    holder: list[EventFeed] = []
-    async with open_publisher(run_dir, lambda *change: holder[0].subscribed(*change)) as publisher:
-        holder.append(feed(publisher, states, pending_calls))
-        holder[0].models_changed()  # no process receives it
+    feed_holder: list[EventFeed] = []
+    async with open_publisher(
+        run_dir, lambda *change: feed_holder[0].subscribed(*change)
+    ) as publisher:
+        feed_holder.append(feed(publisher, states, pending_calls))
+        feed_holder[0].models_changed()  # no process receives it
         with EventReader(run_dir) as reader:
             snapshot = await asyncio.to_thread(reader.snapshot)
             assert [received.event for received in snapshot] == [
-                READY,
+                READY_EVENT,
                 m.ModelChanged("a", "1", "LOADING", ""),
-                STARTED,
+                STARTED_EVENT,
             ]
             assert pending_calls == ["counters"]
             states["a", "1"] = ("READY", "")
-            holder[0].models_changed()
-            received = await asyncio.to_thread(next, reader.follow())
-            assert received.event == m.ModelChanged("a", "1", "READY", "")
+            feed_holder[0].models_changed()
+            received_event = await asyncio.to_thread(next, reader.follow())
+            assert received_event.event == m.ModelChanged("a", "1", "READY", "")
             await until_async(lambda: len(pending_calls) > 1)  # a second later
         await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
-        await until_async(lambda: holder[0]._timer is None)
+        await until_async(lambda: feed_holder[0]._timer is None)
 
 
 async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:
@@ -288,7 +294,7 @@ def test_the_page_has_every_event_and_field() -> None:
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (READY, "server: ready"),
+        (READY_EVENT, "server: ready"),
         (HealthChanged(live=True, ready=True, exiting=True), "server: stopping"),
         (m.ModelChanged("m", "1", "READY", ""), "model m version 1: READY"),
         (m.ModelChanged("m", "", "UNAVAILABLE", "no\n"), "model m: UNAVAILABLE (no)"),
@@ -298,7 +304,7 @@ def test_the_page_has_every_event_and_field() -> None:
             m.InstancesChanged("m", "1", 2, 3, "they wait"),
             "model m version 1: 3 instances (before: 2) (they wait)",
         ),
-        (STARTED, "process 7 worker simple.0 cpu: runs"),
+        (STARTED_EVENT, "process 7 worker simple.0 cpu: runs"),
         (m.ProcessEnded(7, "x", "signal 9"), "process 7 x: ended (signal 9)"),
         (
             m.RegionRegistered("r", "/k", 8, 64, 1000, -1),
@@ -310,7 +316,7 @@ def test_the_page_has_every_event_and_field() -> None:
         (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
     ],
 )
-def test_an_event_is_a_line(event: Any, line: str) -> None:
+def test_an_event_is_one_json_line(event: Any, line: str) -> None:
     received_event = ReceivedEvent(
         publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0
     )

@@ -13,11 +13,11 @@ async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
     """Messages before its contact are lost, so it would never acknowledge a stop."""
     processes = Processes()
     gateways = Gateways(processes.context, Listeners(), list)
-    starting = asyncio.ensure_future(gateways.start())
+    starting_task = asyncio.ensure_future(gateways.start())
     await run_loop_turns()
     (child,) = processes.started
     await gateways.stop()
-    starting.cancel()
+    starting_task.cancel()
     assert (await child.exited) == "signal 9"
 
 
@@ -28,7 +28,7 @@ async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
     processes = Processes()
     records: list[Any] = []
     gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])
-    starting = asyncio.ensure_future(gateways.start())
+    starting_task = asyncio.ensure_future(gateways.start())
     await run_loop_turns()
     (child,) = processes.started
     processes.context.control.send = (  # type: ignore[method-assign]
@@ -38,5 +38,5 @@ async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
     for message in (m.Started(), m.GatewayReady()):
         processes._dispatch(child.pid, message)
         await run_loop_turns()
-        states += [starting.done(), "what there is" in records]
+        states += [starting_task.done(), "what there is" in records]
     assert states == [False, True, True, True]

@@ -10,7 +10,7 @@ from shmserve.common.peers import NO_GROUP
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.host.listeners import close, listen, listen_unix
 
-NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
+UNUSED_ADDRESS = "192.0.2.1"  # RFC 5737: for documentation only
 
 
 def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
@@ -21,21 +21,21 @@ def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses_found)
 
 
-def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_addresses_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """`localhost` is 127.0.0.1 and ::1 also where there is no IPv6."""
-    resolve_names(monkeypatch, NOBODYS, "127.0.0.1")
+    resolve_names(monkeypatch, UNUSED_ADDRESS, "127.0.0.1")
     (sock,) = listen("localhost", 0, "--http-address", True)
     with sock:
         assert sock.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = socket.socket
+def test_unsupported_address_families_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    original_socket = socket.socket
 
     def refuse_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
         if family == socket.AF_INET6:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-        return kernels(family, kind)
+        return original_socket(family, kind)
 
     monkeypatch.setattr(socket, "socket", refuse_ipv6)
     (sock,) = listen("", 0, "--http-address", True)
@@ -43,25 +43,25 @@ def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -
         assert sock.family == socket.AF_INET
 
 
-def test_no_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve_names(monkeypatch, NOBODYS)
+def test_a_name_without_local_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_names(monkeypatch, UNUSED_ADDRESS)
     with pytest.raises(InvalidArgument, match="cannot listen on x:0: Cannot assign requested"):
         listen("x", 0, "--http-address", True)
 
 
-def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_must_be_free_on_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then none is listened on: clients would find the server by one address and not by another."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sockets = [
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", address)
-            for address in (("127.0.0.2", 0), listener.getsockname(), (NOBODYS, 0))
+            for address in (("127.0.0.2", 0), listener.getsockname(), (UNUSED_ADDRESS, 0))
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: sockets)
         with pytest.raises(InvalidArgument, match=r"already in use.*; .* another --http-port"):
             listen("localhost", 0, "--http-address", True)
 
 
-def test_a_unix_socket_that_another_server_has_taken(tmp_path: Path) -> None:
+def test_a_unix_socket_of_another_server_is_not_removed(tmp_path: Path) -> None:
     """A server that starts while this one ends keeps its socket."""
     path = tmp_path / "socket"
     first_socket = listen_unix(path, NO_GROUP, "--http-unix-socket")

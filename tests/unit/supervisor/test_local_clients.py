@@ -39,7 +39,7 @@ from tests.rigs.process_rig import RecordedProcesses
 from tests.rigs.region_rig import policy
 from tests.support.regions import SharedObject
 
-PLACES = 8
+MAX_CLIENTS = 8
 POLICY = policy(max_regions=8, max_regions_per_uid=4)
 
 
@@ -51,11 +51,11 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder_path)
 
 
-async def test_one_user_does_not_take_all_places(
+async def test_one_user_cannot_take_all_connections(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R15: three quarters are for one user, however many come; and again once one has left."""
-    monkeypatch.setattr(fd_limits, "for_local_clients", lambda: PLACES)
+    """A user may have three quarters of the connections, and a new one once another has ended."""
+    monkeypatch.setattr(fd_limits, "for_local_clients", lambda: MAX_CLIENTS)
     unused: Any = None
     disconnected = asyncio.Event()
     capabilities = Capabilities(os.urandom(32))
@@ -72,11 +72,11 @@ async def test_one_user_does_not_take_all_places(
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
         admitted_links = []
-        for _ in range(PLACES):
+        for _ in range(MAX_CLIENTS):
             link = stack.enter_context(join_server(folder))
             if await is_welcomed(link):
                 admitted_links.append(link)
-        assert len(admitted_links) == fd_limits.share_of(PLACES) < PLACES
+        assert len(admitted_links) == fd_limits.share_of(MAX_CLIENTS) < MAX_CLIENTS
         admitted_links.pop().close()
         await disconnected.wait()
         assert await is_welcomed(stack.enter_context(join_server(folder)))
@@ -98,8 +98,8 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
         program.connect(str(endpoints.listener(folder)))
-        words = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
-        socket.send_fds(program, [words], [fd])
+        greeting = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
+        socket.send_fds(program, [greeting], [fd])
     async with asyncio.timeout(10):
         await disconnected.wait()
     assert not len(registry)
@@ -113,17 +113,17 @@ def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> No
         Capabilities(bytes(32)), RegionOpener(POLICY), processes, lambda event: None
     )
     client: Any = SimpleNamespace(number=100_000_001, uid=os.getuid(), pid=1)
-    with SharedObject(8192) as object_, memfd() as sealed:
+    with SharedObject(8192) as object_, memfd() as sealed_fd:
         os.posix_fallocate(object_.fd, 0, 8192)
-        packed = memory.share(client, 8192, False, [os.dup(object_.fd)])
-        shared = unpack_memory(packed)
-        assert not shared.sealed and not shared.copied
-        assert unpack_memory(memory.share(client, 4096, False, [os.dup(sealed)])).sealed
+        packed_memory = memory.share(client, 8192, False, [os.dup(object_.fd)])
+        shared_memory = unpack_memory(packed_memory)
+        assert not shared_memory.sealed and not shared_memory.copied
+        assert unpack_memory(memory.share(client, 4096, False, [os.dup(sealed_fd)])).sealed
         memory.drop_shrunk()
         assert len(memory) == 2
         os.ftruncate(object_.fd, 4096)
         memory.drop_shrunk()
-        assert [region.memory_id != shared.id for region in memory.all()] == [True]
+        assert [region.memory_id != shared_memory.id for region in memory.all()] == [True]
     memory.close()
 
 
@@ -137,7 +137,7 @@ def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> No
 async def test_a_program_of_another_version_gets_an_error_that_names_both(
     folder: Path, packet: bytes
 ) -> None:
-    never: Any = object()
+    unused: Any = object()
     registry = LocalMemory(
         Capabilities(bytes(32)), RegionOpener(POLICY), RecordedProcesses(), print
     )
@@ -149,7 +149,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
         list,
         Acknowledgements(),
         lambda number: None,
-        never,
+        unused,
     )
     with join_server(folder) as link:
         link.send(packet)
@@ -184,7 +184,7 @@ async def test_a_model_with_many_inputs_ends_no_connection(
         assert _names(await _receive(link, 3)) == {"plain"}
         number = acknowledgements.begin(local_clients.numbers())
         local_clients.announce(replace(wide, acknowledge=number))
-        (message,) = await _receive(link, 1, hello=False)
+        (message,) = await _receive(link, 1, sends_hello=False)
         assert isinstance(message, m.ModelPublished if all_fit else m.ModelWithdrawn)
         link.send(frames.pack([Acknowledged(message.acknowledge)]))
         while not acknowledgements.is_acknowledged(number):
@@ -199,22 +199,22 @@ async def test_a_model_with_many_inputs_ends_no_connection(
 def test_the_tensors_that_a_welcome_lists() -> None:
     """All that is set, of what a request must fit."""
     tensor = {"name": "x", "data_type": "TYPE_FP32", "dims": [], "reshape": {"shape": [1]}}
-    unset = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}
+    unset_fields = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}
     model = replace(
-        _model("m", 0), config=ModelSpec.of({"name": "m", "input": [{**tensor, **unset}]})
+        _model("m", 0), config=ModelSpec.of({"name": "m", "input": [{**tensor, **unset_fields}]})
     )
     assert _for_local_clients(model).config.source == {"name": "m", "input": [tensor], "output": []}
-    optional = {**tensor, **unset, "optional": True}
+    optional = {**tensor, **unset_fields, "optional": True}
     model = replace(model, config=ModelSpec.of({"name": "m", "output": [optional]}))
     assert _for_local_clients(model).config.source["output"] == [{**tensor, "optional": True}]
 
 
 def _model(name: str, tensors: int) -> m.ModelPublished:
     """Return a model with this number of inputs, in Triton's form."""
-    unset = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
-    unset |= {"optional": False, "is_non_linear_format_io": False}
+    unset_fields = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
+    unset_fields |= {"optional": False, "is_non_linear_format_io": False}
     inputs = [
-        {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset}
+        {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset_fields}
         for n in range(tensors)
     ]
     config = {"name": name, "max_batch_size": 0, "input": inputs, "output": []}
@@ -225,8 +225,8 @@ def _names(messages: list[Any]) -> set[str]:
     return {message.name for message in messages if isinstance(message, m.ModelPublished)}
 
 
-async def _receive(link: socket.socket, count: int, *, hello: bool = True) -> list[Any]:
-    if hello:
+async def _receive(link: socket.socket, count: int, *, sends_hello: bool = True) -> list[Any]:
+    if sends_hello:
         link.send(frames.pack([Hello(frames.VERSION)]))
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(10):

@@ -11,7 +11,7 @@ def test_idle_threads_of_openmp_do_not_spin_for_long() -> None:
     assert "GOMP_SPINCOUNT" not in _worker_environment({"OMP_WAIT_POLICY": "active"}, Path("/run"))
 
 
-def test_variables_of_the_operator_win() -> None:
+def test_the_operators_variables_take_precedence() -> None:
     environment = {"GOMP_SPINCOUNT": "7", "TORCHINDUCTOR_CACHE_DIR": "/cache"}
     assert environment.items() <= _worker_environment(environment, Path("/run")).items()
 

@@ -1,4 +1,4 @@
-"""The rate limiter (section 3.9), and the shares of the response cache."""
+"""The rate limiter, and the shares of the response cache."""
 
 import random
 from collections.abc import Callable
@@ -71,8 +71,8 @@ def test_a_resource_is_global_or_a_devices(separately: bool) -> None:
 
 def test_the_needs_of_each_instance_from_a_configuration() -> None:
     resources = [{"name": "R", "count": 2}, {"name": "S", "count": 1, "global": True}]
-    limited = {"rate_limiter": {"resources": resources, "priority": 3}}
-    config = ModelSpec.of({"instance_group": [limited, {}]})
+    limited_group = {"rate_limiter": {"resources": resources, "priority": 3}}
+    config = ModelSpec.of({"instance_group": [limited_group, {}]})
     first_limits, second_limits = (group.rate_limiter for group in config.instance_group)
     assert first_limits.limits and not second_limits.limits
     assert Needs.of(first_limits, 0) == Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3)
@@ -84,16 +84,16 @@ def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
     """Priority 2 runs half as often."""
     rate_limiter = make_limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
     run_counts = [0, 0]
-    (granted,) = rate_limiter.ask(0, 0, 0)
+    (granted_ticket,) = rate_limiter.ask(0, 0, 0)
     rate_limiter.ask(1, 0, 1)
     for ticket in range(2, 302):
-        member = granted[0]
+        member = granted_ticket[0]
         assert isinstance(member, int)
         run_counts[member] += 1
         # The next ticket is requested before the old one is returned, so that both models always
         # wait.
         rate_limiter.ask(member, 0, ticket)
-        (granted,) = rate_limiter.release(*granted, True)
+        (granted_ticket,) = rate_limiter.release(*granted_ticket, True)
     assert abs(run_counts[0] - 2 * run_counts[1]) <= 3
 
 
@@ -108,37 +108,37 @@ def test_a_large_request_does_not_block_smaller_ones() -> None:
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
     rate_limiter = make_limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
-    running = [rate_limiter.ask(1, index, (index, 0))[0] for index in range(4)]
+    running_tickets = [rate_limiter.ask(1, index, (index, 0))[0] for index in range(4)]
     rate_limiter.ask(0, 0, "large")
     for number in range(1, 4 * PATIENCE):
-        member, ticket = running.pop(0)
+        member, ticket = running_tickets.pop(0)
         rate_limiter.ask(1, number % 4, (number % 4, number))
-        granted = rate_limiter.release(member, ticket, True)
-        running += granted
-        if (0, "large") in granted:
+        granted_tickets = rate_limiter.release(member, ticket, True)
+        running_tickets += granted_tickets
+        if (0, "large") in granted_tickets:
             return
     raise AssertionError("it still waits")
 
 
-def test_newcomers_owe_nothing_for_earlier_executions() -> None:
+def test_new_models_are_not_charged_for_earlier_executions() -> None:
     rate_limiter = make_limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
         rate_limiter.ask(0, 0, ticket)
         rate_limiter.release(0, ticket, True)
     rate_limiter.join(1, {0: Needs({R: 1}, 1)})
     rate_limiter.ask(0, 0, "old")
-    firsts = []
+    first_members = []
     for ticket in range(4):
         rate_limiter.ask(1, 0, ticket)
-        granted = (
+        granted_tickets = (
             rate_limiter.release(0, "old", True)
             if ticket % 2 == 0
             else rate_limiter.release(1, ticket - 1, True)
         )
-        firsts += [member for member, _ in granted]
+        first_members += [member for member, _ in granted_tickets]
         if ticket % 2 == 0:
             rate_limiter.ask(0, 0, "old")
-    assert 0 in firsts[1:]  # the newcomer does not run a thousand times first
+    assert 0 in first_members[1:]  # the newcomer does not run a thousand times first
 
 
 def test_an_unused_ticket_counts_as_no_execution() -> None:
@@ -166,43 +166,46 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
     held_tickets: dict[Any, None] = {}
-    waiting: dict[Any, None] = {}
+    waiting_tickets: dict[Any, None] = {}
     overtaken: dict[Any, int] = {}
     for number, (action, member, index) in enumerate(steps):
         member %= len(members)
         if action < 2:
             index %= len(members[member])
-            waiting[member, number] = None
+            waiting_tickets[member, number] = None
             needs[member, number] = members[member][index]
-            granted = rate_limiter.ask(member, index, number)
-        elif action == 2 and (held_tickets or waiting):
-            key = random.Random(number).choice([*held_tickets, *waiting])
+            granted_tickets = rate_limiter.ask(member, index, number)
+        elif action == 2 and (held_tickets or waiting_tickets):
+            key = random.Random(number).choice([*held_tickets, *waiting_tickets])
             held_tickets.pop(key, None)
-            waiting.pop(key, None)
-            granted = rate_limiter.release(key[0], key[1], bool(index % 2))
+            waiting_tickets.pop(key, None)
+            granted_tickets = rate_limiter.release(key[0], key[1], bool(index % 2))
         else:
-            for key in [key for key in (*held_tickets, *waiting) if key[0] == member]:
+            for key in [key for key in (*held_tickets, *waiting_tickets) if key[0] == member]:
                 held_tickets.pop(key, None)
-                waiting.pop(key, None)
-            granted = rate_limiter.disconnect(member)
-        for key in granted:
-            del waiting[key]
+                waiting_tickets.pop(key, None)
+            granted_tickets = rate_limiter.disconnect(member)
+        for key in granted_tickets:
+            del waiting_tickets[key]
             held_tickets[key] = None
-            for other_ticket in waiting:
+            for other_ticket in waiting_tickets:
                 overtaken[other_ticket] = overtaken.get(other_ticket, 0) + 1
-        used: dict[tuple[str, int], int] = {}
+        used_amounts: dict[tuple[str, int], int] = {}
         for key in held_tickets:
             for resource, count in needs[key].items():
-                used[resource] = used.get(resource, 0) + count
+                used_amounts[resource] = used_amounts.get(resource, 0) + count
         capacity = rate_limiter.capacity()
-        assert rate_limiter.used() == used
-        assert all(count <= capacity[resource] for resource, count in used.items())
+        assert rate_limiter.used() == used_amounts
+        assert all(count <= capacity[resource] for resource, count in used_amounts.items())
         if max(overtaken.values(), default=0) < PATIENCE:
-            for key in waiting:
-                assert any(used.get(r, 0) + n > capacity[r] for r, n in needs[key].items())
+            for key in waiting_tickets:
+                assert any(
+                    used_amounts.get(needed, 0) + n > capacity[needed]
+                    for needed, n in needs[key].items()
+                )
 
 
-def test_instances_join_and_leave_while_their_model_serves() -> None:
+def test_instances_are_added_and_removed_while_their_model_serves() -> None:
     rate_limiter = make_limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
     assert rate_limiter.ask(0, 1, "a") == [(0, "a")]
     rate_limiter.join(0, {2: Needs({R: 2}, 1)})
@@ -219,60 +222,62 @@ def test_instances_join_and_leave_while_their_model_serves() -> None:
 
 
 def test_tickets_of_an_exited_scheduler_are_released() -> None:
-    notified: list[tuple[Any, Any]] = []
-    tickets = Tickets(True, {}, lambda pid, message: notified.append((pid, message)))
+    notifications: list[tuple[Any, Any]] = []
+    tickets = Tickets(True, {}, lambda pid, message: notifications.append((pid, message)))
     for member, pid in ((1, 100), (2, 200)):
         tickets.join(member, {0: Needs({R: 1}, 1)})
         tickets.bind(pid, member)
     tickets.handle(100, AskTicket(7, 0))
     tickets.handle(200, AskTicket(8, 0))
-    assert notified == [(100, TicketGranted(7))]
+    assert notifications == [(100, TicketGranted(7))]
     tickets.exited(100)
-    assert notified == [(100, TicketGranted(7)), (200, TicketGranted(8))]
+    assert notifications == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
     tickets.handle(101, AskTicket(1, 0))
     tickets.handle(100, TicketReturned(8, True))  # a message of an exited process
     tickets.remove(2)
-    assert notified[2:] == [(101, TicketGranted(1))]
+    assert notifications[2:] == [(101, TicketGranted(1))]
 
 
 def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
-    notified: list[Any] = []
-    tickets = Tickets(True, {("R", None): 2}, lambda pid, message: notified.append((pid, message)))
+    notifications: list[Any] = []
+    tickets = Tickets(
+        True, {("R", None): 2}, lambda pid, message: notifications.append((pid, message))
+    )
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
         tickets.join(member, {i: Needs({R: amount}, 1) for i, amount in enumerate(needs)})
         tickets.bind(100 * member, member)
     tickets.handle(100, AskTicket(1, 0, 11))
-    notified.clear()
+    notifications.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
         # The scheduler does not hold these tickets.
         tickets.handle(scheduler, CheckHolders(7, [10]))
-    assert notified == [(300, ResourcesHeld(300))]
+    assert notifications == [(300, ResourcesHeld(300))]
     tickets.handle(200, AskTicket(2, 0, 12))
-    notified.clear()
+    notifications.clear()
     tickets.handle(400, CheckHolders(5, [11, 12]))
     tickets.handle(100, TicketReturned(1, True))
     tickets.handle(400, CheckHolders(6, [11, 12]))
-    assert notified == [(400, ResourcesHeld(5))]
+    assert notifications == [(400, ResourcesHeld(5))]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5))))
-def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool, int]]) -> None:
+def test_shares_never_exceed_the_bound(steps: list[tuple[bool, int]]) -> None:
     shares = CacheShares(1000)
-    notified: dict[int, int] = {}
+    notified_sizes: dict[int, int] = {}
 
     def record_size(member: int) -> Callable[[ResizeCache], None]:
         def on_granted(message: ResizeCache) -> None:
-            notified[member] = message.byte_size
+            notified_sizes[member] = message.byte_size
 
         return on_granted
 
     for joins, member in steps:
         if joins:
-            notified[member] = shares.join(member, record_size(member))
+            notified_sizes[member] = shares.join(member, record_size(member))
         else:
             shares.remove(member)
-            notified.pop(member, None)
-        assert sum(notified.values()) <= 1000
-        assert len(set(notified.values())) <= 1
+            notified_sizes.pop(member, None)
+        assert sum(notified_sizes.values()) <= 1000
+        assert len(set(notified_sizes.values())) <= 1

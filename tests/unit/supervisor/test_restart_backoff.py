@@ -3,7 +3,7 @@
 from shmserve.supervisor.processes.children import RestartBackoff
 
 
-def test_the_first_two_starts_are_immediate_and_later_ones_wait_longer_and_longer() -> None:
+def test_later_starts_wait_longer() -> None:
     row = RestartBackoff()
     pauses = [row.pause_s(0.0) for _ in range(12)]
     assert pauses[:2] == [0, 0]
@@ -12,7 +12,7 @@ def test_the_first_two_starts_are_immediate_and_later_ones_wait_longer_and_longe
     assert max(pauses) < 1
 
 
-def test_a_long_life_ends_the_row() -> None:
+def test_a_long_life_resets_the_backoff() -> None:
     row = RestartBackoff()
     for _ in range(8):
         row.pause_s(1.0)

@@ -50,7 +50,7 @@ def test_a_late_removal_leaves_the_next_servers_run_directory(tmp_path: Path) ->
         os.close(directory.lock_fd)
 
 
-def test_processes_that_end_remove_their_own(
+def test_exiting_processes_remove_their_own_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The processes exit at the same time, so that a listed entry may be gone."""
@@ -87,12 +87,12 @@ def test_a_foreign_folder_is_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/proc/x", "/etc/passwd/x", "a" * 300])
-def test_folders_that_cannot_be_made(tmp_path: Path, path: str) -> None:
+def test_folders_that_cannot_be_created_are_reported(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidArgument, match="--run-dir: cannot make"):
         RunDirectory(tmp_path / path)
 
 
-def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_no_space(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -102,7 +102,7 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.iterdir())
 
 
-def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_temporary_folder_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders are full, or belong to another user."""
 
     def raise_not_found(prefix: str) -> str:
@@ -113,7 +113,9 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         RunDirectory(None)
 
 
-def test_a_group_that_this_user_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_this_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -146,16 +148,16 @@ def test_a_second_server_names_the_run_directory_of_the_first(
         os.close(directory.lock_fd)
 
 
-def test_folders_that_are_not_private(tmp_path: Path) -> None:
-    """R3: a link, a foreign folder and a folder that others can enter are refused."""
-    shared = tmp_path / "shared"
-    shared.mkdir(mode=0o755)
+def test_folders_that_are_not_private_are_refused(tmp_path: Path) -> None:
+    """A link, a foreign folder and a folder that others can enter are refused."""
+    shared_folder = tmp_path / "shared"
+    shared_folder.mkdir(mode=0o755)
     link = tmp_path / "link"
-    link.symlink_to(shared)
+    link.symlink_to(shared_folder)
     plain_file = tmp_path / "plain"
     plain_file.write_text("")
     with pytest.raises(InvalidArgument, match="mode 0755"):
-        RunDirectory(shared)
+        RunDirectory(shared_folder)
     for bad_path in (link, plain_file):
         with pytest.raises(InvalidArgument, match="not a directory"):
             RunDirectory(bad_path)

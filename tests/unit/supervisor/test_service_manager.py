@@ -54,8 +54,15 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     assert reloading == ["RELOADING=1", "STATUS=reloading"]
     with pytest.raises(BlockingIOError):
         sock.recv(1000)
-    ready, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
-    assert notifications == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
+    ready_message, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
+    assert notifications == [
+        b"STATUS=a",
+        b"STATUS=b",
+        ready_message,
+        b"WATCHDOG=1",
+        ready_message,
+        stopping,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,9 +89,9 @@ def test_the_watchdog_interval(
 async def test_the_start_timeout_is_extended(address_and_socket: tuple[str, socket.socket]) -> None:
     address, sock = address_and_socket
     manager = ServiceManager(address)
-    waiting = asyncio.ensure_future(manager.keep_waiting())
+    waiting_task = asyncio.ensure_future(manager.keep_waiting())
     await asyncio.sleep(0)
-    waiting.cancel()
+    waiting_task.cancel()
     manager.close()
     assert sock.recv(1000) == b"EXTEND_TIMEOUT_USEC=60000000"
 
@@ -133,8 +140,8 @@ def test_a_flush_returns_when_no_notification_waits(
         manager = ServiceManager(address)
         for number in range(count):
             manager.keep(str(number), [0])
-        waiting, read_count = asyncio.ensure_future(manager.flushed()), 0
-        while not waiting.done():
+        flush_task, read_count = asyncio.ensure_future(manager.flushed()), 0
+        while not flush_task.done():
             await asyncio.sleep(0)
             with contextlib.suppress(BlockingIOError):
                 sock.recv(1000)
@@ -143,12 +150,12 @@ def test_a_flush_returns_when_no_notification_waits(
         return read_count
 
     read_count = asyncio.run(asyncio.wait_for(flush_repeatedly(), 5))
-    queued = 0
+    queued_count = 0
     with contextlib.suppress(BlockingIOError):
         while sock.recv(1000):
-            queued += 1
+            queued_count += 1
     assert read_count > 0
-    assert read_count + queued == count
+    assert read_count + queued_count == count
 
 
 @pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
@@ -172,7 +179,7 @@ def test_progress_is_a_line(progress: dict[str, str], line: str) -> None:
     assert progress_line(progress) == line
 
 
-_ASK = """
+_PRINT_SOCKETS = """
 import os
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.host.service_manager import take_inherited
@@ -200,7 +207,7 @@ def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self
 
     environment = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
     completed = subprocess.run(
-        [sys.executable, "-c", _ASK],
+        [sys.executable, "-c", _PRINT_SOCKETS],
         env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
         preexec_fn=place_sockets,
@@ -211,7 +218,7 @@ def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self
     return completed.stdout.splitlines()
 
 
-def test_sockets_are_taken_by_their_names() -> None:
+def test_inherited_sockets_are_matched_by_name() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as http,
         socket.create_server(("127.0.0.1", 0)) as grpc,

@@ -32,23 +32,23 @@ def supervisor() -> Any:
     return Supervisor(**parts)
 
 
-def test_a_drain_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_drain_still_stops_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """The server still stops completely, and the log names the failure."""
-    failing = supervisor()
-    failing.gateways.drain.side_effect = RuntimeError("so it is")
-    asyncio.run(failing.end(0))
+    failing_supervisor = supervisor()
+    failing_supervisor.gateways.drain.side_effect = RuntimeError("so it is")
+    asyncio.run(failing_supervisor.end(0))
     assert "so it is" in caplog.text
-    failing.models.kill.assert_awaited()
-    failing.processes.close.assert_called()
+    failing_supervisor.models.kill.assert_awaited()
+    failing_supervisor.processes.close.assert_called()
 
 
-def test_a_start_that_fails_when_it_is_cut_short(
+def test_a_failing_start_still_stops_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = supervisor()
+    failing_supervisor = supervisor()
 
     async def start(_: Supervisor, start_s: float) -> int:
-        failing.end_signals.put_nowait(15)
+        failing_supervisor.end_signals.put_nowait(15)
         try:
             return await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -56,32 +56,32 @@ def test_a_start_that_fails_when_it_is_cut_short(
 
     monkeypatch.setattr(Supervisor, "_start", start)
     monkeypatch.setattr(Supervisor, "open", lambda _: None)
-    assert asyncio.run(failing.run()) == 0
+    assert asyncio.run(failing_supervisor.run()) == 0
     assert "so it is" in caplog.text
-    failing.processes.close.assert_called()
+    failing_supervisor.processes.close.assert_called()
 
 
 @pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
-async def test_an_exit_is_one_message_for_the_handler_of_the_role(role: str) -> None:
-    mocked = supervisor()
-    context = mocked.context
+async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> None:
+    mock_supervisor = supervisor()
+    context = mock_supervisor.context
     context.control.dismiss.return_value = role
     child = Child(7, "it", asyncio.get_running_loop().create_future(), cause="it was slow")
     child.exited.set_result("signal 9")
-    mocked._process_exited(child)
+    mock_supervisor._process_exited(child)
     context.broadcast.assert_called_once()
     assert context.broadcast.call_args.args[0] == ProcessExited(7, "signal 9")
     assert {
-        "gateway": mocked.regions.draining.gateway_exited.mock_calls,
+        "gateway": mock_supervisor.regions.draining.gateway_exited.mock_calls,
         "host": context.tickets.exited.mock_calls,
-        "worker": mocked.readiness.exited.mock_calls,
+        "worker": mock_supervisor.readiness.exited.mock_calls,
     } == {
         known_role: [call(7)] if known_role == role else []
         for known_role in ("gateway", "host", "worker")
     }
 
 
-READERS, NON_READERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
+READER_ROLES, NON_READERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 
 def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,16 +89,18 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("shmserve.supervisor.supervisor._EXIT_REPORT_DELAY_S", 0.0)
 
     async def report_exits() -> list[Any]:
-        mocked = supervisor()
+        mock_supervisor = supervisor()
         for pid in (7, 8):
             child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
             child.exited.set_result("exit status 0")
-            mocked._process_exited(child)
-        broadcasts = mocked.context.broadcast.mock_calls
-        assert broadcasts == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
+            mock_supervisor._process_exited(child)
+        broadcasts = mock_supervisor.context.broadcast.mock_calls
+        assert broadcasts == [
+            call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)
+        ]
         broadcasts.clear()
         outcomes = asyncio.Event()
-        mocked.context.broadcast.side_effect = lambda *_: outcomes.set()
+        mock_supervisor.context.broadcast.side_effect = lambda *_: outcomes.set()
         await outcomes.wait()
         return list(broadcasts)
 

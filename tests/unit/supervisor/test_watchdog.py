@@ -25,16 +25,12 @@ class Control:
         self.pings.put_nowait(make(number).acknowledge)
         return number
 
-    async def until_acknowledged(self, number: int) -> None:
-        while not self.acknowledgements.is_acknowledged(number):
-            await self.acknowledgements.next_complete()
-
     def answer(self, number: int, *peers: Hashable) -> None:
         for peer in peers:
             self.acknowledgements.acknowledged(peer, number)
 
 
-def test_a_process_that_does_not_answer_is_named_and_stops_the_pings(
+def test_an_unresponsive_process_is_named_and_stops_the_pings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def watch() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from shmserve.supervisor.processes.children import worker_preloads
 
-_PLAIN = r"""
+_PLAIN_MODEL = r"""
 import json, os.path
 from concurrent import futures
 import numpy as np
@@ -33,7 +33,7 @@ def _find_preloads(repository: Path, files: dict[str, str], devices: bool = Fals
 def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
     files = {
         "m/config.pbtxt": "",
-        "m/1/model.py": _PLAIN,
+        "m/1/model.py": _PLAIN_MODEL,
         "m/1/beside.py": "",
         "m/1/labels.txt": "",
         "m/helpers.py": "",
@@ -56,7 +56,7 @@ def test_a_class_without_torch_costs_none_of_its_memory(tmp_path: Path, text: st
     ]
 
 
-def test_a_class_whose_helper_imports_torch_has_it_imported(tmp_path: Path) -> None:
+def test_torch_is_preloaded_for_a_class_whose_helper_imports_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import helpers")
     (tmp_path / "helpers.py").write_text("from parts import words")
     (tmp_path / "parts").mkdir()
@@ -74,7 +74,7 @@ def test_an_empty_repository_with_later_models_preloads_torch(tmp_path: Path) ->
     assert "torch" not in worker_preloads([tmp_path])
 
 
-def test_nothing_of_torch_is_imported_where_it_is_not_installed(
+def test_torch_is_not_preloaded_where_it_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -92,10 +92,10 @@ def test_nothing_of_torch_is_imported_where_it_is_not_installed(
         ("1/model.pt", ""),
     ],
 )
-def test_one_model_that_may_import_torch_has_it_imported(
+def test_torch_is_preloaded_if_one_model_may_import_it(
     tmp_path: Path, file: str, text: str
 ) -> None:
-    assert "torch" in _find_preloads(tmp_path, {"a/1/model.py": _PLAIN, f"m/{file}": text})
+    assert "torch" in _find_preloads(tmp_path, {"a/1/model.py": _PLAIN_MODEL, f"m/{file}": text})
 
 
 @pytest.mark.parametrize(

@@ -61,35 +61,35 @@ def lease_request(number: int, byte_size: int) -> LeaseWorkspace:
 
 
 def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
-    sent = SentMessages()
-    workspaces = Workspaces({DEVICE: 2 * MB}, sent)
+    sent_messages = SentMessages()
+    workspaces = Workspaces({DEVICE: 2 * MB}, sent_messages)
     workspaces.handle(10, lease_request(1, MB))
-    assert sent.take_granted() == []
+    assert sent_messages.take_granted() == []
     workspaces.allocated(DEVICE, device_memory(77))
     workspaces.handle(11, lease_request(1, MB))
     workspaces.handle(12, lease_request(1, MB))
-    assert sent.take_granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
+    assert sent_messages.take_granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
     workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
-    assert sent.take_granted() == [(12, 1, 77, 0)]
+    assert sent_messages.take_granted() == [(12, 1, 77, 0)]
     workspaces.close()  # the workspaces hold no descriptor of it
 
 
 def test_leases_of_released_memory_are_dropped() -> None:
-    sent = SentMessages()
-    workspaces = Workspaces({DEVICE: 2 * MB}, sent)
+    sent_messages = SentMessages()
+    workspaces = Workspaces({DEVICE: 2 * MB}, sent_messages)
     workspaces.allocated(DEVICE, device_memory(77))
     workspaces.handle(10, lease_request(1, 2 * MB))
     workspaces.handle(11, lease_request(1, 2 * MB))
-    assert sent.take_granted() == [(10, 1, 77, 0)]
+    assert sent_messages.take_granted() == [(10, 1, 77, 0)]
     workspaces.holder_exited(DEVICE)
     workspaces.handle(12, lease_request(5, MB))
-    assert sent.take_granted() == []
+    assert sent_messages.take_granted() == []
     workspaces.allocated(DEVICE, device_memory(78))
-    assert sent.take_granted() == [(11, 1, 78, 0)]
+    assert sent_messages.take_granted() == [(11, 1, 78, 0)]
     workspaces.handle(11, ReturnWorkspace(DEVICE, 77, 0))  # not of this memory
-    assert sent.take_granted() == []
+    assert sent_messages.take_granted() == []
     workspaces.process_exited(11)
-    assert sent.take_granted() == [(12, 5, 78, 0)]
+    assert sent_messages.take_granted() == [(12, 5, 78, 0)]
 
 
 def run_test(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any:
@@ -111,18 +111,18 @@ def test_a_holder_that_dies_is_started_again() -> None:
         processes._dispatch(child.pid, WorkspaceAllocated(bytes(64), bytes(16)))
 
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
-        sent = SentMessages()
-        processes.context.workspaces._send = sent
+        sent_messages = SentMessages()
+        processes.context.workspaces._send = sent_messages
         processes.at_start = lambda child: allocate_memory(processes, child)
         await holders.start()
         assert [child.title for child in processes.started] == ["workspace cuda:1"]
         processes.started[0].kill()
         await run_loop_turns(1)
         processes.context.workspaces.handle(10, lease_request(1, MB))
-        assert sent.messages == []
+        assert sent_messages.messages == []
         await run_loop_turns()
         first_process, second_process = processes.started
-        ((_, message),) = sent.messages
+        ((_, message),) = sent_messages.messages
         memory_range = unpack_range(list(message.payload["place"]))
         assert memory_range.memory.pid == second_process.pid != first_process.pid
         assert memory_range.memory.cuda == CudaHandle(bytes(64), 1, bytes(16))
@@ -134,7 +134,7 @@ def test_a_holder_that_dies_is_started_again() -> None:
     run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
 
-def test_a_device_that_has_not_so_much_ends_the_start() -> None:
+def test_a_device_without_enough_memory_fails_the_start() -> None:
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         processes.at_start = lambda child: child.kill()
         with pytest.raises(Unavailable, match="workspace cuda:1 ended during its start"):
@@ -190,12 +190,12 @@ def test_a_start_record_is_encoded_and_decoded(tmp_path: Path) -> None:
     assert decode_start(WorkspaceStart, encode_start(start)) == start
 
 
-CAPACITY = 64 * 64
+POOL_SIZE = 64 * 64
 
 Step = tuple[str, int, int]
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.integers(1, 5), st.integers(1, CAPACITY)),
+        st.tuples(st.just("ask"), st.integers(1, 5), st.integers(1, POOL_SIZE)),
         st.tuples(st.just("release"), st.integers(0, 10), st.just(0)),
         st.tuples(st.just("drop"), st.integers(1, 5), st.just(0)),
     ),
@@ -205,7 +205,7 @@ STEPS = st.lists(
 
 def open_pool() -> WorkspacePool:
     """Return a pool whose memory is allocated."""
-    pool = WorkspacePool(CAPACITY)
+    pool = WorkspacePool(POOL_SIZE)
     assert pool.open() == []
     return pool
 
@@ -213,21 +213,21 @@ def open_pool() -> WorkspacePool:
 @given(STEPS)
 def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None:
     pool = open_pool()
-    waiting: deque[tuple[int, int, int]] = deque()
+    waiting_requests: deque[tuple[int, int, int]] = deque()
     leases: dict[int, tuple[int, int]] = {}  # offset -> owner, size
 
-    def take(granted: list[GrantedLease]) -> None:
-        for owner, ticket, offset in granted:
-            first_waiting = waiting.popleft()
+    def take(granted_leases: list[GrantedLease]) -> None:
+        for owner, ticket, offset in granted_leases:
+            first_waiting = waiting_requests.popleft()
             assert (owner, ticket) == first_waiting[:2]  # no request overtakes an earlier one
             for leased_offset, (_, size) in leases.items():
                 assert offset + first_waiting[2] <= leased_offset or leased_offset + size <= offset
-            assert offset + first_waiting[2] <= CAPACITY
+            assert offset + first_waiting[2] <= POOL_SIZE
             leases[offset] = owner, first_waiting[2]
 
     for number, (action, worker, size) in enumerate(steps):
         if action == "ask":
-            waiting.append((worker, number, size))
+            waiting_requests.append((worker, number, size))
             take(pool.ask(worker, number, size))
         elif action == "release" and leases:
             offset = sorted(leases)[worker % len(leases)]
@@ -239,53 +239,53 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
                 for leased_offset, lease in leases.items()
                 if lease[0] != worker
             }
-            waiting = deque(lease for lease in waiting if lease[0] != worker)
+            waiting_requests = deque(lease for lease in waiting_requests if lease[0] != worker)
             take(pool.drop(worker))
         pool.check_integrity()
-        assert pool.waiting == len(waiting)
-        assert leases or not waiting  # if nothing is leased, no request waits
+        assert pool.waiting == len(waiting_requests)
+        assert leases or not waiting_requests  # if nothing is leased, no request waits
     while leases:
         offset, (owner, _) = leases.popitem()
         take(pool.release(owner, offset))
-    assert not waiting and pool.used == 0
-    assert pool.ask(9, 0, CAPACITY) == [GrantedLease(9, 0, 0)]  # the pool is one free range again
+    assert not waiting_requests and pool.used == 0
+    assert pool.ask(9, 0, POOL_SIZE) == [GrantedLease(9, 0, 0)]  # the pool is one free range again
 
 
 def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
     """A hundred thousand leases, from bytes to the whole pool: each is granted in the end, and
     the pool is one free range again.
     """
-    chance = random.Random(17)
+    rng = random.Random(17)
     pool = open_pool()
     sizes: dict[int, int] = {}
-    leased: list[tuple[int, int]] = []
+    leased_ranges: list[tuple[int, int]] = []
     granted_count = 0
     for ticket in range(100_000):
-        sizes[ticket] = min(CAPACITY, int(2 ** chance.uniform(0, 12.1)))
-        granted = pool.ask(ticket, ticket, sizes[ticket])
-        while granted or pool.waiting > 8:
-            leased += [(owner, offset) for owner, _, offset in granted]
-            granted_count += len(granted)
-            granted = []
+        sizes[ticket] = min(POOL_SIZE, int(2 ** rng.uniform(0, 12.1)))
+        granted_leases = pool.ask(ticket, ticket, sizes[ticket])
+        while granted_leases or pool.waiting > 8:
+            leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
+            granted_count += len(granted_leases)
+            granted_leases = []
             if pool.waiting > 8:
-                granted = pool.release(*leased.pop(chance.randrange(len(leased))))
-    while leased:
-        granted = pool.release(*leased.pop())
-        granted_count += len(granted)
-        leased += [(owner, offset) for owner, _, offset in granted]
+                granted_leases = pool.release(*leased_ranges.pop(rng.randrange(len(leased_ranges))))
+    while leased_ranges:
+        granted_leases = pool.release(*leased_ranges.pop())
+        granted_count += len(granted_leases)
+        leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
     pool.check_integrity()
     assert granted_count == 100_000 and pool.used == 0
-    assert pool.ask(1, 1, CAPACITY)
+    assert pool.ask(1, 1, POOL_SIZE)
 
 
-def test_more_than_the_pool_is_an_error_with_both_figures() -> None:
+def test_a_lease_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"8192 bytes was requested, .* pool has 4096"):
         open_pool().ask(1, 1, 8192)
 
 
 def test_only_the_owner_ends_a_lease() -> None:
     pool = open_pool()
-    assert pool.ask(1, 7, CAPACITY) == [GrantedLease(1, 7, 0)]
+    assert pool.ask(1, 7, POOL_SIZE) == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == []
     assert pool.release(2, 0) == []
     assert pool.release(1, 64) == []
@@ -296,8 +296,8 @@ def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     """Leases end with the lost memory; waiting requests are granted in order after the next
     allocation.
     """
-    pool = WorkspacePool(CAPACITY)
-    assert pool.ask(1, 7, CAPACITY) == []
+    pool = WorkspacePool(POOL_SIZE)
+    assert pool.ask(1, 7, POOL_SIZE) == []
     assert pool.open() == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == pool.ask(3, 9, 64) == []
     pool.close()

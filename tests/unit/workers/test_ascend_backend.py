@@ -16,27 +16,27 @@ from tests.rigs.fake_acl import FakeAcl, write
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 
 F32 = np.float32
-OPENING = [
+OPENING_CALLS = [
     *("init", "rt.set_device", "rt.create_context", "mdl.query_size", "rt.malloc"),
     *("mdl.load_from_file_with_mem", "mdl.create_desc", "mdl.get_desc", "rt.malloc"),
     *("mdl.create_dataset", "create_data_buffer", "mdl.add_dataset_buffer"),
     *("mdl.create_dataset", "create_data_buffer", "mdl.add_dataset_buffer"),
 ]
-CLOSING = [
+CLOSING_CALLS = [
     *("destroy_data_buffer", "mdl.destroy_dataset", "destroy_data_buffer", "mdl.destroy_dataset"),
     *("rt.free", "mdl.destroy_desc", "mdl.unload", "rt.free"),
     *("rt.destroy_context", "rt.reset_device", "finalize"),
 ]
 # Calls that return no error code.
-SILENT = {"create_data_buffer", "mdl.create_desc", "mdl.create_dataset"}
-BARE: dict[str, Any] = {"name": "m", "max_batch_size": 4, "backend": "ascend"}
+UNCHECKED_CALLS = {"create_data_buffer", "mdl.create_desc", "mdl.create_dataset"}
+BARE_CONFIG: dict[str, Any] = {"name": "m", "max_batch_size": 4, "backend": "ascend"}
 
 
 @pytest.fixture
 def acl(monkeypatch: pytest.MonkeyPatch) -> FakeAcl:
-    fake = FakeAcl()
-    monkeypatch.setitem(sys.modules, "acl", fake)
-    return fake
+    fake_acl = FakeAcl()
+    monkeypatch.setitem(sys.modules, "acl", fake_acl)
+    return fake_acl
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def config(
 
 def test_the_calls_from_load_to_unload(acl: FakeAcl, worker: Rig) -> None:
     backend = AscendBackend(worker.context)
-    worker.serve(backend, backend.complete_config(BARE))
-    assert acl.calls == OPENING
+    worker.serve(backend, backend.complete_config(BARE_CONFIG))
+    assert acl.calls == OPENING_CALLS
     acl.calls.clear()
     rows = np.arange(9, dtype=F32).reshape(3, 3)
     replies = worker.batch(inference(tensor("x", rows[:1])), inference(tensor("x", rows[1:])))
@@ -67,19 +67,19 @@ def test_the_calls_from_load_to_unload(acl: FakeAcl, worker: Rig) -> None:
     assert acl.calls == ["rt.memcpy", "rt.memcpy", "mdl.execute", "rt.memcpy"]
     acl.calls.clear()
     backend.unload()
-    assert acl.calls == CLOSING
+    assert acl.calls == CLOSING_CALLS
     assert not acl.alive
 
 
 def test_the_file_completes_inputs_and_outputs(acl: FakeAcl, worker: Rig) -> None:
     backend = AscendBackend(worker.context)
-    assert backend.complete_config(BARE)["input"] == [tensor_config("x", "FP32", [3])]
-    unbatched = backend.complete_config(BARE | {"max_batch_size": 0})
+    assert backend.complete_config(BARE_CONFIG)["input"] == [tensor_config("x", "FP32", [3])]
+    unbatched = backend.complete_config(BARE_CONFIG | {"max_batch_size": 0})
     assert unbatched["output"] == [tensor_config("y", "FP32", [4, 3])]
     backend.unload()
 
 
-@pytest.mark.parametrize("call", sorted(set(OPENING) - SILENT))
+@pytest.mark.parametrize("call", sorted(set(OPENING_CALLS) - UNCHECKED_CALLS))
 def test_a_failed_load_leaks_nothing(acl: FakeAcl, worker: Rig, call: str) -> None:
     acl.failing = call
     with pytest.raises(AclError, match=f"^acl.{call}.* failed with error 507$"):

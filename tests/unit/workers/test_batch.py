@@ -122,10 +122,10 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     assert address_of(raw) == address_of(mappings.view(memory_ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
     # Rows in another order, or with a gap between them, are not contiguous.
-    for shuffled in (requests[::-1], [requests[0], requests[2]]):
-        raw, shape, view = gather.gather("X", shuffled)
+    for shuffled_requests in (requests[::-1], [requests[0], requests[2]]):
+        raw, shape, view = gather.gather("X", shuffled_requests)
         assert not view
-        expected = np.concatenate([rows[request.work.key] for request in shuffled])
+        expected = np.concatenate([rows[request.work.key] for request in shuffled_requests])
         assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), expected)
     assert len(buffers) == 1, "one buffer, kept"
 
@@ -219,7 +219,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
         assert region.read(8, 16) == data.tobytes(), "the client's memory is as it was"
 
 
-def test_unaligned_inputs_are_right(worker: Rig, region: Region) -> None:
+def test_unaligned_inputs_are_read_correctly(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     data = np.arange(5, dtype=F32)
     (reply,) = worker.batch(inference(tensor("X", data, region.write(3, data))))
@@ -253,7 +253,7 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
 
 
 @pytest.mark.parametrize("may_return", [False, True])
-def test_an_input_that_is_returned_stays_where_it_is(
+def test_an_input_that_is_returned_is_not_copied(
     worker: Rig, region: Region, may_return: bool
 ) -> None:
     """Applies only if the request allows it.
@@ -272,14 +272,14 @@ def test_an_input_that_is_returned_stays_where_it_is(
     memory_range = region.write(0, data)
     requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
     for expected in (data, data[: MIB // 2], data, data + 1):
-        returned = may_return and expected is data
+        is_returned = may_return and expected is data
         (reply,) = worker.batch(
             inference(tensor("X", data, memory_range), outputs=[requested_output])
         )
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
-        assert output.data.offset == (0 if returned else 8 * MIB)
+        assert output.data.offset == (0 if is_returned else 8 * MIB)
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
 
 
@@ -307,24 +307,24 @@ def test_a_write_over_an_input_changes_no_other_output(
     # A client may have registered the object a second time, under another name, for outputs.
     memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
 
-    def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
+    def answers(**range_indices: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
         expected = [
             RequestedOutput(
                 name, None if index is None else Range(memory, 4 * index * size, 4 * size)
             )
-            for name, index in memory_ranges.items()
+            for name, index in range_indices.items()
         ]
         (reply,) = worker.batch(inference(*inputs, outputs=expected))
         return {
             name: reply.array(name, worker).tolist()
             if index is None
             else np.frombuffer(region.read(4 * index * size, 4 * size), F32).tolist()
-            for name, index in memory_ranges.items()
+            for name, index in range_indices.items()
         }
 
-    swapped = answers(A=0, B=1)
-    assert swapped == {"A": y.tolist(), "B": x.tolist()}
+    swapped_answers = answers(A=0, B=1)
+    assert swapped_answers == {"A": y.tolist(), "B": x.tolist()}
     for _ in range(2):
         for second_index in (None, 1, 4):
             assert answers(Z=0, B=second_index) == {"Z": (x * 2).tolist(), "B": x.tolist()}
@@ -347,7 +347,7 @@ def test_an_output_too_large_for_its_range_fails_that_request(worker: Rig, regio
     assert region.read(0, 64) == bytes_before
 
 
-def test_only_requested_outputs_travel(worker: Rig) -> None:
+def test_only_requested_outputs_are_sent(worker: Rig) -> None:
     def respond_with_three(requests: list[Request]) -> list[Response]:
         return [
             Response(
@@ -391,7 +391,7 @@ def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, messa
     assert message in reply.message
 
 
-def test_a_lenient_backend_passes_what_the_model_made(worker: Rig) -> None:
+def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
     backend = FunctionBackend(
         worker.context, lambda requests: [Response([Output("Y", "FP64", np.zeros((2, 3)))])]
     )
@@ -443,7 +443,7 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
 
 
 @pytest.mark.parametrize("has_range", [False, True])
-def test_bytes(worker: Rig, region: Region, has_range: bool) -> None:
+def test_string_outputs(worker: Rig, region: Region, has_range: bool) -> None:
     worker.serve(
         FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), max_batch_size=4)
     )
@@ -451,9 +451,11 @@ def test_bytes(worker: Rig, region: Region, has_range: bool) -> None:
     requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if has_range else []
     (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
-    sent = tensor("X", data).data
-    assert isinstance(sent, bytes)
-    assert (region.read(0, len(sent)) if has_range else reply.answer.outputs[0].data) == sent
+    sent_data = tensor("X", data).data
+    assert isinstance(sent_data, bytes)
+    assert (
+        region.read(0, len(sent_data)) if has_range else reply.answer.outputs[0].data
+    ) == sent_data
 
 
 def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
@@ -484,13 +486,13 @@ def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
 def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.DataObject) -> None:
-    variable = [data.draw(st.booleans()) for _ in sizes]
-    dims = tuple(-1 if free else size for size, free in zip(sizes, variable, strict=True))
-    target = (1, *(dim for dim in dims if dim == -1), 1)
-    reshaped = reshape(tuple(sizes), dims, target)
-    free = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
-    assert reshaped == (1, *free, 1)
-    assert reshape(reshaped, target, dims) == tuple(
+    is_variable = [data.draw(st.booleans()) for _ in sizes]
+    dims = tuple(-1 if free else size for size, free in zip(sizes, is_variable, strict=True))
+    target_dims = (1, *(dim for dim in dims if dim == -1), 1)
+    reshaped = reshape(tuple(sizes), dims, target_dims)
+    free_sizes = [size for size, is_free in zip(sizes, is_variable, strict=True) if is_free]
+    assert reshaped == (1, *free_sizes, 1)
+    assert reshape(reshaped, target_dims, dims) == tuple(
         size if dim == -1 else dim for size, dim in zip(sizes, dims, strict=True)
     )
 
@@ -541,18 +543,18 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "count", "copied"),
+    ("data", "count", "is_copied"),
     [(b"\1\0\0\0a", 1, False), (b"\0\0\0\0", 1, False), (b"\1\0\0\0a" * 2, 2, True)],
 )
 def test_one_text_is_checked_without_a_copy_on_request(
-    data: bytes, count: int, copied: bool
+    data: bytes, count: int, is_copied: bool
 ) -> None:
     unpacker, *_ = make_gatherer(one_tensor("STRING", (-1,)), Mappings())
     unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
     assert unpacker.request(unit_of_work).inputs["X"].array is not None
-    unpacked = unpacker.request(unit_of_work, copies_text=False).inputs["X"]
-    assert (unpacked.array is not None) == copied
-    assert unpacked.numpy().tolist() == [data[4:5]] * count
+    unpacked_input = unpacker.request(unit_of_work, copies_text=False).inputs["X"]
+    assert (unpacked_input.array is not None) == is_copied
+    assert unpacked_input.numpy().tolist() == [data[4:5]] * count
 
 
 @pytest.mark.parametrize("data", [b"", b"\1\0\0", b"\2\0\0\0a", b"\0\0\0\0a"])
@@ -654,11 +656,12 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
 
     Requests cancelled meanwhile are skipped.
     """
-    freed: list[int] = []
+    freed_after: list[int] = []
     batch_sizes: list[int] = []
     for module in ("batch.execute", "context"):
         monkeypatch.setattr(
-            f"shmserve.workers.{module}.free_cached_memory", lambda: freed.append(len(batch_sizes))
+            f"shmserve.workers.{module}.free_cached_memory",
+            lambda: freed_after.append(len(batch_sizes)),
         )
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -671,7 +674,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.full((1, 1), n, F32))) for n in range(8)))
     assert batch_sizes == sizes
-    assert freed == [attempt for attempt, size in enumerate(sizes, 1) if size > max_rows]
+    assert freed_after == [attempt for attempt, size in enumerate(sizes, 1) if size > max_rows]
     assert [reply.code for reply in replies] == [""] * 8
     assert [reply.array("Y").tolist() for reply in replies] == [[[n]] for n in range(8)]
 
@@ -696,7 +699,9 @@ def test_a_request_too_large_for_the_memory_fails_alone(worker: Rig) -> None:
         (None, "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
     ],
 )
-def test_a_wrong_number_of_answers(worker: Rig, result: Any, message: str) -> None:
+def test_a_wrong_number_of_responses_fails_the_batch(
+    worker: Rig, result: Any, message: str
+) -> None:
     worker.serve(FunctionBackend(worker.context, lambda requests: result), one_tensor())
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "INTERNAL"
@@ -726,7 +731,7 @@ def test_exceptions_of_a_model_fail_the_request(
         assert message in reply.message
 
 
-def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
+def test_a_failed_copy_of_an_input_fails_its_request_only(
     worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs in another user's memory are copied.
@@ -735,14 +740,14 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
     """
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
-    copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
+    copied_range = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
     def raise_memory_error(memory_range: Range) -> memoryview:
         raise MemoryError
 
     monkeypatch.setattr(worker.context.mappings, "read", raise_memory_error)
     failed_reply, own_reply = worker.batch(
-        inference(tensor("X", data, copied)), inference(tensor("X", data))
+        inference(tensor("X", data, copied_range)), inference(tensor("X", data))
     )
     assert failed_reply.code == "UNAVAILABLE"
     assert "not enough memory on device 'cpu' for model 'm'" in failed_reply.message
@@ -792,13 +797,13 @@ def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None
 def test_times_are_in_order(worker: Rig) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.zeros(1, F32))))
-    finished = worker.finished
+    finished_message = worker.finished
     assert (
         0
-        < finished.compute_start_ns
-        <= finished.input_end_ns
-        <= finished.output_start_ns
-        <= finished.compute_end_ns
+        < finished_message.compute_start_ns
+        <= finished_message.input_end_ns
+        <= finished_message.output_start_ns
+        <= finished_message.compute_end_ns
     )
 
 

@@ -96,9 +96,9 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
         flags=1,
         timeout_us=10,
     )
-    running = callees.run(call, router, call_request)
-    question = callees.answer_find("s1")
-    assert (question.name, question.version) == ("other", "")
+    running_call = callees.run(call, router, call_request)
+    find_question = callees.answer_find("s1")
+    assert (find_question.name, find_question.version) == ("other", "")
     submit = scheduler.next(m.Submit)
     assert (submit.request_id, submit.timeout_us) == ("me", 10)
     assert submit.deadline_ns == submit.arrived_ns + 20_000
@@ -110,7 +110,7 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
         1,
     )
     scheduler.send(doubled_response(submit))
-    reply = running.result(10)
+    reply = running_call.result(10)
     assert values(reply) == [2.0, 4.0]
     assert reply.parameters == {"note": "doubled"}
     reply.outputs[0].numpy()[:] = 0  # writable, because the memory belongs to the model
@@ -120,17 +120,17 @@ def test_the_endpoint_of_a_model_is_looked_up_once(
     router: CallRouter, callees: CalledModels
 ) -> None:
     scheduler = callees.scheduler("s1")
-    for turn in range(3):
-        running = callees.run(call, router, request())
-        if not turn:
+    for iteration in range(3):
+        running_call = callees.run(call, router, request())
+        if not iteration:
             callees.answer_find("s1")
         scheduler.send(doubled_response(scheduler.next(m.Submit)))
-        running.result(10)
+        running_call.result(10)
     router.invalidate("other")
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.send(doubled_response(scheduler.next(m.Submit)))
-    running.result(10)
+    running_call.result(10)
 
 
 @pytest.mark.parametrize("own_us", [0, 10**9])
@@ -139,42 +139,42 @@ def test_a_call_ends_when_its_caller_does(
 ) -> None:
     scheduler = callees.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
-    running = callees.run(call, router, request(timeout_us=own_us, deadline_ns=deadline_ns))
+    running_call = callees.run(call, router, request(timeout_us=own_us, deadline_ns=deadline_ns))
     callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert submit.deadline_ns == deadline_ns
     scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
     with pytest.raises(Unavailable, match="Request timeout expired"):
-        running.result(10)
+        running_call.result(10)
 
 
 def test_errors(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    running = callees.run(call, router, request(model="nobody"))
-    question = callees.supervisor.next(FindModel)
-    callees.supervisor.send(Refused(question.id, "NOT_FOUND", "no such model"))
+    running_call = callees.run(call, router, request(model="nobody"))
+    find_question = callees.supervisor.next(FindModel)
+    callees.supervisor.send(Refused(find_question.id, "NOT_FOUND", "no such model"))
     with pytest.raises(NotFound, match="no such model"):
-        running.result(10)
+        running_call.result(10)
 
-    running = callees.run(call, router, request(outputs=["Z"]))
+    running_call = callees.run(call, router, request(outputs=["Z"]))
     callees.answer_find("s1")
     with pytest.raises(InvalidArgument, match="unexpected inference output 'Z'"):
-        running.result(10)
+        running_call.result(10)
 
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
     scheduler.send(m.Failed(submit.id, "INVALID_ARG", "not these numbers", 0, False))
     with pytest.raises(InvalidArgument, match="not these numbers"):
-        running.result(10)
+        running_call.result(10)
 
 
 def test_a_malformed_answer_is_an_error(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.send(m.Finished(scheduler.next(m.Submit).id, b"garbage", []))
     with pytest.raises(ShmserveError, match="internal error"):
-        running.result(10)
+        running_call.result(10)
 
 
 def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) -> None:
@@ -185,9 +185,9 @@ def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) 
     scheduler = callees.scheduler("s1")
     caller_arena, mappings = Arena(MIB), Mappings()
     big_array = np.arange(INLINE_LIMIT, dtype=np.float32)
-    for turn in range(3):
-        running = callees.run(call, router, request(big_array))
-        if not turn:
+    for iteration in range(3):
+        running_call = callees.run(call, router, request(big_array))
+        if not iteration:
             callees.answer_find("s1")
         submit = scheduler.next(m.Submit)
         (call_input,) = work(submit).inputs
@@ -196,11 +196,11 @@ def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) 
         array = np.frombuffer(mappings.view(call_input.data), np.float32)
         assert (array == big_array).all()
         memory_range = caller_arena.allocate(big_array.nbytes)
-        caller_arena.view(memory_range)[:] = (array + turn).tobytes()
+        caller_arena.view(memory_range)[:] = (array + iteration).tobytes()
         scheduler.send(finished(submit, TensorRef("Y", "FP32", call_input.shape, memory_range)))
-        assert values(running.result(10)) == (big_array + turn).tolist()
-        release = scheduler.next(m.Release)
-        assert release == m.Release(caller_arena.memory.pid, [memory_range.offset])
+        assert values(running_call.result(10)) == (big_array + iteration).tolist()
+        release_message = scheduler.next(m.Release)
+        assert release_message == m.Release(caller_arena.memory.pid, [memory_range.offset])
         caller_arena.free(memory_range.offset)
 
 
@@ -210,12 +210,12 @@ def test_inputs_in_memory_of_the_request_stay_there(
     scheduler, region = callees.scheduler("s1"), Region(4096)
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
     call_request = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
-    running = callees.run(call, router, call_request)
+    running_call = callees.run(call, router, call_request)
     callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert work(submit).inputs[0].data == memory_range
     scheduler.send(finished(submit))
-    running.result(10)
+    running_call.result(10)
     region.close()
 
 
@@ -226,7 +226,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
     big_array = np.zeros(INLINE_LIMIT)
 
     def find_offset(expect_question: bool, *settled_first: m.Settled) -> tuple[int, int]:
-        running = callees.run(call, router, request(big_array))
+        running_call = callees.run(call, router, request(big_array))
         if expect_question:
             callees.answer_find("s1")
         submit = scheduler.next(m.Submit)
@@ -234,7 +234,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
         assert isinstance(memory_range, Range)
         scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "too late", 0, True))
         with pytest.raises(Unavailable):
-            running.result(10)
+            running_call.result(10)
         return submit.id, memory_range.offset
 
     first_id, first_offset = find_offset(True)
@@ -247,14 +247,14 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
             return
 
 
-def test_no_memory_left(worker: Rig, callees: CalledModels) -> None:
+def test_a_full_arena_fails_the_call(worker: Rig, callees: CalledModels) -> None:
     calls = CallRouter(worker.context.control, MIB)
     callees.scheduler("s1")
-    running = callees.run(call, calls, request(np.zeros(MIB)))
+    running_call = callees.run(call, calls, request(np.zeros(MIB)))
     callees.answer_find("s1")
     arena_error = r"4194304 bytes .* --arena-byte-size allows 1048576"
     with pytest.raises(InvalidArgument, match=arena_error):
-        running.result(10)
+        running_call.result(10)
     calls.close()
 
 
@@ -262,22 +262,22 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(
     router: CallRouter, callees: CalledModels
 ) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     lost_submit = first_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     resubmit = second_scheduler.next(m.Submit)
     assert resubmit == lost_submit
     second_scheduler.send(doubled_response(resubmit))
-    assert values(running.result(10)) == [2.0, 4.0]
+    assert values(running_call.result(10)) == [2.0, 4.0]
     # New calls are sent to the scheduler that the supervisor names.
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s2")
     second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
-    running.result(10)
+    running_call.result(10)
 
 
-def test_no_descriptor_for_a_link_to_the_successor(
+def test_a_call_fails_without_a_descriptor_for_the_successor(
     router: CallRouter, callees: CalledModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails at once, instead of waiting for a response that cannot arrive."""
@@ -286,17 +286,17 @@ def test_no_descriptor_for_a_link_to_the_successor(
         raise OSError(errno.EMFILE, "Too many open files")
 
     scheduler = callees.scheduler("s1")
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.next(m.Submit)
     monkeypatch.setattr(dealer, "Dealer", raise_no_descriptors)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
-        running.result(10)
-    running = callees.run(call, router, request())
+        running_call.result(10)
+    running_call = callees.run(call, router, request())
     callees.answer_find("s2")
     with pytest.raises(Unavailable, match="cannot connect"):
-        running.result(10)
+        running_call.result(10)
     assert not router.schedulers
 
 
@@ -308,7 +308,7 @@ def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: Calle
     first_scheduler, second_scheduler, third_scheduler = (
         callees.scheduler(name) for name in ("s1", "s2", "s3")
     )
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     submit = first_scheduler.next(m.Submit)
     first_scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
@@ -317,38 +317,38 @@ def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: Calle
     callees.supervisor.send(SchedulerLost(callees.endpoint("s2"), ""))
     callees.answer_find("s3")
     third_scheduler.send(doubled_response(third_scheduler.next(m.Submit)))
-    assert values(running.result(10)) == [2.0, 4.0]
+    assert values(running_call.result(10)) == [2.0, 4.0]
 
 
 def test_a_call_fails_if_no_scheduler_serves_its_model(
     router: CallRouter, callees: CalledModels
 ) -> None:
     scheduler = callees.scheduler("s1")
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), ""))
-    question = callees.supervisor.next(FindModel)
-    callees.supervisor.send(Refused(question.id, "NOT_FOUND", "it is not loaded"))
+    find_question = callees.supervisor.next(FindModel)
+    callees.supervisor.send(Refused(find_question.id, "NOT_FOUND", "it is not loaded"))
     with pytest.raises(Internal, match="Model 'other' is not ready"):
-        running.result(10)
+        running_call.result(10)
 
 
 def test_an_unavailable_model_is_looked_up_again(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "the queue is full", 1, False))
     callees.answer_find("s1")
     with pytest.raises(Unavailable, match="the queue is full"):
-        running.result(10)
+        running_call.result(10)
     assert scheduler.is_silent()
 
 
 def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     submit = first_scheduler.next(m.Submit)
     callees.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
@@ -356,26 +356,26 @@ def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) ->
     first_scheduler.send(
         doubled_response(submit)
     )  # a call in flight is answered by its old scheduler
-    running.result(10)
-    running = callees.run(call, router, request())
+    running_call.result(10)
+    running_call = callees.run(call, router, request())
     callees.answer_find("s2")
     second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
-    running.result(10)
+    running_call.result(10)
 
 
-def test_many_at_once_from_a_coroutine(router: CallRouter, callees: CalledModels) -> None:
+def test_a_coroutine_makes_many_calls_at_once(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
 
     async def call_many() -> list[list[float]]:
         replies = [call_soon(router, request([n])) for n in range(20)]
         return [values(reply) for reply in await asyncio.gather(*replies)]
 
-    running = callees.run(asyncio.run, call_many())
+    running_calls = callees.run(asyncio.run, call_many())
     callees.answer_find("s1")
     submits = [scheduler.next(m.Submit) for _ in range(20)]
     for submit in reversed(submits):
         scheduler.send(doubled_response(submit))
-    assert running.result(10) == [[2.0 * n] for n in range(20)]
+    assert running_calls.result(10) == [[2.0 * n] for n in range(20)]
 
 
 def test_a_coroutine_that_no_longer_waits_cancels(
@@ -389,7 +389,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(
         reply.cancel()
         return values(await call_soon(router, request([5])))
 
-    running = callees.run(asyncio.run, call_impatiently())
+    running_call = callees.run(asyncio.run, call_impatiently())
     callees.answer_find("s1")
     first_submit = scheduler.next(m.Submit)
     # The loop detects the cancellation one iteration later, after the second call has begun.
@@ -399,7 +399,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(
         m.Failed(first_submit.id, "CANCELLED", "request cancelled", 0, False),
         doubled_response(second_submit),
     )
-    assert running.result(10) == [10.0]
+    assert running_call.result(10) == [10.0]
 
 
 def test_a_coroutine_is_notified_of_losses_and_errors(
@@ -414,7 +414,7 @@ def test_a_coroutine_is_notified_of_losses_and_errors(
             await second_call
         return values(reply), str(caught.value)
 
-    running = callees.run(asyncio.run, call_both())
+    running_calls = callees.run(asyncio.run, call_both())
     callees.answer_find("s1")
     first_scheduler.next(m.Submit)
     first_scheduler.next(m.Submit)
@@ -423,12 +423,12 @@ def test_a_coroutine_is_notified_of_losses_and_errors(
     second_scheduler.send(
         m.Failed(second_scheduler.next(m.Submit).id, "INVALID_ARG", "no", 0, False)
     )
-    assert running.result(10) == ([2.0, 4.0], "no")
+    assert running_calls.result(10) == ([2.0, 4.0], "no")
 
 
 def test_threads_take_answers_for_each_other(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    running = [callees.run(call, router, request([n])) for n in range(6)]
+    running_calls = [callees.run(call, router, request([n])) for n in range(6)]
     query_count = 0
     submits: list[m.Submit] = []
 
@@ -446,14 +446,14 @@ def test_threads_take_answers_for_each_other(router: CallRouter, callees: Called
     assert query_count <= 6
     for submit in submits:
         scheduler.send(doubled_response(submit))
-    assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]
+    assert [values(future.result()) for future in running_calls] == [[2.0 * n] for n in range(6)]
 
 
 def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     router: CallRouter, callees: CalledModels
 ) -> None:
     scheduler = callees.scheduler("s1")
-    running = callees.run(call, router, request([1]))
+    running_call = callees.run(call, router, request([1]))
     callees.answer_find("s1")
     first_submit = scheduler.next(m.Submit)
 
@@ -464,7 +464,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     second_submit = scheduler.next(m.Submit)
     scheduler.send(doubled_response(second_submit), doubled_response(first_submit))
     assert coroutine_result.result() == [4.0]
-    assert values(running.result(10)) == [2.0]
+    assert values(running_call.result(10)) == [2.0]
 
 
 def test_the_memory_of_an_exited_process_is_unmapped(
@@ -472,25 +472,25 @@ def test_the_memory_of_an_exited_process_is_unmapped(
 ) -> None:
     scheduler, exited_arena = callees.scheduler("s1"), Arena(MIB)
     memory_range = exited_arena.allocate(8)
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.send(doubled_response(scheduler.next(m.Submit)))
-    running.result(10)
+    running_call.result(10)
     fds_before = _count_descriptors()
 
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     answer = TensorRef("Y", "FP32", (1, 2), memory_range)
     scheduler.send(finished(scheduler.next(m.Submit), answer))
-    running.result(10)
+    running_call.result(10)
     scheduler.next(m.Release)
     assert _count_descriptors() > fds_before
 
-    running = callees.run(call, router, request())
+    running_call = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
     callees.supervisor.send(ProcessExited(exited_arena.memory.pid, ""))
     until("it is heard", lambda: not router.mappings)
     scheduler.send(doubled_response(submit))
-    running.result(10)
+    running_call.result(10)
     assert _count_descriptors() == fds_before
     exited_arena.close()
 

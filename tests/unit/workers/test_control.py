@@ -96,15 +96,15 @@ def test_the_loop_does_not_wait_for_a_message_it_has_read(
     thread.start()
     control.ask(question)
     thread.join()
-    slept = threading.Event()
+    has_slept = threading.Event()
 
     def wake_control() -> None:
-        slept.set()
+        has_slept.set()
         control.wake()
 
     timer = threading.Timer(10.0, wake_control)
     timer.start()
     control.wait()
     timer.cancel()
-    assert not slept.is_set()
+    assert not has_slept.is_set()
     assert list(control.inbox) == [m.Attach("ipc://successor")]

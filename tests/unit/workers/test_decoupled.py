@@ -27,9 +27,9 @@ from tests.rigs.worker_rig import FunctionBackend, Region, Rig, model_config, ri
 from tests.support.messages import inferred_of
 from tests.support.waiting import until
 
-FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
-CLOSED = "Unable to send response. Response sender has been closed."
-PREAMBLE = """
+FAILED_REQUEST = "Failed to process the request(s) for model 'm_0_0', message: "
+CLOSED_SENDER = "Unable to send response. Response sender has been closed."
+MODULE_HEAD = """
 import asyncio, gc, threading
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -63,7 +63,9 @@ class Model(Streams):
 
     def serve(self, body: str) -> Model:
         path = self.rig.context.version_dir / "model.py"
-        path.write_text(PREAMBLE + "".join(f"    {line}\n" for line in dedent(body).splitlines()))
+        path.write_text(
+            MODULE_HEAD + "".join(f"    {line}\n" for line in dedent(body).splitlines())
+        )
         config = model_config(
             [tensor_config("X", "FP32", [-1])],
             [tensor_config("Y", "FP32", [-1])],
@@ -97,7 +99,7 @@ def start_pump(model: Model) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize(
-    ("sends", "expected"),
+    ("send_statements", "expected"),
     [
         ("send(flags=FINAL)", ["end"]),
         ("send(response(1), FINAL)", [[1], "end"]),
@@ -109,12 +111,12 @@ def start_pump(model: Model) -> Iterator[Callable[[], None]]:
         ("send(response(1)); send(response(5, error='last'), flags=FINAL)", [[1], "last", "end"]),
     ],
 )  # fmt: skip
-def test_responses_in_order(model: Model, sends: str, expected: list[Any]) -> None:
+def test_responses_in_order(model: Model, send_statements: str, expected: list[Any]) -> None:
     model.serve(
         f"""
         def execute(self, requests):
             send = requests[0].get_response_sender().send
-            {sends}
+            {send_statements}
         """
     )
     model.begin(0)
@@ -139,7 +141,7 @@ def test_a_backend_without_streams_sends_one_response_per_request(model: Model) 
     assert model.responses(1) == [[2], "end"] and model.responses(2) == [[4], "end"]
 
 
-def test_from_a_thread_after_execute_has_returned(model: Model) -> None:
+def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
     """The thread can still read the inputs, which belong to the model."""
     model.serve(
         """
@@ -236,7 +238,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
 # --- rejected calls
 
 
-def test_texts_of_what_is_refused(model: Model) -> None:
+def test_errors_of_refused_sends(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -258,38 +260,43 @@ def test_texts_of_what_is_refused(model: Model) -> None:
     )
     model.begin(0)
     assert model.responses(1) == [[1], "end"]
-    needed = "Inference Response object must be provided when the response flags is set to zero."
-    *refusals, sent, retry_error, ended_error = model.records
+    missing_response = (
+        "Inference Response object must be provided when the response flags is set to zero."
+    )
+    *refusals, sent_result, retry_error, ended_error = model.records
     assert refusals[:3] == [
-        f"TritonModelException: {needed}",
-        f"TritonModelException: {needed}",
+        f"TritonModelException: {missing_response}",
+        f"TritonModelException: {missing_response}",
         "TritonModelException: Unable to send response. Unsupported flag provided.",
     ]
     assert all(
         text.startswith("TypeError: send(): incompatible function arguments. The following")
         for text in refusals[3:]
     )
-    assert (sent, retry_error, ended_error) == (None, *[f"TritonModelException: {CLOSED}"] * 2)
+    assert (sent_result, retry_error, ended_error) == (
+        None,
+        *[f"TritonModelException: {CLOSED_SENDER}"] * 2,
+    )
 
 
 # --- streams without a final flag
 
 
-@pytest.mark.parametrize("returned", ["[]", "0", "'text'", "requests"])
-def test_execute_must_return_none(model: Model, returned: str) -> None:
+@pytest.mark.parametrize("returned_value", ["[]", "0", "'text'", "requests"])
+def test_execute_must_return_none(model: Model, returned_value: str) -> None:
     model.serve(
         f"""
         def execute(self, requests):
             self.kept = [request.get_response_sender() for request in requests]
             self.kept[0].send(response(1), FINAL)
             self.kept[1].send(response(2))
-            return {returned}
+            return {returned_value}
         """
     )
     model.begin(0, 0, 0)
     text = (
-        f"{FAILED}Python model 'm_0_0' is using the decoupled mode and the execute function must "
-        "return None."
+        f"{FAILED_REQUEST}Python model 'm_0_0' is using the decoupled mode and the execute "
+        "function must return None."
     )
     assert model.replies == [text]
     assert model.responses(1) == [[1], "end"]
@@ -297,7 +304,7 @@ def test_execute_must_return_none(model: Model, returned: str) -> None:
     assert model.backend._model.kept[2]._channel._stream.closed
 
 
-def test_execute_raises(model: Model) -> None:
+def test_an_exception_of_execute_fails_the_request(model: Model) -> None:
     """Requests without a response fail; requests that have ended are not affected, and none is
     retried.
     """
@@ -313,9 +320,9 @@ def test_execute_raises(model: Model) -> None:
         """
     )
     model.begin(0, 0, 0)
-    assert model.replies == [f"{FAILED}ValueError: early"]
+    assert model.replies == [f"{FAILED_REQUEST}ValueError: early"]
     assert model.responses(1) == [[1], "end"]
-    assert model.responses(2) == [[2], f"{FAILED}ValueError: early", "end"]
+    assert model.responses(2) == [[2], f"{FAILED_REQUEST}ValueError: early", "end"]
     assert model.backend._model.calls == [3]
     with pytest.raises(Exception, match="has been closed"):
         model.backend._model.kept[2].send(flags=1)
@@ -358,9 +365,12 @@ def test_a_request_ends_once(model: Model, is_kept: bool) -> None:
     assert model.responses(1) == ["end"]
 
 
-@pytest.mark.parametrize("keeps", ["", "why = "])
+@pytest.mark.parametrize("keep_statement", ["", "why = "])
 def test_a_thread_that_raises(
-    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keeps: str
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    keep_statement: str,
 ) -> None:
     """The thread's requests fail at once with its exception, even if one of its variables holds
     a sender.
@@ -381,7 +391,7 @@ def test_a_thread_that_raises(
             try:
                 raise ValueError("mine")
             except ValueError as error:
-                {keeps}error
+                {keep_statement}error
                 raise
         """
     )
@@ -392,11 +402,11 @@ def test_a_thread_that_raises(
     finally:
         gc.enable()
     for key in (1, 2):
-        assert model.responses(key) == [[1], f"{FAILED}ValueError: mine", "end"]
+        assert model.responses(key) == [[1], f"{FAILED_REQUEST}ValueError: mine", "end"]
     assert "thread 'mine' of the model failed" in caplog.text
 
 
-def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
+def test_rescheduling_is_refused_without_an_end(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -407,8 +417,8 @@ def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
         """
     )
     model.begin(0, 0)
-    (value, text, end) = model.responses(1)
-    assert (value, end) == ([1], "end")
+    (value, text, end_record) = model.responses(1)
+    assert (value, end_record) == ([1], "end")
     assert text.startswith("Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE")
     assert model.responses(2) == [[1], "end"]
 
@@ -447,8 +457,8 @@ def test_a_coroutine_raises(model: Model) -> None:
         """
     )
     model.begin(0, 0)
-    assert model.responses(1) == [[1], f"{FAILED}ValueError: late", "end"]
-    assert model.responses(2) == [f"{FAILED}ValueError: late", "end"]
+    assert model.responses(1) == [[1], f"{FAILED_REQUEST}ValueError: late", "end"]
+    assert model.responses(2) == [f"{FAILED_REQUEST}ValueError: late", "end"]
 
 
 # --- cancellation
@@ -478,7 +488,7 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
     assert model.records == [(False, False), True, None, None]
 
 
-def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
+def test_a_lost_scheduler_cancels_requests(model: Model) -> None:
     """The successor assigns new keys, which must not be confused with those of remaining
     requests.
     """
@@ -529,11 +539,11 @@ def test_a_client_that_does_not_read_stops_send(
     assert len(model.responses(1, most_unread)) == most_unread
     assert model.rig.sent(0.1) == []
     assert len(model.records) == most_unread + 1
-    for granted in range(most_unread + 2, count + 1, 2):
+    for granted_count in range(most_unread + 2, count + 1, 2):
         model.credit(1, 2)
-        model.responses(1, granted)
-    *responses, end = model.responses(1)
-    assert [values[0] for values in responses] == list(range(count)) and end == "end"
+        model.responses(1, granted_count)
+    *responses, end_record = model.responses(1)
+    assert [values[0] for values in responses] == list(range(count)) and end_record == "end"
 
 
 def test_send_waits_for_credit_in_execute_itself(model: Model) -> None:
@@ -600,8 +610,8 @@ def test_a_client_that_never_reads_is_disconnected(
     )
     model.begin(0)
     assert model.replies == []
-    *_, response, end = model.responses(1)
-    assert (response, end) == (
+    *_, response, end_record = model.responses(1)
+    assert (response, end_record) == (
         "the client has read no response for 0.2 s; no more responses are sent",
         "end",
     )
@@ -664,7 +674,7 @@ def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_re
             assert len(model.responses(key)) == count + 1
 
 
-def test_credit_that_is_not_enough_is_waited_for_asleep(
+def test_waiting_for_enough_credit_does_not_spin(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A response is credited, but the other responses' bytes still exceed the limit."""
@@ -676,9 +686,9 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     )
     model.begin(0)
     link = model.rig.instance.link
-    (opened,) = link._open_requests.values()
-    opened.window.record_sent(1)
-    opened.window.record_sent(MAX_UNREAD_BYTES)
+    (open_request,) = link._open_requests.values()
+    open_request.window.record_sent(1)
+    open_request.window.record_sent(MAX_UNREAD_BYTES)
     timeouts_s: list[float] = []
 
     def record_timeout(*fds: int, timeout_s: float) -> None:
@@ -686,11 +696,11 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
         readable(*fds, timeout_s=min(timeout_s, 0.05))
 
     monkeypatch.setattr(scheduler_link, "readable", record_timeout)
-    waiter = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
+    waiter = threading.Thread(target=lambda: link.wait_for_credit(open_request, 30.0))
     waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))
     model.credit(1, 1)
-    until("it was granted", lambda: opened.window.unread == 1)
+    until("it was granted", lambda: open_request.window.unread == 1)
     timeouts_s.clear()
     until("it has looked again", lambda: len(timeouts_s) > 2)
     assert waiter.is_alive()

@@ -103,16 +103,16 @@ def view(memory: DeviceMemory, region: Memory, offset: int, size: int) -> torch.
     return view
 
 
-def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
+def test_a_handle_is_mapped_once_under_all_names(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     mappings = Mappings(memory.open)
-    exported = cuda.export(64)
-    first_memory, second_memory = exported.memory(), exported.memory(32)
-    exported.write(0, np.arange(64, dtype=np.uint8))
+    exported_memory = cuda.export(64)
+    first_memory, second_memory = exported_memory.memory(), exported_memory.memory(32)
+    exported_memory.write(0, np.arange(64, dtype=np.uint8))
     assert mappings.view(Range(first_memory, 60, 4)).tolist() == [60, 61, 62, 63]
     assert mappings.view(Range(second_memory, 8, 2)).tolist() == [8, 9]
     mappings.view(Range(first_memory, 0, 1)).fill_(99)
-    assert exported.content[0] == 99
+    assert exported_memory.content[0] == 99
     assert cuda.calls == [("open", 0)]
     mappings.unmap(first_memory.id)
     assert cuda.opened == 1
@@ -147,10 +147,10 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
 
 def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
-    exported = cuda.export(64)
+    exported_memory = cuda.export(64)
     for _ in range(1000):
         mappings = Mappings(memory.open)
-        region = exported.memory()
+        region = exported_memory.memory()
         mappings.view(Range(region, 0, 8))
         mappings.unmap(region.id)
     assert cuda.opened == 0
@@ -172,55 +172,55 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
         (0, 32, 16, 32, False),  # inside the allocation, but outside the region
     ],
 )
-def test_bounds(
+def test_ranges_must_lie_in_their_allocation(
     cuda: FakeCuda, allocation_offset: int, size: int, offset: int, length: int, is_inside: bool
 ) -> None:
-    exported = cuda.export(64, inside=allocation_offset)
+    exported_memory = cuda.export(64, inside=allocation_offset)
     memory = cuda.device_memory()
     if is_inside:
-        assert len(view(memory, exported.memory(size), offset, length)) == length
+        assert len(view(memory, exported_memory.memory(size), offset, length)) == length
     else:
         with pytest.raises((InvalidArgument, MalformedMessage)):
-            view(memory, exported.memory(size), offset, length)
+            view(memory, exported_memory.memory(size), offset, length)
     gc.collect()
     memory.close_unused()
     assert cuda.opened == 0, "also a refusal closes what it opened"
 
 
-def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
+def test_handles_without_an_allocation_are_refused(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
-    exported = cuda.export(64, device=1)
-    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
+    exported_memory = cuda.export(64, device=1)
+    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported_memory.raw, 0))
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
         memory.open(wrong_memory)
-    cuda.revoke(exported)
+    cuda.revoke(exported_memory)
     with pytest.raises(InvalidArgument, match="its owner has exited"):
-        memory.open(exported.memory())
+        memory.open(exported_memory.memory())
     with pytest.raises(InvalidArgument, match="cannot be opened"):
-        memory.open(Memory.on_device(1, 64, CudaHandle(exported.raw, 7, bytes(16))))
+        memory.open(Memory.on_device(1, 64, CudaHandle(exported_memory.raw, 7, bytes(16))))
     assert cuda.opened == 0
 
 
 def test_the_uuid_is_compared_before_anything_is_opened(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
-    exported = cuda.export(64, device=1)
-    memory.open(exported.memory(uuid=cuda.uuid(1))).close()
+    exported_memory = cuda.export(64, device=1)
+    memory.open(exported_memory.memory(uuid=cuda.uuid(1))).close()
     cuda.calls.clear()
     with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
-        memory.open(exported.memory(uuid=cuda.uuid(0)))
+        memory.open(exported_memory.memory(uuid=cuda.uuid(0)))
     assert cuda.calls == []
-    open_already = memory.open(exported.memory())
+    open_already = memory.open(exported_memory.memory())
     with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
-        memory.open(exported.memory(uuid=cuda.uuid(0)))
+        memory.open(exported_memory.memory(uuid=cuda.uuid(0)))
     open_already.close()
 
 
 def test_a_worker_checks_a_handle(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
-    exported = cuda.export(64)
+    exported_memory = cuda.export(64)
     for handle, size, code in (
-        (exported.raw, 64, ""),
-        (exported.raw, 65, "INVALID_ARG"),
+        (exported_memory.raw, 64, ""),
+        (exported_memory.raw, 65, "INVALID_ARG"),
         (bytes(64), 64, "INVALID_ARG"),
     ):
         answer = memory.check(CheckMemory(7, handle, 0, b"", size))
@@ -228,7 +228,7 @@ def test_a_worker_checks_a_handle(cuda: FakeCuda) -> None:
     assert cuda.opened == 0
 
 
-def test_without_cuda() -> None:
+def test_handles_without_cuda_are_refused() -> None:
     region = FakeCuda().export(64).memory()
     with pytest.raises(Unavailable, match="not used here"):
         Mappings().view(Range(region, 0, 1))
@@ -237,7 +237,7 @@ def test_without_cuda() -> None:
             DeviceMemory().open(region)
 
 
-def test_a_driver_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match=r"\[cuda]"):
         Driver()
@@ -253,10 +253,10 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     )
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
-    exported = cuda.export(64)
-    (reply,) = worker.batch(inference(device_tensor(exported.memory(), 0, ROW)))
+    exported_memory = cuda.export(64)
+    (reply,) = worker.batch(inference(device_tensor(exported_memory.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
-    assert memory.check(CheckMemory(7, exported.raw, 0, b"", 64)).code == "UNAVAILABLE"
+    assert memory.check(CheckMemory(7, exported_memory.raw, 0, b"", 64)).code == "UNAVAILABLE"
     gc.collect()
     memory.close_unused()
     assert cuda.opened == 0
@@ -264,17 +264,17 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
 
 def test_a_device_without_memory_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
-    exported = cuda.export(64)
-    cuda.revoke(exported)
+    exported_memory = cuda.export(64)
+    cuda.revoke(exported_memory)
     cuda.broken = True
     with pytest.raises(Unavailable, match="cannot use shared memory on device 0 now"):
-        memory.open(exported.memory())
+        memory.open(exported_memory.memory())
     cuda.broken = False
     with pytest.raises(InvalidArgument, match="cannot be opened"):
-        memory.open(exported.memory())
+        memory.open(exported_memory.memory())
     cuda.broken = True  # the device fails after it has worked, as when a kernel fails
     with pytest.raises(DeviceLost):
-        memory.check(CheckMemory(7, exported.raw, 0, b"", 64))
+        memory.check(CheckMemory(7, exported_memory.raw, 0, b"", 64))
 
 
 # --- on the wire
@@ -282,11 +282,11 @@ def test_a_device_without_memory_for_the_process_is_not_the_handles_fault(cuda: 
 
 def test_memory_ranges_on_devices_are_packed_and_unpacked() -> None:
     memory = Memory.on_device(2**61, 4096, CudaHandle(secrets.token_bytes(64), 3, bytes(16)))
-    sent = Inference(
+    sent_inference = Inference(
         (TensorRef("x", "FP32", (4,), Range(memory, 16, 16)),),
         (RequestedOutput("y", Range(memory, 32, 16)),),
     )
-    assert unpack_inference(*pack_inference(sent)) == sent
+    assert unpack_inference(*pack_inference(sent_inference)) == sent_inference
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_memory_ranges_on_devices_are_packed_and_unpacked() -> None:
         Range(Memory.on_device(1, 64, CudaHandle(bytes(64), 0, 5)), 0, 5),  # type: ignore[arg-type]
     ],
 )
-def test_malformed_places(memory_range: Range) -> None:
+def test_malformed_memory_ranges_are_refused(memory_range: Range) -> None:
     with pytest.raises(MalformedMessage):
         unpack_inference(*pack_inference(Inference((TensorRef("x", "FP32", (1,), memory_range),))))
 
@@ -311,10 +311,10 @@ def test_a_batch_of_one_is_computed_on_the_device(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     serve_doubling(worker)
-    exported = cuda.export(64)
-    memory = exported.memory()
-    for turn in range(3):
-        exported.write(0, ROW + turn)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    for iteration in range(3):
+        exported_memory.write(0, ROW + iteration)
         cuda.calls.clear()
         (reply,) = worker.batch(
             inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
@@ -322,11 +322,11 @@ def test_a_batch_of_one_is_computed_on_the_device(
         assert reply.code == "", reply.message
         assert reply.answer is not None
         assert reply.answer.outputs[0].data == Range(memory, 32, 16)
-        assert (exported.read(32, ROW) == (ROW + turn) * 2).all()
+        assert (exported_memory.read(32, ROW) == (ROW + iteration) * 2).all()
         # The reply is sent after the device has finished its work.
         assert cuda.calls[-1] == ("synchronize", 0)
         # Inputs are copied on the device until the model is known not to write to them.
-        assert worker.finished.copied_input_bytes == (0 if turn else 16)
+        assert worker.finished.copied_input_bytes == (0 if iteration else 16)
     assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes through the host"
     assert cuda.opened == 1
 
@@ -352,10 +352,10 @@ def test_rows_next_to_each_other_are_a_view(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     serve_doubling(worker)
-    exported = cuda.export(96)
-    memory = exported.memory()
+    exported_memory = cuda.export(96)
+    memory = exported_memory.memory()
     rows = np.arange(8, dtype=F32).reshape(2, 4)
-    exported.write(0, rows)
+    exported_memory.write(0, rows)
     for _ in range(2):
         replies = worker.batch(
             *(
@@ -366,11 +366,11 @@ def test_rows_next_to_each_other_are_a_view(
             )
         )
         assert [reply.code for reply in replies] == ["", ""], replies
-        assert (exported.read(32, rows) == rows * 2).all()
+        assert (exported_memory.read(32, rows) == rows * 2).all()
     assert worker.finished.copied_input_bytes == 0
 
 
-def test_requests_of_both_kinds_in_one_batch(
+def test_host_and_device_requests_share_a_batch(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     """One input is on the device and one in the message.
@@ -378,25 +378,27 @@ def test_requests_of_both_kinds_in_one_batch(
     One output goes to the device, one to the host.
     """
     serve_doubling(worker)
-    exported = cuda.export(64)
-    memory = exported.memory()
-    exported.write(0, ROW)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    exported_memory.write(0, ROW)
     replies = worker.batch(
         inference(device_tensor(memory, 0, ROW)),
         inference(tensor("x", ROW + 5), outputs=device_output(memory, 32)),
     )
     assert (replies[0].array("y") == ROW * 2).all()
     assert replies[1].code == ""
-    assert (exported.read(32, ROW) == (ROW + 5) * 2).all()
+    assert (exported_memory.read(32, ROW) == (ROW + 5) * 2).all()
 
 
-def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
+def test_a_region_unregistered_in_flight_stays_mapped(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
     """The worker unmaps a region between batches. Tensors that it keeps remain usable."""
     body = "        self.last = x\n        return x * 2\n"
     serve_doubling(worker, body=body)
-    exported = cuda.export(64)
-    memory = exported.memory()
-    exported.write(0, ROW)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    exported_memory.write(0, ROW)
     for _ in range(2):
         (reply,) = worker.batch(
             inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
@@ -417,24 +419,24 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     serve_doubling(worker, body="        return x.mul_(2)\n")
-    exported = cuda.export(64)
-    memory = exported.memory()
-    exported.write(0, ROW)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    exported_memory.write(0, ROW)
     for _ in range(3):
         worker.batch(inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32)))
-        assert (exported.read(0, ROW) == ROW).all()
-        assert (exported.read(32, ROW) == ROW * 2).all()
+        assert (exported_memory.read(0, ROW) == ROW).all()
+        assert (exported_memory.read(32, ROW) == ROW * 2).all()
 
 
 def test_memory_ranges_that_are_too_small_or_unmapped(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     serve_doubling(worker)
-    exported = cuda.export(64)
+    exported_memory = cuda.export(64)
     (reply,) = worker.batch(
         inference(
-            device_tensor(exported.memory(), 0, ROW),
-            outputs=device_output(exported.memory(), 32, 8),
+            device_tensor(exported_memory.memory(), 0, ROW),
+            outputs=device_output(exported_memory.memory(), 32, 8),
         )
     )
     assert (reply.code, reply.message) == (
@@ -456,31 +458,31 @@ def test_an_unaligned_range_and_an_output_that_is_its_input(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     serve_doubling(worker, body="        return x\n")
-    exported = cuda.export(64)
-    memory = exported.memory()
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
     for start in (1, 4):
         for offset in (33, start + 4, start):
             for _ in range(2):
-                exported.write(start, ROW)
+                exported_memory.write(start, ROW)
                 worker.batch(
                     inference(
                         device_tensor(memory, start, ROW), outputs=device_output(memory, offset)
                     )
                 )
-                assert (exported.read(offset, ROW) == ROW).all()
+                assert (exported_memory.read(offset, ROW) == ROW).all()
 
 
 def test_a_device_that_fails_ends_the_process(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     serve_doubling(worker)
-    exported = cuda.export(64)
+    exported_memory = cuda.export(64)
     cuda.broken = True
     with pytest.raises(DeviceLost):
         worker.batch(
             inference(
-                device_tensor(exported.memory(), 0, ROW),
-                outputs=device_output(exported.memory(), 32),
+                device_tensor(exported_memory.memory(), 0, ROW),
+                outputs=device_output(exported_memory.memory(), 32),
             )
         )
 
@@ -511,7 +513,7 @@ class _AcceleratorError(RuntimeError):
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_device_that_is_not_read_any_more(
+def test_a_failed_device_ends_the_worker(
     worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """A worker whose device has failed exits, so that a working process replaces it."""
@@ -540,14 +542,14 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
 
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, echo), config)
-    exported = cuda.export(64)
-    memory = exported.memory()
-    exported.write(0, ROW)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    exported_memory.write(0, ROW)
     (reply,) = worker.batch(
         inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
     )
     assert reply.code == "", reply.message
-    assert (exported.read(32, ROW) == ROW).all()
+    assert (exported_memory.read(32, ROW) == ROW).all()
     assert (worker.finished.copied_input_bytes, worker.finished.copied_output_bytes) == (16, 16)
 
 
@@ -557,19 +559,21 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
 
     config = model_config([tensor_config("x", "STRING", [2])], [tensor_config("y", "STRING", [2])])
     worker.serve(FunctionBackend(worker.context, echo), config)
-    exported = cuda.export(64)
-    memory = exported.memory()
-    words = np.array([b"one", b"three"], dtype=np.object_)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    string_array = np.array([b"one", b"three"], dtype=np.object_)
     wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
-    exported.write(0, wire)
-    input_tensor = tensor("x", words, Range(memory, 0, wire.nbytes))
+    exported_memory.write(0, wire)
+    input_tensor = tensor("x", string_array, Range(memory, 0, wire.nbytes))
     (reply,) = worker.batch(inference(input_tensor, outputs=device_output(memory, 32, 20)))
     assert reply.code == "", reply.message
-    assert (exported.read(32, wire) == wire).all()
+    assert (exported_memory.read(32, wire) == wire).all()
 
 
 @pytest.mark.parametrize("stays_on_device", [False, True])
-def test_a_python_model(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> None:
+def test_a_python_model_uses_device_memory(
+    worker: Rig, cuda: FakeCuda, stays_on_device: bool
+) -> None:
     """As in Triton, inputs are copied to the host unless the configuration forbids it."""
     text = (
         "import triton_python_backend_utils as pb\n"
@@ -593,15 +597,15 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> N
     )
     backend = PythonBackend(worker.context)
     worker.serve(backend, config)
-    exported = cuda.export(64)
-    memory = exported.memory()
-    exported.write(0, ROW)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    exported_memory.write(0, ROW)
     (reply,) = worker.batch(
         inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
     )
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
-    assert (exported.read(32, ROW) == ROW * 2).all()
+    assert (exported_memory.read(32, ROW) == ROW * 2).all()
     assert worker.finished.copied_input_bytes == (0 if stays_on_device else 16)
 
 
@@ -617,21 +621,21 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     backend = NativeBackend(worker.context)
     config = backend.complete_config(model_config([], []))
     worker.serve(backend, config)
-    exported = cuda.export(64)
-    memory = exported.memory()
-    exported.write(0, ROW)
+    exported_memory = cuda.export(64)
+    memory = exported_memory.memory()
+    exported_memory.write(0, ROW)
     name = config["output"][0]["name"]
     requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
     (reply,) = worker.batch(inference(device_tensor(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
-    assert (exported.read(32, ROW) == ROW * 2).all()
+    assert (exported_memory.read(32, ROW) == ROW * 2).all()
 
 
 def test_an_exporter_sees_its_own_memory() -> None:
     """Checks the fake driver: both processes see the same bytes, from the handle's offset on."""
-    exported = Exported(16, 0, 8)
-    exported.write(4, np.array([7], np.int32))
-    assert exported.buffer[12] == 7
+    exported_memory = Exported(16, 0, 8)
+    exported_memory.write(4, np.array([7], np.int32))
+    assert exported_memory.buffer[12] == 7
 
 
 # --- pinned host memory
@@ -660,7 +664,7 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
         block.close()
 
 
-def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
+def test_empty_memory_is_not_pinned(cuda: FakeCuda) -> None:
     cuda.device_memory().pin(memoryview(b""), 0)()
     assert not cuda.calls
 
@@ -682,8 +686,8 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
 def test_memory_that_is_not_mapped_is_not_pinned(cuda: FakeCuda) -> None:
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=0))
     region = Region(4096)
-    copied = dataclasses.replace(region.memory, pinned=True, copied=True)
-    assert len(mappings.read(Range(copied, 0, 8))) == 8
+    copied_memory = dataclasses.replace(region.memory, pinned=True, copied=True)
+    assert len(mappings.read(Range(copied_memory, 0, 8))) == 8
     assert not cuda.calls
     mappings.unmap_all()
     region.close()

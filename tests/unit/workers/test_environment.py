@@ -18,16 +18,16 @@ Member = tuple[str, bytes, str]  # the name, the type for tarfile, and the targe
 
 def archive(path: Path, *members: Member, mode: int = 0o6755) -> Path:
     with tarfile.open(path, "w:gz") as tar:
-        for name, kind, target in members:
+        for name, kind, link_target in members:
             member = tarfile.TarInfo(name)
-            member.type, member.linkname, member.mode, member.mtime = kind, target, mode, 1e9
+            member.type, member.linkname, member.mode, member.mtime = kind, link_target, mode, 1e9
             member.size = 4 if kind == tarfile.REGTYPE else 0
             tar.addfile(member, io.BytesIO(b"text"))
     return path
 
 
 def test_an_archive_is_unpacked(tmp_path: Path) -> None:
-    packed = archive(
+    packed_archive = archive(
         tmp_path / "env.tar.gz",
         ("./bin/python3.11", tarfile.REGTYPE, ""),
         ("bin/python", tarfile.SYMTYPE, "python3.11"),
@@ -36,14 +36,14 @@ def test_an_archive_is_unpacked(tmp_path: Path) -> None:
         ("lib/deep/module.py", tarfile.REGTYPE, ""),
         ("lib", tarfile.DIRTYPE, ""),
     )
-    python = _find_interpreter(packed, tmp_path / "copies")
+    python = _find_interpreter(packed_archive, tmp_path / "copies")
     root = python.parent.parent
     assert python.resolve() == root / "bin" / "python3.11"
     assert (root / "lib64" / "deep" / "module.py").read_text() == "text"
     status = (root / "bin" / "same").stat()
     assert (stat.S_IMODE(status.st_mode), status.st_mtime) == (0o755, 1e9)
     # The archive is not unpacked a second time.
-    assert _find_interpreter(packed, tmp_path / "copies") == python
+    assert _find_interpreter(packed_archive, tmp_path / "copies") == python
 
 
 def test_the_interpreter_of_a_virtual_environment_may_be_outside(tmp_path: Path) -> None:
@@ -66,17 +66,19 @@ def test_the_interpreter_of_a_virtual_environment_may_be_outside(tmp_path: Path)
     ],
 )
 def test_nothing_is_written_outside(tmp_path: Path, members: list[Member]) -> None:
-    packed = archive(tmp_path / "env.tar.gz", *members)
+    packed_archive = archive(tmp_path / "env.tar.gz", *members)
     (tmp_path / "out").write_text("before")
     with pytest.raises(InvalidArgument, match="cannot be unpacked"):
-        _find_interpreter(packed, tmp_path / "copies")
+        _find_interpreter(packed_archive, tmp_path / "copies")
     assert (tmp_path / "out").read_text() == "before"
     assert {path.name for path in tmp_path.iterdir()} == {"copies", "env.tar.gz", "out"}
 
 
 def test_an_absolute_name_is_relative_to_the_folder(tmp_path: Path) -> None:
-    packed = archive(tmp_path / "env.tar.gz", ("/bin/python", tarfile.REGTYPE, ""))
-    assert _find_interpreter(packed, tmp_path / "copies").is_relative_to(tmp_path / "copies")
+    packed_archive = archive(tmp_path / "env.tar.gz", ("/bin/python", tarfile.REGTYPE, ""))
+    assert _find_interpreter(packed_archive, tmp_path / "copies").is_relative_to(
+        tmp_path / "copies"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"half"])
@@ -116,7 +118,7 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("printed", "problem"),
+    ("printed_text", "problem"),
     [
         ('[[3, 11, 0], "1.26.4"]', ""),
         ('[[3, 14, 1], "2.4.0.dev0"]', ""),
@@ -125,8 +127,10 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         ('[[3, 11, 2], "1.24.4"]', "has numpy 1.24.4, and a worker needs 1.26 or later.*pack"),
     ],
 )
-def test_the_requirements(script: Callable[[str], Path], printed: str, problem: str) -> None:
-    python = script(f"#!/bin/sh\necho a line of a site package\necho '{printed}'\n")
+def test_an_interpreter_must_meet_the_requirements(
+    script: Callable[[str], Path], printed_text: str, problem: str
+) -> None:
+    python = script(f"#!/bin/sh\necho a line of a site package\necho '{printed_text}'\n")
     if not problem:
         assert _check_interpreter(python) == python
         return

@@ -46,7 +46,7 @@ for case in sys.argv[1:]:
         os._exit(0)
     os.wait()
 """
-PYTHON = """
+PYTHON_MODEL = """
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -56,7 +56,7 @@ class TritonPythonModel:
             for x in (pb_utils.get_input_tensor_by_name(each, "x") for each in requests)
         ]
 """
-NATIVE = """
+NATIVE_MODEL = """
 import torch
 from shmserve.model import FP32
 
@@ -97,9 +97,9 @@ def save_onnx(folder: Path) -> None:
     save(folder, [("Add", "x x", "output")], [("x", FLOAT, [SIZE])], [("output", FLOAT, [SIZE])])
 
 
-CASES = {
-    "python": ("python", write_code(PYTHON)),
-    "native": ("native", write_code(NATIVE)),
+MODEL_CASES = {
+    "python": ("python", write_code(PYTHON_MODEL)),
+    "native": ("native", write_code(NATIVE_MODEL)),
     "scripted": ("pytorch", save_script),
     "exported": ("pytorch", save_exported),
     "class": ("pytorch", write_code(CLASS)),
@@ -108,13 +108,15 @@ CASES = {
 
 
 def test_a_first_request_imports_nothing(tmp_path: Path) -> None:
-    for name, (_, write) in CASES.items():
+    for name, (_, write) in MODEL_CASES.items():
         folder = tmp_path / name / "m" / "1"
         folder.mkdir(parents=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             write(folder)
-    cases = [f"{backend}:{tmp_path / name}" for name, (backend, _) in CASES.items()]
+    cases = [f"{backend}:{tmp_path / name}" for name, (backend, _) in MODEL_CASES.items()]
     command = [sys.executable, "-c", PROGRAM, *cases]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert result.stdout.splitlines() == [str(tmp_path / name) for name in CASES], result.stderr
+    assert result.stdout.splitlines() == [str(tmp_path / name) for name in MODEL_CASES], (
+        result.stderr
+    )

@@ -77,15 +77,15 @@ def make_link(monkeypatch: pytest.MonkeyPatch) -> tuple[InstanceLink, Wire, Cloc
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * HOLD_NS), st.booleans()), max_size=40))
-def test_all_is_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None:
+def test_held_responses_are_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         link, wire, clock = make_link(monkeypatch)
         posted_ns: list[int] = []
         for number, (pause_ns, at_once) in enumerate(steps):
             clock.advance(pause_ns)
             assert all(
-                clock.now_ns - posted_ns[queued] < scheduler_link._MAX_HOLD_NS
-                for queued in wire.queued
+                clock.now_ns - posted_ns[queued_message] < scheduler_link._MAX_HOLD_NS
+                for queued_message in wire.queued
             )
             frames, flushed_ns = len(wire.frames), link._last_flush_ns
             link.post(number)
@@ -119,17 +119,17 @@ def test_a_lost_scheduler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_timer_is_due_after_its_last_start_and_never_once_closed() -> None:
-    called = threading.Event()
+    was_called = threading.Event()
     threads = threading.active_count()
-    timer = Timer(1_000_000, called.set)
+    timer = Timer(1_000_000, was_called.set)
     assert threading.active_count() == threads
     timer.start()
     timer.start()
-    assert called.wait(10)
-    called.clear()
+    assert was_called.wait(10)
+    was_called.clear()
     timer.close()
     until("its thread has ended", lambda: threading.active_count() == threads)
-    assert not called.is_set()
+    assert not was_called.is_set()
 
 
 # --- the responses of a stream
@@ -218,7 +218,7 @@ def test_responses_with_arena_memory_are_sent_immediately(model: Sender, clock: 
     assert model.new_messages == []
 
 
-def test_a_batch_that_returns_takes_what_waits_with_it(model: Sender, clock: Clock) -> None:
+def test_a_returning_batch_also_sends_held_responses(model: Sender, clock: Clock) -> None:
     model.begin(0)
     model.send(1)
     model.send(2)
@@ -234,8 +234,8 @@ def test_nothing_waits_while_credit_is_awaited(model: Sender, clock: Clock) -> N
     for number in range(FIRST_CREDIT):
         model.send(number)
     assert model.new_messages == [(1, [0])]
-    blocked = threading.Thread(target=model.send, args=(99,))
-    blocked.start()
+    blocked_sender = threading.Thread(target=model.send, args=(99,))
+    blocked_sender.start()
     assert model.responses(1, FIRST_CREDIT - 1) == [[n] for n in range(1, FIRST_CREDIT)]
     model.credit(1, 1)
-    until("it goes on", lambda: not blocked.is_alive())
+    until("it goes on", lambda: not blocked_sender.is_alive())

@@ -6,9 +6,9 @@ from shmserve.workers.batch.execute import InputPolicy
 from shmserve.workers.batch.request import Input, Request
 
 
-def request(shared: bool) -> Request:
+def request(is_shared: bool) -> Request:
     item = Input("X", "UINT8", (4,), memoryview(bytearray(4)))
-    item.shared = shared
+    item.shared = is_shared
     return Request(
         Work(1, 1, b"", []), RequestSchema(pack_inference(Inference(()))[0]), 0, {"X": item}, {}
     )
@@ -19,7 +19,7 @@ def test_only_views_can_be_at_fault() -> None:
     assert policy.should_retry(request(True)) and not policy.should_retry(request(False))
 
 
-def test_a_cure_is_remembered() -> None:
+def test_a_copy_that_fixed_an_error_is_remembered() -> None:
     policy = InputPolicy()
     policy.record_retry(succeeded=False)
     assert not policy.copies
@@ -29,11 +29,11 @@ def test_a_cure_is_remembered() -> None:
 
 def test_a_model_with_frequent_errors_is_not_retried_for_a_while() -> None:
     policy = InputPolicy()
-    tried = []
+    retry_decisions = []
     for _ in range(200):
-        tried.append(policy.should_retry(request(True)))
-        if tried[-1]:
+        retry_decisions.append(policy.should_retry(request(True)))
+        if retry_decisions[-1]:
             policy.record_retry(succeeded=False)
-    assert all(tried[:16])
-    assert sum(tried) < 16 + 200 / 16
-    assert any(tried[100:]), "it is never believed for good"
+    assert all(retry_decisions[:16])
+    assert sum(retry_decisions) < 16 + 200 / 16
+    assert any(retry_decisions[100:]), "it is never believed for good"

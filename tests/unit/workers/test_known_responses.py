@@ -35,14 +35,18 @@ CONFIG = model_config(
     [tensor_config("X", "FP32", [-1])],
     [tensor_config("A", "FP32", [-1]), tensor_config("B", "INT32", [-1, 2])],
 )
-A = st.tuples(st.just("A"), st.sampled_from(["<f4", ">f4", "<f8"]), st.sampled_from([(1,), (3,)]))
-B = st.tuples(
+OUTPUT_A = st.tuples(
+    st.just("A"), st.sampled_from(["<f4", ">f4", "<f8"]), st.sampled_from([(1,), (3,)])
+)
+OUTPUT_B = st.tuples(
     st.just("B"), st.sampled_from(["<i4", ">i4"]), st.sampled_from([(1, 2), (2, 2), (2,)])
 )
-C = st.tuples(st.just("C"), st.just("<i4"), st.just((1,)))
+OUTPUT_C = st.tuples(st.just("C"), st.just("<i4"), st.just((1,)))
 RESPONSES = st.lists(
     st.tuples(
-        st.lists(st.one_of(A, B, C), max_size=3, unique_by=lambda item: item[0]),
+        st.lists(
+            st.one_of(OUTPUT_A, OUTPUT_B, OUTPUT_C), max_size=3, unique_by=lambda item: item[0]
+        ),
         st.sampled_from([(), ("A",), ("B", "A")]),
         st.booleans(),
     ),
@@ -70,8 +74,10 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
                 {"n": 1} if parameters else {},
             )
         )
-        requested = [RequestedOutput(name) for name in expected]
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
+        requested_outputs = [RequestedOutput(name) for name in expected]
+        (reply,) = worker.batch(
+            inference(tensor("X", np.zeros(1, np.float32)), outputs=requested_outputs)
+        )
         visible = {
             name: array for name, array in arrays.items() if name in (expected or ("A", "B"))
         }
@@ -99,7 +105,7 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
     """
     region = Region(64)
     memory_range = region.memory_range(32, 16)
-    requested = [RequestedOutput("A", memory_range, or_input)]
+    requested_outputs = [RequestedOutput("A", memory_range, or_input)]
     size = np.dtype("f4").itemsize
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -118,9 +124,9 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
     output_kinds = ["new", "returned", "owned", "shorter", "swapped"]
     for count, output_kind in enumerate((output_kinds + output_kinds[::-1]) * 2):
         numbers = np.arange(4, dtype="f4") + count
-        sent = tensor("X", numbers, region.write(0, numbers))
+        sent_tensor = tensor("X", numbers, region.write(0, numbers))
         region.write(32, np.full(4, -1, "f4"))
-        (reply,) = worker.batch(inference(sent, outputs=requested))
+        (reply,) = worker.batch(inference(sent_tensor, outputs=requested_outputs))
         assert reply.answer is not None, reply.message
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -149,10 +155,12 @@ def test_texts_of_all_sizes_are_written(worker: Rig, has_range: bool) -> None:
 
     worker.serve(FunctionBackend(worker.context, execute), config)
     memory_range = region.memory_range(0, 2 * INLINE_LIMIT) if has_range else None
-    requested = [RequestedOutput("T", memory_range), RequestedOutput("N")]
+    requested_outputs = [RequestedOutput("T", memory_range), RequestedOutput("N")]
     for count, text in enumerate(texts * 2):
         number = np.full(1, count, np.int32)
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
+        (reply,) = worker.batch(
+            inference(tensor("X", np.zeros(1, np.float32)), outputs=requested_outputs)
+        )
         assert reply.answer is not None, reply.message
         output = reply.answer.outputs[0]
         assert isinstance(output.data, Range) == (has_range or len(text) == INLINE_LIMIT)
@@ -198,7 +206,7 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
 
     monkeypatch.setattr(request, "RequestSchema", read_counted)
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
-    sent = [
+    sent_work = [
         Work(
             1,
             CLIENT_PID,
@@ -213,7 +221,7 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
         )
         for number in range(8)
     ]
-    for unit_of_work in sent:
+    for unit_of_work in sent_work:
         worker.execute([unit_of_work])
-    assert executed_work == sent
-    assert read_schemas == [sent[0].schema]
+    assert executed_work == sent_work
+    assert read_schemas == [sent_work[0].schema]

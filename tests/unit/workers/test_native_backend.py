@@ -46,7 +46,7 @@ def serve(worker: Rig, config: dict[str, Any] | None = None) -> Rig:
     return worker.serve(backend, backend.complete_config(config or blank_config()))
 
 
-def test_the_example_serves(worker: Rig) -> None:
+def test_the_example_is_served(worker: Rig) -> None:
     source = EXAMPLES / "native_model.py"
     assert len(source.read_text().splitlines()) < 15
     shutil.copy(source, worker.context.version_dir / "native_model.py")
@@ -221,7 +221,7 @@ class Model:
     assert reply.array("output").tolist() == [5]
 
 
-def test_class_attributes_and_what_the_author_wrote(worker: Rig) -> None:
+def test_class_attributes_complete_the_configuration(worker: Rig) -> None:
     write(
         worker,
         """
@@ -250,19 +250,19 @@ class Model:
         return x
 """
     write(worker, text % ("'adaptive'", "12.5"))
-    strategy, target = {"string_value": "adaptive"}, {"string_value": "12.5"}
+    strategy, target_p99 = {"string_value": "adaptive"}, {"string_value": "12.5"}
     parameters = complete(worker)["parameters"]
-    assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target)
+    assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target_p99)
     configured = {"target_p99_ms": {"string_value": "3"}}
     parameters = complete(worker, blank_config(parameters=configured))["parameters"]
     assert parameters == {**configured, "batching_strategy": strategy}
-    for values, what in (
+    for values, expected_error in (
         (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
         (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),
         (("None", "True"), "'Model.target_p99_ms' must be a number of milliseconds, got True"),
     ):
         write(worker, text % values)
-        with pytest.raises(InvalidArgument, match=re.escape(what)):
+        with pytest.raises(InvalidArgument, match=re.escape(expected_error)):
             complete(worker)
 
 
@@ -452,7 +452,7 @@ def test_an_annotated_module_is_called(worker: Rig) -> None:
     assert reply.array("output").tolist() == [[-1, -2]]
 
 
-def test_a_module_without_annotations_gets_the_lines_that_it_needs(worker: Rig) -> None:
+def test_the_error_for_a_missing_annotation_contains_the_lines_to_add(worker: Rig) -> None:
     write(
         worker,
         "class Model(torch.nn.Module):\n    def forward(self, image: Tensor, size): return image\n",

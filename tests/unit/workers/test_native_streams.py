@@ -32,19 +32,19 @@ class Pair(NamedTuple):
 class Model:
     records = []
 """
-FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
+FAILED_REQUEST = "Failed to process the request(s) for model 'm_0_0', message: "
 ARRAY = "FP32[ndarray, -1]"
 
 
-LOADED: list[NativeBackend] = []
+LOADED_BACKENDS: list[NativeBackend] = []
 
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path) as model_rig:
         yield model_rig
-        while LOADED:
-            LOADED.pop().unload()
+        while LOADED_BACKENDS:
+            LOADED_BACKENDS.pop().unload()
 
 
 class Model(Streams):
@@ -55,7 +55,7 @@ class Model(Streams):
         self.backend = NativeBackend(worker.context)
         self.config = self.backend.complete_config(model_config([], [], **fields))
         worker.serve(self.backend, self.config)
-        LOADED.append(self.backend)
+        LOADED_BACKENDS.append(self.backend)
         super().__init__(worker, "x", "output", self.config["max_batch_size"] > 0)
 
     @property
@@ -64,7 +64,7 @@ class Model(Streams):
         return records
 
 
-KINDS = {
+MODEL_KINDS = {
     "generator": f"""
 def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     for n in range(int(x[0])):
@@ -95,9 +95,9 @@ async def predict(self, x: FP32[Tensor, -1]) -> AsyncGenerator[FP32[Tensor, -1],
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_each_yield_is_a_response(worker: Rig, kind: str) -> None:
-    model = Model(worker, KINDS[kind])
+    model = Model(worker, MODEL_KINDS[kind])
     assert model.config["model_transaction_policy"] == {"decoupled": True}
     assert model.config["max_batch_size"] == 0
     assert "dynamic_batching" not in model.config
@@ -110,7 +110,9 @@ def test_each_yield_is_a_response(worker: Rig, kind: str) -> None:
 
 
 def test_rows_of_one_request(worker: Rig) -> None:
-    model = Model(worker, "max_batch_size = 4" + KINDS["generator"].replace("x[0]", "x[0, 0]"))
+    model = Model(
+        worker, "max_batch_size = 4" + MODEL_KINDS["generator"].replace("x[0]", "x[0, 0]")
+    )
     assert model.config["max_batch_size"] == 4
     assert "dynamic_batching" not in model.config
     model.begin([2, 5])
@@ -141,7 +143,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_an_error_ends_it(worker: Rig, kind: str) -> None:
+def test_an_error_ends_the_stream(worker: Rig, kind: str) -> None:
     iterator = "AsyncIterator" if "async" in kind else "Iterator"
     body = f"""
 {kind} predict(self, x: {ARRAY}) -> {iterator}[{ARRAY}]:
@@ -152,8 +154,8 @@ def test_an_error_ends_it(worker: Rig, kind: str) -> None:
 """
     model = Model(worker, body)
     model.begin(1, -1)
-    assert model.responses(1) == [[1], f"{FAILED}ValueError: after", "end"]
-    assert model.responses(2) == [f"{FAILED}ValueError: before", "end"]
+    assert model.responses(1) == [[1], f"{FAILED_REQUEST}ValueError: after", "end"]
+    assert model.responses(2) == [f"{FAILED_REQUEST}ValueError: before", "end"]
 
 
 def test_a_yielded_value_that_is_no_tensor_ends_the_stream(worker: Rig) -> None:
@@ -249,12 +251,12 @@ async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRA
 
 
 def test_a_model_without_is_ready_is_not_checked(worker: Rig) -> None:
-    assert not Model(worker, KINDS["generator"]).backend.checks_ready
+    assert not Model(worker, MODEL_KINDS["generator"]).backend.checks_ready
 
 
 @pytest.mark.parametrize("kind", ["generator", "asynchronous generator"])
 def test_a_stream_without_credit_does_not_delay_other_streams(worker: Rig, kind: str) -> None:
-    model = Model(worker, KINDS[kind])
+    model = Model(worker, MODEL_KINDS[kind])
     with model.pumping():
         model.begin(2 * FIRST_CREDIT, 2)
         assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
@@ -263,10 +265,10 @@ def test_a_stream_without_credit_does_not_delay_other_streams(worker: Rig, kind:
         assert len(model.responses(1)) == 2 * FIRST_CREDIT + 1
 
 
-def test_many_that_wait_for_their_clients_hold_up_no_other(worker: Rig) -> None:
+def test_waiting_streams_do_not_block_others(worker: Rig) -> None:
     """Each waiting stream has its own thread, whatever their number."""
     stream_count = 40
-    model = Model(worker, KINDS["asynchronous generator"])
+    model = Model(worker, MODEL_KINDS["asynchronous generator"])
     with model.pumping():
         model.begin(*([2 * FIRST_CREDIT] * (stream_count + 1)))
         for key in range(1, stream_count + 2):
@@ -298,7 +300,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     assert model.records.index(3) > 2, "it began when one had ended"
 
 
-def test_a_coroutine(worker: Rig) -> None:
+def test_an_asynchronous_model_responds_once(worker: Rig) -> None:
     body = f"""
 async def predict(self, x: {ARRAY}) -> {ARRAY}:
     await asyncio.sleep(0)
@@ -329,7 +331,11 @@ def test_a_generator_must_declare_its_values(worker: Rig, body: str, message: st
 @pytest.mark.parametrize("streams", [False, True])
 def test_configuration_and_predict_must_agree(worker: Rig, streams: bool) -> None:
     kind = "generator" if streams else "of tensors"
-    body = KINDS[kind] if streams else f"def predict(self, x: {ARRAY}) -> {ARRAY}:\n    return x\n"
+    body = (
+        MODEL_KINDS[kind]
+        if streams
+        else f"def predict(self, x: {ARRAY}) -> {ARRAY}:\n    return x\n"
+    )
     (worker.context.version_dir / "model.py").write_text(HEAD + indent(body, "    "))
     tensors = [tensor_config("x", "FP32", [-1])], [tensor_config("output", "FP32", [-1])]
     config = model_config(*tensors, model_transaction_policy={"decoupled": not streams})

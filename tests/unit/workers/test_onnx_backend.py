@@ -26,8 +26,8 @@ from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, 
 from tests.support.onnx_models import FLOAT, save
 
 F32 = np.float32
-BARE: dict[str, Any] = {"name": "m", "max_batch_size": 0, "backend": "onnxruntime"}
-LARGE = 32 * 1024
+BARE_CONFIG: dict[str, Any] = {"name": "m", "max_batch_size": 0, "backend": "onnxruntime"}
+LARGE_DIM = 32 * 1024
 
 
 def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = None) -> None:
@@ -41,13 +41,13 @@ def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = 
 def serve(worker: Rig) -> Rig:
     """Serve the file with the configuration that the backend completes."""
     backend = OnnxBackend(worker.context)
-    completed = backend.complete_config(BARE)
+    completed = backend.complete_config(BARE_CONFIG)
     return worker.serve(backend, completed)
 
 
 def test_a_file_completes_inputs_outputs_and_batch_size(worker: Rig) -> None:
     save_sum(worker)
-    completed = OnnxBackend(worker.context).complete_config(BARE)
+    completed = OnnxBackend(worker.context).complete_config(BARE_CONFIG)
     assert completed["max_batch_size"] == 4
     assert completed["dynamic_batching"] == {}
     assert completed["input"] == [
@@ -64,7 +64,7 @@ def test_a_fixed_first_dimension_is_no_batch_and_a_scalar_has_one_element(worker
         [("a", FLOAT, (2, 4))],
         [("s", FLOAT, ())],
     )
-    completed = OnnxBackend(worker.context).complete_config(BARE)
+    completed = OnnxBackend(worker.context).complete_config(BARE_CONFIG)
     assert completed["max_batch_size"] == 0
     scalar = {"name": "s", "data_type": "TYPE_FP32", "dims": [1]}
     assert completed["output"] == [scalar]
@@ -82,27 +82,27 @@ def test_a_batch_runs_as_one(worker: Rig) -> None:
     assert [reply.array("s").tolist() for reply in replies] == [[[n + 1.0] * 4] for n in range(3)]
 
 
-@pytest.mark.parametrize("dims", [("batch", LARGE), ("batch", "n")])
+@pytest.mark.parametrize("dims", [("batch", LARGE_DIM), ("batch", "n")])
 def test_a_large_output_is_computed_in_the_arena(worker: Rig, dims: tuple[Any, ...]) -> None:
     """Holds for fixed shapes and for shapes that follow from the inputs. Nothing is copied."""
     save_sum(worker, dims)
     serve(worker)
-    a = np.arange(LARGE, dtype=F32)[None]
-    (reply,) = worker.batch(inference(tensor("a", a), tensor("b", a)))
-    np.testing.assert_array_equal(reply.array("s", worker), a + a)
+    large_array = np.arange(LARGE_DIM, dtype=F32)[None]
+    (reply,) = worker.batch(inference(tensor("a", large_array), tensor("b", large_array)))
+    np.testing.assert_array_equal(reply.array("s", worker), large_array + large_array)
     assert worker.finished.copied_output_bytes == 0
 
 
 def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
-    save_sum(worker, ("batch", LARGE))
+    save_sum(worker, ("batch", LARGE_DIM))
     serve(worker)
-    a = np.arange(LARGE, dtype=F32)[None]
-    region = Region(a.nbytes)
-    requested_output = RequestedOutput("s", region.memory_range(0, a.nbytes))
-    inputs = (tensor("a", a), tensor("b", a))
+    large_array = np.arange(LARGE_DIM, dtype=F32)[None]
+    region = Region(large_array.nbytes)
+    requested_output = RequestedOutput("s", region.memory_range(0, large_array.nbytes))
+    inputs = (tensor("a", large_array), tensor("b", large_array))
     (reply,) = worker.batch(inference(*inputs, outputs=[requested_output]))
     assert reply.code == ""
-    assert region.read(0, a.nbytes) == (a + a).tobytes()
+    assert region.read(0, large_array.nbytes) == (large_array + large_array).tobytes()
     assert worker.finished.copied_output_bytes == 0
     region.close()
 
@@ -116,16 +116,16 @@ def test_an_output_shape_that_contradicts_the_file_is_accepted(worker: Rig) -> N
         [("s", FLOAT, (1, "n"))],
     )
     serve(worker)
-    a = np.zeros(LARGE, F32)
+    a = np.zeros(LARGE_DIM, F32)
     a[7] = a[9] = 1
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("a", a)))
         assert reply.array("s").tolist() == [[7.0, 9.0]]
         worker.instance.send_reply(worker.finished)
         assert len(worker.context.output_memory) == 0  # the unused reservation is free again
-    a = np.ones(LARGE, F32)
+    a = np.ones(LARGE_DIM, F32)
     (reply,) = worker.batch(inference(tensor("a", a)))
-    assert reply.array("s", worker).shape == (1, LARGE)
+    assert reply.array("s", worker).shape == (1, LARGE_DIM)
 
 
 def test_ragged_batches_are_flat_for_the_model_and_cut_for_clients(worker: Rig) -> None:
@@ -178,7 +178,7 @@ def test_text_in_and_out(worker: Rig) -> None:
     assert "input 'a' has an element that is not UTF-8, and one with a NUL" in reply.message
 
 
-def test_bf16_as_it_is(worker: Rig) -> None:
+def test_bf16_is_passed_unchanged(worker: Rig) -> None:
     bf16, dims = int(TensorProto.BFLOAT16), ("batch", 2)
     inputs, outputs = [("a", bf16, dims)], [("s", bf16, dims)]
     save(worker.context.version_dir, [("Identity", "a", "s")], inputs, outputs)
@@ -222,17 +222,17 @@ def test_a_missing_package_is_named(worker: Rig, monkeypatch: pytest.MonkeyPatch
     save_sum(worker)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(Unavailable, match=r"needs the package onnxruntime.*shmserve\[onnx\]"):
-        OnnxBackend(worker.context).complete_config(BARE)
+        OnnxBackend(worker.context).complete_config(BARE_CONFIG)
 
 
 def test_a_missing_or_broken_file(worker: Rig) -> None:
     with pytest.raises(Unavailable, match=r"unable to find '1/model.onnx'"):
-        OnnxBackend(worker.context).complete_config(BARE)
+        OnnxBackend(worker.context).complete_config(BARE_CONFIG)
     (worker.context.version_dir / "model.onnx").write_bytes(b"no model")
     with pytest.raises(
         OnnxRuntimeError, match=r"^onnx runtime error 7: Load model from model.onnx failed"
     ):
-        OnnxBackend(worker.context).complete_config(BARE)
+        OnnxBackend(worker.context).complete_config(BARE_CONFIG)
 
 
 def test_the_platform_of_older_configurations() -> None:
@@ -268,20 +268,20 @@ def test_options_of_a_configuration() -> None:
         ("execution_mode", "must be 0 or 1, got 'x'"),
     ],
 )
-def test_an_option_that_is_none(key: str, text: str) -> None:
+def test_an_invalid_option_is_refused(key: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter '{key}' {text}"):
         session_options(import_onnxruntime(), ModelSpec.of(parameters(**{key: "x"})), 1)
 
 
 def test_providers_by_kind_and_accelerator() -> None:
     cuda = {"device_id": "1"}
-    assert providers(ModelSpec.of(BARE), "CPU", 0) == [("CPUExecutionProvider", {})]
-    assert providers(ModelSpec.of(BARE), "GPU", 1) == [
+    assert providers(ModelSpec.of(BARE_CONFIG), "CPU", 0) == [("CPUExecutionProvider", {})]
+    assert providers(ModelSpec.of(BARE_CONFIG), "GPU", 1) == [
         ("CUDAExecutionProvider", cuda),
         ("CPUExecutionProvider", {}),
     ]
     accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": {"x": "1"}}]}
-    config = BARE | {"optimization": {"execution_accelerators": accelerators}}
+    config = BARE_CONFIG | {"optimization": {"execution_accelerators": accelerators}}
     assert [name for name, _ in providers(ModelSpec.of(config), "GPU", 0)] == [
         "TensorrtExecutionProvider",
         "CUDAExecutionProvider",
@@ -292,29 +292,29 @@ def test_providers_by_kind_and_accelerator() -> None:
         providers(ModelSpec.of(config), "GPU", 0)
 
 
-def test_the_binding_of_a_device_takes_and_makes_tensors(worker: Rig) -> None:
+def test_the_binding_of_a_device_accepts_and_returns_tensors(worker: Rig) -> None:
     """Without a GPU, the host acts as the device."""
     save_sum(worker)
     runtime = import_onnxruntime()
     path = worker.context.version_dir / "model.onnx"
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     binding = DeviceBinding(session, describe(session), Device("cpu"))
-    a = torch.arange(8.0).view(2, 4)
+    device_tensor = torch.arange(8.0).view(2, 4)
     for _ in range(2):
-        outputs = binding.run({"a": a, "b": a}, ["s"], [])
-        assert torch.equal(outputs["s"], a + a)
+        outputs = binding.run({"a": device_tensor, "b": device_tensor}, ["s"], [])
+        assert torch.equal(outputs["s"], device_tensor + device_tensor)
 
 
-def test_a_gpu_needs_the_other_package(worker: Rig) -> None:
+def test_a_gpu_needs_the_gpu_package(worker: Rig) -> None:
     if "CUDAExecutionProvider" in import_onnxruntime().get_available_providers():
         pytest.skip("the installed onnxruntime has CUDA")
     save_sum(worker)
     object.__setattr__(worker.context, "kind", "GPU")
     with pytest.raises(ShmserveError, match=r"needs CUDAExecutionProvider.*onnxruntime-gpu"):
-        OnnxBackend(worker.context).complete_config(BARE)
+        OnnxBackend(worker.context).complete_config(BARE_CONFIG)
 
 
-@pytest.mark.parametrize("fields", [BARE, None])
+@pytest.mark.parametrize("fields", [BARE_CONFIG, None])
 def test_a_scalar_has_one_element_for_clients(worker: Rig, fields: dict[str, Any] | None) -> None:
     nodes = [("Mul", "a b", "c", {}), ("ReduceSum", "c", "s", {"keepdims": 0})]
     save(
@@ -351,7 +351,7 @@ def test_the_file_may_be_in_a_folder_of_its_name(worker: Rig) -> None:
     folder = worker.context.version_dir / "model.onnx"
     folder.mkdir(parents=True)
     save(folder, [("Identity", "a", "s", {})], [("a", FLOAT, (2,))], [("s", FLOAT, (2,))])
-    assert OnnxBackend(worker.context).complete_config(BARE)["output"][0]["dims"] == [2]
+    assert OnnxBackend(worker.context).complete_config(BARE_CONFIG)["output"][0]["dims"] == [2]
 
 
 def test_strings_that_are_not_utf8_reach_the_model(worker: Rig) -> None:
@@ -374,7 +374,7 @@ def test_switches_have_all_spellings_of_booleans(text: str) -> None:
 
 def test_libraries_of_operators_are_loaded(worker: Rig) -> None:
     save_sum(worker, (2, 4))
-    config = {**BARE, "model_operations": {"op_library_filename": ["ops.so"]}}
+    config = {**BARE_CONFIG, "model_operations": {"op_library_filename": ["ops.so"]}}
     (worker.context.model_dir / "ops.so").write_bytes(b"no library")
     with pytest.raises(Exception, match=r"ops\.so"):
         OnnxBackend(worker.context).complete_config(config)

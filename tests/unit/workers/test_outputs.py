@@ -18,22 +18,22 @@ def count_helpers() -> int:
 @pytest.mark.parametrize("byte_size", [1, MIB, 4 * MIB, 4 * MIB + 1, 7 * MIB + 13])
 def test_every_byte_is_copied(threads: int, byte_size: int) -> None:
     source = np.random.default_rng(byte_size).integers(0, 256, byte_size, np.uint8)
-    target = np.zeros(byte_size, np.uint8)
+    destination = np.zeros(byte_size, np.uint8)
     copier = Copier(threads)
     for _ in range(3):
-        target[:] = 0
-        copier.copy(target, source)
-        assert np.array_equal(target, source)
+        destination[:] = 0
+        copier.copy(destination, source)
+        assert np.array_equal(destination, source)
 
 
 def test_shapes_and_strides() -> None:
     copier = Copier(2)
     source = np.arange(3 * MIB, dtype=np.float32).reshape(3, 1024, 1024)
-    target = np.zeros_like(source)
-    copier.copy(target, source)
-    assert np.array_equal(target, source)
-    copier.copy(target, source[:, ::-1])
-    assert np.array_equal(target, source[:, ::-1])
+    destination = np.zeros_like(source)
+    copier.copy(destination, source)
+    assert np.array_equal(destination, source)
+    copier.copy(destination, source[:, ::-1])
+    assert np.array_equal(destination, source[:, ::-1])
     strided = np.zeros((3, 1024, 2048), np.float32)[:, :, ::2]
     copier.copy(strided, source)
     assert np.array_equal(strided, source)
@@ -59,8 +59,8 @@ def test_nothing_of_a_copy_is_kept() -> None:
 
     copier = Copier(2)
     source = np.zeros(8 * MIB, np.uint8).view(Array)
-    freed = threading.Event()
-    weakref.finalize(source, freed.set)
+    was_freed = threading.Event()
+    weakref.finalize(source, was_freed.set)
     copier.copy(np.empty(8 * MIB, np.uint8), source)
     del source
-    assert freed.wait(10.0)
+    assert was_freed.wait(10.0)

@@ -18,7 +18,7 @@ from shmserve.workers.batch.request import CopyCounter, Input, Output, Request, 
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
-NOBODY: Any = None
+UNUSED: Any = None
 PADDING = {
     "IMAGE": {
         "value": -1,
@@ -41,7 +41,7 @@ def config(padding: dict[str, Any] = PADDING, **fields: Any) -> dict[str, Any]:
     )
 
 
-TORCH = """
+TORCH_MODEL = """
 import torch
 class Net(torch.nn.Module):
     def forward(self, IMAGE, LENGTHS, MASK):
@@ -50,7 +50,7 @@ class Net(torch.nn.Module):
         assert (IMAGE[~MASK] == -1).all() and (IMAGE[MASK] >= 0).all()
         return {"FEATURES": IMAGE * 2, "SUM": (IMAGE * MASK).sum((1, 2, 3))[:, None]}
 """
-NATIVE = """
+NATIVE_MODEL = """
 import torch
 from typing import NamedTuple
 from torch import Tensor
@@ -71,7 +71,7 @@ class Model:
         assert (IMAGE[~MASK] == -1).all() and (IMAGE[MASK] >= 0).all()
         return Out(IMAGE * 2, (IMAGE * MASK).sum((1, 2, 3))[:, None])
 """
-PYTHON = """
+PYTHON_MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -99,13 +99,13 @@ def test_images_of_224_and_336_share_a_batch(worker: Rig, model_kind: str) -> No
     """
     path = worker.context.version_dir / "model.py"
     if model_kind == "pytorch":
-        path.write_text(TORCH)
+        path.write_text(TORCH_MODEL)
         worker.serve(PytorchBackend(worker.context), config())
     elif model_kind == "python":
-        path.write_text(PYTHON)
+        path.write_text(PYTHON_MODEL)
         worker.serve(PythonBackend(worker.context), config())
     else:
-        path.write_text(NATIVE.replace("PADDING", repr(PADDING)))
+        path.write_text(NATIVE_MODEL.replace("PADDING", repr(PADDING)))
         backend = NativeBackend(worker.context)
         completed = backend.complete_config(model_config([], []))
         # The shape that clients send, without padding.
@@ -136,13 +136,13 @@ def request(array: Any, datatype: str = "FP32") -> Request:
     if isinstance(array, torch.Tensor):
         raw = array.reshape(-1).view(torch.uint8)
     item = Input("IMAGE", datatype, shape, raw, on_device=isinstance(raw, torch.Tensor))
-    return Request(Work(0, 0, b"", []), NOBODY, shape[0], {"IMAGE": item}, {})
+    return Request(Work(0, 0, b"", []), UNUSED, shape[0], {"IMAGE": item}, {})
 
 
-def test_without_buckets_it_is_the_batchs_maximum() -> None:
+def test_without_buckets_a_batch_is_padded_to_its_maximum() -> None:
     requests = [request(np.ones((1, n), F32)) for n in (1, 3)]
-    padded = make_padder({"IMAGE": {"lengths": "N"}}).pad(requests)
-    assert padded.padded_shapes == {"IMAGE": (3,)}
+    padded_batch = make_padder({"IMAGE": {"lengths": "N"}}).pad(requests)
+    assert padded_batch.padded_shapes == {"IMAGE": (3,)}
     assert [r.inputs["IMAGE"].numpy().tolist() for r in requests] == [[[1, 0, 0]], [[1, 1, 1]]]
     assert [r.inputs["N"].numpy().tolist() for r in requests] == [[[1]], [[3]]]
 
@@ -150,7 +150,7 @@ def test_without_buckets_it_is_the_batchs_maximum() -> None:
 @pytest.mark.parametrize(
     ("datatype", "value"), [("BF16", 1.5), ("INT8", -128), ("BOOL", 1), ("UINT64", 2**64 - 1)]
 )
-def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> None:
+def test_the_padding_value_has_the_inputs_datatype(datatype: str, value: float) -> None:
     from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 
     kind = NUMPY_DTYPES.get(datatype, np.dtype(np.uint16))
@@ -174,12 +174,12 @@ def test_inputs_on_a_device_are_padded_there() -> None:
 
 
 def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
-    pads = make_padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
+    padder = make_padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
     requests = [request(np.ones((1, n), F32)) for n in (1, 3, 2)]
-    padded = pads.pad(requests)
+    padded_batch = padder.pad(requests)
     shapes = ((1, 3, 2), (1, 2, 2), (1, 2, 2))
     responses = [Response([Output("FEATURES", "FP32", np.zeros(shape, F32))]) for shape in shapes]
-    pads.cut(responses, padded)
+    padder.cut(responses, padded_batch)
     assert responses[0].outputs[0].shape == (1, 1, 2)
     assert responses[1].error is not None
     assert responses[1].error.message == (
@@ -192,13 +192,13 @@ def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
 def test_a_batch_that_is_padded_is_gathered_without_another_copy(worker: Rig) -> None:
     path = worker.context.version_dir / "model.py"
     path.write_text(
-        TORCH.replace("(3, 3, 336, 336)", "IMAGE.shape").replace("        assert L", "#")
+        TORCH_MODEL.replace("(3, 3, 336, 336)", "IMAGE.shape").replace("        assert L", "#")
     )
     worker.serve(PytorchBackend(worker.context), config())
     images = [np.ones((1, 3, size, size), F32) for size in (224, 336)]
     for _ in range(2):
         worker.context.copy_counter.take()
         worker.batch(*(inference(tensor("IMAGE", image)) for image in images))
-    inline = padded = sum(image.nbytes for image in images)
-    finished = worker.finished
-    assert finished.copied_input_bytes == inline + padded
+    inline_bytes = padded_bytes = sum(image.nbytes for image in images)
+    finished_message = worker.finished
+    assert finished_message.copied_input_bytes == inline_bytes + padded_bytes

@@ -74,7 +74,7 @@ def test_a_tensor_of_strings() -> None:
 @pytest.mark.parametrize(
     "array", [np.zeros(1, complex), np.array(["a"]), np.zeros(1, ">f4"), np.zeros(1, "M8[s]")]
 )
-def test_no_tensor_of_other_types(array: Any) -> None:
+def test_tensors_of_other_types_are_refused(array: Any) -> None:
     with pytest.raises(TritonModelException, match="NumPy dtype is not supported"):
         Tensor("x", array)
 
@@ -94,10 +94,10 @@ def test_dlpack_import_and_export(kind: str) -> None:
     tensor = Tensor("x", array)
     assert tensor.__dlpack_device__() == (1, 0)
     for source in (tensor, tensor.to_dlpack(), torch.from_numpy(array)):
-        imported = Tensor.from_dlpack("y", source)
-        assert (imported.name(), imported.shape()) == ("y", [2, 3])
-        assert imported.triton_dtype() == tensor.triton_dtype()
-        assert (imported.as_numpy() == array).all()
+        imported_tensor = Tensor.from_dlpack("y", source)
+        assert (imported_tensor.name(), imported_tensor.shape()) == ("y", [2, 3])
+        assert imported_tensor.triton_dtype() == tensor.triton_dtype()
+        assert (imported_tensor.as_numpy() == array).all()
     assert (from_dlpack(tensor) == torch.from_numpy(array)).all()
     assert (np.from_dlpack(tensor) == array).all()
     if kind != "bool":
@@ -114,11 +114,11 @@ def test_dlpack_of_bf16() -> None:
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         tensor.as_numpy()
     bits = make_input(value.view(torch.uint16).numpy(), "BF16")
-    came = received_request(bits).inputs()[0]
-    assert torch.equal(from_dlpack(came), value)
+    received_tensor = received_request(bits).inputs()[0]
+    assert torch.equal(from_dlpack(received_tensor), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
-        came.as_numpy()
-    assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
+        received_tensor.as_numpy()
+    assert (received_tensor.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
 def test_unsupported_dlpack_tensors_are_refused() -> None:
@@ -157,15 +157,15 @@ def test_dlpack_of_a_tensor_on_a_device() -> None:
 def test_the_wire_form_of_strings(items: list[bytes]) -> None:
     array = np.empty(len(items), dtype=object)
     array[:] = items
-    encoded = pb_utils.serialize_byte_tensor(array)
-    assert encoded is not None
-    assert pb_utils.deserialize_bytes_tensor(encoded).tolist() == items
-    if encoded:
+    encoded_strings = pb_utils.serialize_byte_tensor(array)
+    assert encoded_strings is not None
+    assert pb_utils.deserialize_bytes_tensor(encoded_strings).tolist() == items
+    if encoded_strings:
         with pytest.raises(ValueError, match="beyond its end"):
-            pb_utils.deserialize_bytes_tensor(encoded[:-1])
+            pb_utils.deserialize_bytes_tensor(encoded_strings[:-1])
 
 
-def test_no_wire_form_of_numbers() -> None:
+def test_numbers_have_no_string_encoding() -> None:
     assert pb_utils.serialize_byte_tensor(np.zeros(2)) is None
 
 
@@ -211,9 +211,11 @@ def test_responses() -> None:
     assert pb_utils.get_output_tensor_by_name(response, "y") is None
     answer = to_response(response)
     assert answer.error is None and answer.parameters == {"a": 1, "b": "c", "d": True}
-    failed = pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError("no"))
-    assert failed.has_error()
-    assert str(to_response(failed).error) == "no"
+    failed_response = pb_utils.InferenceResponse(
+        output_tensors=[], error=pb_utils.TritonError("no")
+    )
+    assert failed_response.has_error()
+    assert str(to_response(failed_response).error) == "no"
 
 
 def test_a_response_of_a_wrong_type_is_refused() -> None:
@@ -235,7 +237,7 @@ def test_a_response_of_a_wrong_type_is_refused() -> None:
         ({"a": 2**63}, "out of the range"),
     ],
 )
-def test_no_other_parameters(parameters: Any, text: str) -> None:
+def test_other_parameter_types_are_refused(parameters: Any, text: str) -> None:
     with pytest.raises(TritonModelException, match=text):
         pb_utils.InferenceResponse(parameters=parameters)
 
@@ -320,7 +322,9 @@ def test_a_request_for_another_model() -> None:
         ({"flags": None}, TypeError, "flags must be an int"),
     ],
 )
-def test_no_request_like_that(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_invalid_requests_are_refused(
+    arguments: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     with pytest.raises(kind, match=text):
         pb_utils.InferenceRequest(request_id="q", **{**defaults, **arguments})
@@ -341,14 +345,14 @@ def test_no_request_like_that(arguments: dict[str, Any], kind: type[Exception], 
         {"parameters": {"triton_x": 1}},
     ],
 )
-def test_a_request_like_that(arguments: dict[str, Any]) -> None:
+def test_request_options_are_kept(arguments: dict[str, Any]) -> None:
     defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     request = pb_utils.InferenceRequest(**{**defaults, **arguments})
     for name in ("flags", "correlation_id", "timeout"):
         assert getattr(request, name)() == arguments.get(name, 0)
 
 
-def test_no_memory_or_release_like_that() -> None:
+def test_invalid_memory_and_flags_are_refused() -> None:
     request = pb_utils.InferenceRequest(inputs=[], requested_output_names=[], model_name="other")
     wrong_value: Any
     for wrong_value in (0, None):
@@ -361,7 +365,7 @@ def test_no_memory_or_release_like_that() -> None:
             request.set_flags(wrong_value)
 
 
-def test_numbers_of_numpy_will_do() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     fields: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
     request = pb_utils.InferenceRequest(
         model_name="other", requested_output_names=[], inputs=[], **fields
@@ -370,7 +374,7 @@ def test_numbers_of_numpy_will_do() -> None:
     assert type(request.correlation_id()) is type(request.timeout()) is int
 
 
-def test_bytes_are_taken_for_text() -> None:
+def test_bytes_are_accepted_as_text() -> None:
     """Elements of BYTES tensors are bytes.
 
     Triton's BLS example passes a model name that it read from one.
@@ -411,43 +415,43 @@ def config(**fields: Any) -> pb_utils.ModelConfig:
     return pb_utils.ModelConfig(json.dumps({**base_config, **fields}))
 
 
-X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
+INPUT_X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
-def test_a_config_is_filled_in() -> None:
+def test_a_configuration_is_completed() -> None:
     configuration = config()
     configuration.set_max_batch_size(8)
     configuration.set_dynamic_batching()
-    configuration.add_input({**X, "optional": True})
-    configuration.add_output(X)
+    configuration.add_input({**INPUT_X, "optional": True})
+    configuration.add_output(INPUT_X)
     configuration.set_model_transaction_policy({"decoupled": False})
     assert configuration.as_dict() == {
         "name": "m",
         "max_batch_size": 8,
-        "input": [{**X, "optional": True}],
-        "output": [X],
+        "input": [{**INPUT_X, "optional": True}],
+        "output": [INPUT_X],
         "dynamic_batching": {},
         "model_transaction_policy": {"decoupled": False},
     }
     assert pb_utils.get_input_config_by_name(configuration.as_dict(), "X") == {
-        **X,
+        **INPUT_X,
         "optional": True,
     }
-    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "X") == X
+    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "X") == INPUT_X
     assert pb_utils.get_output_config_by_name(configuration.as_dict(), "Z") is None
     assert not pb_utils.using_decoupled_model_transaction_policy(configuration.as_dict())
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
-def test_equal_values_of_the_author_stay() -> None:
+def test_equal_values_of_the_author_are_kept() -> None:
     tensor = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
     configuration = config(
         input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
     )
-    configuration.add_input(X)
+    configuration.add_input(INPUT_X)
     configuration.set_max_batch_size(4)
     configuration.set_dynamic_batching()
-    assert configuration.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
+    assert configuration.as_dict()["input"] == [{**INPUT_X, "format": "FORMAT_NONE"}]
     assert configuration.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
 
 
@@ -468,32 +472,32 @@ def test_equal_values_of_the_author_stay() -> None:
             "'dynamic_batching'",
         ),
         (
-            {"input": [{**X, "data_type": "TYPE_INT8"}]},
-            lambda c: c.add_input(X),
+            {"input": [{**INPUT_X, "data_type": "TYPE_INT8"}]},
+            lambda c: c.add_input(INPUT_X),
             "unable to load model 'm', configuration expects datatype TYPE_INT8 for input 'X', "
             "model provides TYPE_FP32",
         ),
         (
-            {"output": [{**X, "dims": [5]}]},
-            lambda c: c.add_output(X),
+            {"output": [{**INPUT_X, "dims": [5]}]},
+            lambda c: c.add_output(INPUT_X),
             "model 'm', tensor 'X': the model expects dims [4] but the model configuration "
             "specifies dims [5]",
         ),
         (
-            {"input": [{**X, "optional": False}]},
-            lambda c: c.add_input({**X, "optional": True}),
+            {"input": [{**INPUT_X, "optional": False}]},
+            lambda c: c.add_input({**INPUT_X, "optional": True}),
             "model 'm', tensor 'X': the model expects optional True but the model configuration "
             "specifies optional False",
         ),
         (
             {},
-            lambda c: c.add_input({**X, "reshape": {}}),
+            lambda c: c.add_input({**INPUT_X, "reshape": {}}),
             "input 'X' in auto-complete-config function for model 'm' contains property other "
             "than 'name', 'data_type', 'dims' and 'optional'.",
         ),
         (
             {},
-            lambda c: c.add_output({**X, "optional": True}),
+            lambda c: c.add_output({**INPUT_X, "optional": True}),
             "output 'X' in auto-complete-config function for model 'm' contains property other "
             "than 'name', 'data_type' and 'dims'.",
         ),
@@ -522,7 +526,7 @@ def test_equal_values_of_the_author_stay() -> None:
         ),
     ],
 )
-def test_contradictions(fields: dict[str, Any], call: Any, text: str) -> None:
+def test_contradicting_values_are_refused(fields: dict[str, Any], call: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
         call(config(**fields))
     assert str(caught.value) == text
@@ -558,9 +562,9 @@ def test_a_counter_and_a_gauge() -> None:
     gauge.set(4)
     gauge.increment(-6.5)
     assert gauge.value() == -2.5
-    changed = metrics.changes()
-    assert changed is not None
-    counter_record, histogram_record = changed
+    changes = metrics.changes()
+    assert changes is not None
+    counter_record, histogram_record = changes
     assert counter_record == ["a_total", "what it is", "COUNTER", [[(("x", "1"),), [2.5], ()]]]
     assert histogram_record[3][0][0] == ()
     level, set_ns, increments = histogram_record[3][0][1]
@@ -597,7 +601,7 @@ def test_a_histogram() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_the_bucket_of_everything_is_there_once() -> None:
+def test_the_infinite_bucket_is_reported_once() -> None:
     family = pb_utils.MetricFamily("h", "", pb_utils.MetricFamily.HISTOGRAM)
     family.Metric(buckets=[1, float("inf")]).observe(7)
     assert metrics.changes() == [["h", "", "HISTOGRAM", [[(), [7, 0, 1], (1,)]]]]
@@ -620,14 +624,14 @@ def test_the_bucket_of_everything_is_there_once() -> None:
         ("GAUGE", {"labels": {"__a": "1"}}, "Invalid label name"),
     ],
 )
-def test_no_metric_like_that(kind: str, arguments: dict[str, Any], text: str) -> None:
+def test_invalid_metrics_are_refused(kind: str, arguments: dict[str, Any], text: str) -> None:
     family = pb_utils.MetricFamily("m", "", getattr(pb_utils.MetricFamily, kind))
     with pytest.raises(TritonModelException, match=text):
         family.Metric(**arguments)
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_no_family_like_that() -> None:
+def test_invalid_families_are_refused() -> None:
     with pytest.raises(TritonModelException, match="Invalid metric name"):
         pb_utils.MetricFamily("a b", "", pb_utils.MetricFamily.GAUGE)
     metric_family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
@@ -644,7 +648,7 @@ def test_no_family_like_that() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_values_are_numbers() -> None:
+def test_metric_values_must_be_numbers() -> None:
     wrong_value: Any
     families = {
         name: pb_utils.MetricFamily(name, "", getattr(pb_utils.MetricFamily, name.upper()))
@@ -664,17 +668,17 @@ def test_values_are_numbers() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
-def test_values_go_with_their_family() -> None:
+def test_operations_must_suit_the_metric_family() -> None:
     """A value is removed with the last live family object that has created it."""
     counters = pb_utils.MetricFamily("c", "first", pb_utils.MetricFamily.COUNTER)
     other_family = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
     counter, gauge = counters.Metric({"n": "1"}), counters.Metric({"n": "2"})
-    also = other_family.Metric({"n": "2"})
+    other_metric = other_family.Metric({"n": "2"})
     gauge.increment(3)
     del gauge
     assert len(reported_labels()["c"]) == 2  # the value remains as long as its family
     del counters
-    assert reported_labels() == {"c": [(("n", "2"),)]} and also.value() == 3
+    assert reported_labels() == {"c": [(("n", "2"),)]} and other_metric.value() == 3
     for use in (lambda: counter.increment(1), counter.value):
         with pytest.raises(TritonModelException, match="'MetricFamily' has been deleted"):
             use()
@@ -692,7 +696,7 @@ def reported_labels() -> dict[str, list[Any]]:
 # --- the log
 
 
-def test_no_line_like_that() -> None:
+def test_invalid_log_messages_are_refused() -> None:
     wrong_value: Any
     for wrong_value in (None, 5):
         with pytest.raises(TypeError):
@@ -702,7 +706,7 @@ def test_no_line_like_that() -> None:
             pb_utils.Logger.log("a line", wrong_value)
 
 
-def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_messages(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
         pb_utils.Logger.log("one")
         pb_utils.Logger.log_warn("two %s")

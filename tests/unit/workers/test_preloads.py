@@ -32,7 +32,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 # Behaves like a worker that was forked from a zygote without torch, and whose model imports torch.
-_WITHOUT = """
+_WITHOUT_TORCH = """
 import sys
 from shmserve.workers import main
 
@@ -55,4 +55,4 @@ def test_a_forked_process_computes_with_several_threads(module: str) -> None:
 
 
 def test_a_worker_imports_no_torch_by_itself_and_bounds_the_threads_of_its_models() -> None:
-    subprocess.run([sys.executable, "-c", _WITHOUT], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], check=True, timeout=60)

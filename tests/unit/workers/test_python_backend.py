@@ -27,8 +27,8 @@ from shmserve.workers.backends.python.execution import log_thread_exception
 from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
-BIG = INLINE_LIMIT  # number of FP32 elements; such a tensor is too large for a message
-PREAMBLE = """
+BIG_SIZE = INLINE_LIMIT  # number of FP32 elements; such a tensor is too large for a message
+MODULE_HEAD = """
 import asyncio, json, threading
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -67,7 +67,9 @@ class Model:
 
     def write(self, body: str, file: str = "model.py") -> Model:
         path = self.rig.context.version_dir / file
-        path.write_text(PREAMBLE + "".join(f"    {line}\n" for line in dedent(body).splitlines()))
+        path.write_text(
+            MODULE_HEAD + "".join(f"    {line}\n" for line in dedent(body).splitlines())
+        )
         return self
 
     def serve(self, body: str, **fields: Any) -> Model:
@@ -104,7 +106,7 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def region() -> Iterator[Region]:
-    new_region = Region(4 * BIG)
+    new_region = Region(4 * BIG_SIZE)
     yield new_region
     new_region.close()
 
@@ -263,7 +265,7 @@ def test_auto_complete_that_returns_nothing(model: Model) -> None:
         model.backend.complete_config(config())
 
 
-def test_auto_complete_with_what_is_no_json(model: Model) -> None:
+def test_auto_complete_that_returns_invalid_json(model: Model) -> None:
     """Such a configuration could not be sent to the server either."""
     model.write(
         """
@@ -345,7 +347,7 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "text"),
+    ("returned_value", "text"),
     [
         ("7", "Expected a list in the execute return, found type '<class 'int'>'."),
         ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
@@ -366,8 +368,8 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
         ),
     ],
 )
-def test_returns_that_are_none(model: Model, returned: str, text: str) -> None:
-    model.serve(f"def execute(self, requests): return {returned}")
+def test_wrong_return_values_are_errors(model: Model, returned_value: str, text: str) -> None:
+    model.serve(f"def execute(self, requests): return {returned_value}")
     assert model.infer(0) == [failure_text(text)]
 
 
@@ -390,7 +392,7 @@ NOT_ITERATIVE = (
 
 
 @pytest.mark.parametrize(
-    ("returned", "text"),
+    ("returned_value", "text"),
     [
         ("[None]", NOT_ITERATIVE),
         ("None", NOT_ITERATIVE),
@@ -404,12 +406,12 @@ NOT_ITERATIVE = (
         ),
     ],
 )
-def test_rescheduling_is_refused(model: Model, returned: str, text: str) -> None:
+def test_rescheduling_is_refused(model: Model, returned_value: str, text: str) -> None:
     model.serve(
         f"""
         def execute(self, requests):
             requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-            return {returned}
+            return {returned_value}
         """
     )
     assert model.infer(0) == [text]
@@ -446,7 +448,7 @@ def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     assert (output.datatype, output.shape) == ("FP64", (2, 1))
 
 
-def test_cancellation_shows(model: Model) -> None:
+def test_a_model_sees_the_cancellation(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -480,8 +482,8 @@ def test_a_coroutine_raises(model: Model) -> None:
     assert model.infer(0) == [failure_text("ValueError: from a coroutine")]
 
 
-@pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
-def test_responses_that_were_sent(model: Model, returned: str) -> None:
+@pytest.mark.parametrize("returned_value", ["None", "[None] * len(requests)"])
+def test_responses_that_were_sent(model: Model, returned_value: str) -> None:
     model.serve(
         f"""
         def execute(self, requests):
@@ -489,7 +491,7 @@ def test_responses_that_were_sent(model: Model, returned: str) -> None:
                 array = given(request).copy()
                 request.get_response_sender().send(response(array), flags=1)
                 array[:] = -1  # too late
-            return {returned}
+            return {returned_value}
         """
     )
     assert model.infer(1, 2) == [[1], [2]]
@@ -523,7 +525,7 @@ def test_an_unused_sender_ends_its_request(model: Model) -> None:
 
 
 # Models that respond with the input of each request.
-IDENTITIES = {
+IDENTITY_BODIES = {
     "a list that is emptied": """
         def execute(self, requests):
             responses = []
@@ -592,7 +594,7 @@ SINGLE_IDENTITIES = {
 }
 
 
-@pytest.mark.parametrize("body", IDENTITIES.values(), ids=IDENTITIES)
+@pytest.mark.parametrize("body", IDENTITY_BODIES.values(), ids=IDENTITY_BODIES)
 def test_each_request_has_its_response(model: Model, body: str) -> None:
     model.serve(body)
     assert model.infer(1, 2) == [[1], [2]]
@@ -605,15 +607,15 @@ def test_a_request_has_its_response(model: Model, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sends", "text"),
+    ("send_call", "text"),
     [
         ("send()", "must be provided when the response flags is set to zero."),
         ("send(flags=7)", "Unsupported flag provided."),
         ("send(flags=1)", "cannot send complete final before sending a response."),
     ],
 )
-def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
-    model.serve(f"def execute(self, requests): requests[0].get_response_sender().{sends}")
+def test_sends_that_are_refused(model: Model, send_call: str, text: str) -> None:
+    model.serve(f"def execute(self, requests): requests[0].get_response_sender().{send_call}")
     (response,) = model.infer(0)
     assert (
         isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
@@ -624,7 +626,7 @@ def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
 
 
 def big_input(region: Region, value: float) -> TensorRef:
-    array = np.full(BIG // 4, value, np.float32)
+    array = np.full(BIG_SIZE // 4, value, np.float32)
     return input_x(array, region.write(0, array))
 
 
@@ -665,7 +667,7 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
 
 
 @pytest.mark.parametrize(
-    ("keep", "first_kept"),
+    ("keep_expression", "first_kept"),
     [
         ("given(r)", 0),
         ("given(r)[:5]", 0),
@@ -679,7 +681,7 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
     ],
 )
 def test_a_model_that_keeps_its_inputs(
-    model: Model, region: Region, keep: str, first_kept: int
+    model: Model, region: Region, keep_expression: str, first_kept: int
 ) -> None:
     """Values from `first_kept` on are kept: a model may begin to keep its inputs late."""
     model.serve(
@@ -689,7 +691,7 @@ def test_a_model_that_keeps_its_inputs(
             import torch
             for r in requests:
                 if given(r)[0] >= {first_kept}:
-                    self.kept.append({keep})
+                    self.kept.append({keep_expression})
             return [response(np.array([first(k) for k in self.kept] or [-1], "f4"))]
         """
     )
@@ -698,14 +700,14 @@ def test_a_model_that_keeps_its_inputs(
         assert response == (list(range(first_kept, number + 1)) or [-1])
 
 
-WRITES: dict[str, str] = {
+WRITE_STATEMENTS: dict[str, str] = {
     "numpy": "array[:] = -1",
     "torch": "import torch; torch.from_numpy(array).fill_(-1)",
     "dlpack": "import torch; torch.from_dlpack(requests[0].inputs()[0]).fill_(-1)",
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", WRITE_STATEMENTS)
 @pytest.mark.parametrize("first_written", [0, 20])
 def test_a_model_that_writes_into_its_inputs(
     model: Model, region: Region, write: str, first_written: int
@@ -717,16 +719,18 @@ def test_a_model_that_writes_into_its_inputs(
             array = given(requests[0])
             first = array[0]
             if first >= {first_written}:
-                {WRITES[write]}
+                {WRITE_STATEMENTS[write]}
             return [response(np.array([first], "f4"))]
         """
     )
     for number in range(24):
         assert model.run(big_input(region, number)) == [[number]]
-        assert (np.frombuffer(region.read(0, BIG), np.float32) == number).all()
+        assert (np.frombuffer(region.read(0, BIG_SIZE), np.float32) == number).all()
 
 
-def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region) -> None:
+def test_a_model_that_fails_on_read_only_inputs_receives_copies(
+    model: Model, region: Region
+) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -767,7 +771,7 @@ def test_an_error_about_read_only_inputs_in_any_words(
     assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
 
 
-def test_an_error_that_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
+def test_an_error_that_persists_with_copies_is_reported(model: Model, region: Region) -> None:
     model.serve(
         """
         tries = []
@@ -784,7 +788,7 @@ def test_an_error_that_copies_do_not_cure_is_the_models_own(model: Model, region
 
 # --- calling other models
 
-CALL = """
+CALLING_MODEL = """
 def execute(self, requests):
     return [self.answer(r) for r in requests]
 def answer(self, request):
@@ -806,28 +810,30 @@ def doubled_response(submit: Submit) -> Finished:
     return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
 
 
-def test_a_call(model: Model, callees: CalledModels) -> None:
+def test_a_call_returns_its_outputs(model: Model, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    model.serve(CALL)
-    running = callees.run(model.infer, 1, 2)
+    model.serve(CALLING_MODEL)
+    running_call = callees.run(model.infer, 1, 2)
     assert callees.answer_find("s1").version == ""
     scheduler.send(doubled_response(scheduler.next(Submit)))
     scheduler.send(doubled_response(scheduler.next(Submit)))
-    assert running.result(10) == [[2], [4]]
+    assert running_call.result(10) == [[2], [4]]
 
 
 def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    model.serve(CALL)
+    model.serve(CALLING_MODEL)
     deadline_ns = time.monotonic_ns() + 10**10
     parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
-    running = callees.run(lambda: model.infer(1, deadline_ns=deadline_ns, parameters=parameters))
+    running_call = callees.run(
+        lambda: model.infer(1, deadline_ns=deadline_ns, parameters=parameters)
+    )
     assert callees.answer_find("s1").version == "1"
     submit = scheduler.next(Submit)
     assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
     assert submit.request_id == "q"
     scheduler.send(Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
-    assert running.result(10) == ["Request timeout expired"]
+    assert running_call.result(10) == ["Request timeout expired"]
 
 
 @pytest.mark.parametrize(
@@ -849,18 +855,18 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledMod
 def test_a_call_without_a_scheduler_fails(
     model: Model, callees: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
 ) -> None:
-    model.serve(CALL)
-    running = callees.run(model.rig.batch, inference(input_x(1)))
+    model.serve(CALLING_MODEL)
+    running_call = callees.run(model.rig.batch, inference(input_x(1)))
     callees.supervisor.send(answer(callees.supervisor.next(m.FindModel)))
-    (reply,) = running.result(10)
+    (reply,) = running_call.result(10)
     assert (reply.code, reply.message) == (code, text)
 
 
 def test_a_call_that_does_not_fit(model: Model, callees: CalledModels) -> None:
-    model.serve(CALL.replace("[None]", "[None].astype('f8')"))
-    running = callees.run(model.infer, 1)
+    model.serve(CALLING_MODEL.replace("[None]", "[None].astype('f8')"))
+    running_call = callees.run(model.infer, 1)
     callees.answer_find("s1")
-    assert running.result(10) == [
+    assert running_call.result(10) == [
         "Model other - Error when running inference: [request id: <id_unknown>] inference input "
         "'X' data-type is 'FP64', but model 'other' expects 'FP32'"
     ]
@@ -889,15 +895,15 @@ def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
             return response(sum(t.as_numpy()[0] for t in tensors))
         """
     )
-    running = callees.run(model.infer, 1, 2, 3)
+    running_calls = callees.run(model.infer, 1, 2, 3)
     callees.answer_find("s1")
     submits = [scheduler.next(Submit) for _ in range(6)]
-    failing = submits[4]
-    scheduler.send(Failed(failing.id, "INVALID_ARG", "not three", 0, False))
+    failing_submit = submits[4]
+    scheduler.send(Failed(failing_submit.id, "INVALID_ARG", "not three", 0, False))
     for submit in submits:
-        if submit is not failing:
+        if submit is not failing_submit:
             scheduler.send(doubled_response(submit))
-    assert running.result(10) == [[6], [12], "not three"]
+    assert running_calls.result(10) == [[6], [12], "not three"]
 
 
 def test_an_input_is_passed_on_where_it_is(
@@ -916,14 +922,14 @@ def test_an_input_is_passed_on_where_it_is(
         """,
         max_batch_size=4,
     )
-    array = np.ones((1, BIG // 4), np.float32)
+    array = np.ones((1, BIG_SIZE // 4), np.float32)
     memory_range = region.write(0, array)
-    running = callees.run(model.rig.batch, inference(tensor("X", array, memory_range)))
+    running_call = callees.run(model.rig.batch, inference(tensor("X", array, memory_range)))
     callees.answer_find("s1")
     submit = scheduler.next(Submit)
     assert work(submit).inputs[0].data == memory_range
     scheduler.send(finished(submit, tensor("Y", np.ones((1, 1), "f4"))))
-    (reply,) = running.result(10)
+    (reply,) = running_call.result(10)
     assert reply.array("Y").tolist() == [[1]]
 
 
@@ -964,7 +970,7 @@ def test_loading_other_models(model: Model, callees: CalledModels) -> None:
         """
     )
     supervisor = callees.supervisor
-    running = callees.run(model.infer, 0)
+    running_call = callees.run(model.infer, 0)
     load = supervisor.next(m.LoadModel)
     assert (load.name, load.config, load.files) == ("other", "{}", {"1/model.py": b"x"})
     supervisor.send(m.Answered(load.id, {}))
@@ -972,7 +978,7 @@ def test_loading_other_models(model: Model, callees: CalledModels) -> None:
     assert (unload.name, unload.unload_dependents) == ("other", True)
     supervisor.send(m.Answered(unload.id, {}))
     assert callees.answer_find("s1").version == "2"
-    question = supervisor.next(m.FindModel)
-    supervisor.send(m.Refused(question.id, "NOT_FOUND", "no"))
+    find_question = supervisor.next(m.FindModel)
+    supervisor.send(m.Refused(find_question.id, "NOT_FOUND", "no"))
     supervisor.send(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))
-    assert running.result(10) == [[1, 0]]
+    assert running_call.result(10) == [[1, 0]]

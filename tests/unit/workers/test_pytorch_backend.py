@@ -49,10 +49,12 @@ def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
         torch.jit.save(script, worker.context.version_dir / "model.pt")
 
 
-def save_exported(module: torch.nn.Module, worker: Rig, *example: Any, dynamic: Any = None) -> None:
+def save_exported(
+    module: torch.nn.Module, worker: Rig, *example: Any, dynamic_shapes: Any = None
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = torch.export.export(module, example, dynamic_shapes=dynamic)
+        program = torch.export.export(module, example, dynamic_shapes=dynamic_shapes)
         torch.export.save(program, worker.context.version_dir / "model.pt2")
 
 
@@ -95,7 +97,7 @@ def test_a_batch_of_unequal_requests(worker: Rig, model_kind: str, x: str, y: st
     if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
     elif model_kind == "exported":
-        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
+        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     else:
         write_class(
             worker,
@@ -128,7 +130,7 @@ def test_inputs_by_argument_by_index_or_in_order(
         save_script(ThreeArguments(), worker)
     else:
         save_exported(
-            ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic=(BATCH, BATCH, BATCH)
+            ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH, BATCH, BATCH)
         )
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
     value = {"a": 7.0, "b": 2.0, "c": 3.0}
@@ -147,13 +149,13 @@ class ByKey(torch.nn.Module):
 
 
 @pytest.mark.parametrize("model_kind", ["script", "exported"])
-def test_dictionaries_go_by_key(worker: Rig, model_kind: str) -> None:
+def test_dictionaries_are_passed_by_key(worker: Rig, model_kind: str) -> None:
     if model_kind == "script":
         save_script(ByKey(), worker)
         names = ["a", "b"]
     else:
         example = {"a": torch.zeros(2, 1), "b": torch.zeros(2, 1)}
-        save_exported(ByKey(), worker, example, dynamic=({"a": BATCH, "b": BATCH},))
+        save_exported(ByKey(), worker, example, dynamic_shapes=({"a": BATCH, "b": BATCH},))
         names = ["x_a", "x_b"]
     serve(worker, vectors(dict.fromkeys(names, 1), {"difference": 1, "sum": 1}))
     (reply,) = worker.batch(
@@ -256,24 +258,24 @@ class Trap:
 
 @pytest.mark.parametrize("file_name", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
 def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, file_name: str) -> None:
-    """R19: no member of an archive is unpickled, whether the whole file or a part is a pickle."""
-    sprung = tmp_path / "sprung"
+    """No member of an archive is unpickled, whether the whole file or a part is a pickle."""
+    sprung_marker = tmp_path / "sprung"
     name = "model" + Path(file_name).suffix
     path = worker.context.version_dir / name
     if file_name.startswith("pickle"):
-        torch.save({"w": Trap(sprung)}, path)
+        torch.save({"w": Trap(sprung_marker)}, path)
     elif file_name.startswith("script"):
         save_script(Affine(), worker, torch.zeros(2, 4))
-        spoil(path, "data.pkl", pickle.dumps(Trap(sprung)))
+        spoil(path, "data.pkl", pickle.dumps(Trap(sprung_marker)))
     else:
         save_exported(Affine(), worker, torch.zeros(2, 4))
         malicious_file = io.BytesIO()
-        torch.save(((Trap(sprung),), {}), malicious_file)
+        torch.save(((Trap(sprung_marker),), {}), malicious_file)
         spoil(path, "model.pt", malicious_file.getvalue())
     config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
     with pytest.raises(InvalidArgument, match=f"'{name}' "):
         PytorchBackend(worker.context).load(ModelSpec.of(config))
-    assert not sprung.exists()
+    assert not sprung_marker.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
@@ -281,11 +283,11 @@ def spoil(path: Path, member_suffix: str, contents: bytes) -> None:
     """Replace the contents of each archive member whose name has this ending."""
     with zipfile.ZipFile(path) as archive:
         members = {item.filename: archive.read(item) for item in archive.infolist()}
-    spoiled = [name for name in members if name.endswith(member_suffix)]
-    assert spoiled, list(members)
+    spoiled_members = [name for name in members if name.endswith(member_suffix)]
+    assert spoiled_members, list(members)
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
-            archive.writestr(name, contents if name in spoiled else data)
+            archive.writestr(name, contents if name in spoiled_members else data)
 
 
 class Bomb:
@@ -304,9 +306,9 @@ def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
     with zipfile.ZipFile(archive) as file:
         members = {name: file.read(name) for name in file.namelist()}
     (samples,) = (name for name in members if name.endswith("sample_inputs/model.pt"))
-    exploded = worker.context.version_dir / "exploded"
+    exploded_marker = worker.context.version_dir / "exploded"
     malicious_file = io.BytesIO()
-    torch.save(Bomb(exploded), malicious_file)
+    torch.save(Bomb(exploded_marker), malicious_file)
     with zipfile.ZipFile(archive, "w") as file:
         for name, content in {**members, samples: malicious_file.getvalue()}.items():
             file.writestr(name, content)
@@ -318,7 +320,7 @@ def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
         ),
     ):
         PytorchBackend(worker.context).complete_config(model_config([], []))
-    assert not exploded.exists()
+    assert not exploded_marker.exists()
 
 
 def test_keyword_only_arguments(worker: Rig) -> None:
@@ -409,7 +411,7 @@ def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
         ThreeArguments(),
         worker,
         *torch.zeros(3, 2, 1),
-        dynamic=({0: torch.export.Dim("b", max=6)},) * 3,
+        dynamic_shapes=({0: torch.export.Dim("b", max=6)},) * 3,
     )
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 4
@@ -429,7 +431,10 @@ class Scores(torch.nn.Module):
 def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
     length = torch.export.Dim("length")
     save_exported(
-        Scores(), worker, torch.zeros(2, 5, dtype=torch.int64), dynamic=({**BATCH, 1: length},)
+        Scores(),
+        worker,
+        torch.zeros(2, 5, dtype=torch.int64),
+        dynamic_shapes=({**BATCH, 1: length},),
     )
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["input"] == [tensor_config("tokens", "INT64", [-1])]
@@ -454,7 +459,7 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
 
 
 def test_completion_keeps_the_authors_values(worker: Rig) -> None:
-    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
+    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     configured = model_config([tensor_config("image", "FP32", [-1, 4])], [])
     completed = PytorchBackend(worker.context).complete_config(configured)
     assert completed["max_batch_size"] == 0
@@ -488,7 +493,7 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
         (["a", "b", "c"], ["Y__2"], "output 'Y__2' of model 'm' has the index 2"),
     ],
 )
-def test_names_that_do_not_fit(
+def test_contradicting_names_are_refused(
     worker: Rig, inputs: list[str], outputs: list[str], message: str
 ) -> None:
     save_script(ThreeArguments(), worker)
@@ -508,7 +513,7 @@ def test_a_configuration_that_an_exported_program_contradicts(
     worker: Rig, dims: list[int], data_type: str, max_batch_size: int, message: str
 ) -> None:
     batch = {0: torch.export.Dim("batch", max=8)}
-    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(batch,))
+    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(batch,))
     config = model_config(
         [tensor_config("image", data_type, dims)], [tensor_config("y", "FP32", [1])], max_batch_size
     )
@@ -533,13 +538,16 @@ def text_array(*rows: str) -> Any:
 @pytest.mark.parametrize("names", [("a", "b"), ("INPUT__0", "INPUT__1")])
 def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[str, str]) -> None:
     """As in Triton, one list contains all rows of a batch, each decoded as UTF-8."""
-    a, b = names
+    first_name, second_name = names
     save_script(Pair(), worker)
     outputs = {"OUTPUT__0": 2, "OUTPUT__1": 2}
-    serve(worker, vectors({a: 2, b: 2}, outputs, data_type="STRING"))
+    serve(worker, vectors({first_name: 2, second_name: 2}, outputs, data_type="STRING"))
     replies = worker.batch(
-        inference(tensor(a, text_array("1 2")), tensor(b, text_array("x y"))),
-        inference(tensor(a, text_array("3 ä", "5 6")), tensor(b, text_array("z z", "z zz"))),
+        inference(tensor(first_name, text_array("1 2")), tensor(second_name, text_array("x y"))),
+        inference(
+            tensor(first_name, text_array("3 ä", "5 6")),
+            tensor(second_name, text_array("z z", "z zz")),
+        ),
     )
     outputs_by_reply = [[decoded(reply, name) for name in outputs] for reply in replies]
     assert outputs_by_reply == [
@@ -581,7 +589,7 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
         ),
     ],
 )
-def test_texts_are_lists_of_one_dimension(
+def test_texts_must_be_lists_of_one_dimension(
     worker: Rig, module: Any, data_type: str, dims: list[int], expected_error: str
 ) -> None:
     save_script(module(), worker)
@@ -591,7 +599,7 @@ def test_texts_are_lists_of_one_dimension(
     assert expected_error in load_error(worker, config)
 
 
-def test_devices_that_are_not_there(worker: Rig) -> None:
+def test_missing_devices_are_refused(worker: Rig) -> None:
     for name, word in (("npu:0", "torch_npu"), ("cuda:99", "cuda:99")):
         with pytest.raises(Unavailable, match=word):
             open_device(name)
@@ -659,7 +667,7 @@ def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     region.close()
 
 
-def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> None:
+def test_a_write_before_an_exception_is_detected(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
@@ -667,12 +675,16 @@ def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> No
     )
     serve(worker, vectors({"x": 1}, {"y": 1}))
     region = Region(4096)
-    changed = []
+    was_changed = []
     for value in (0, -9, -9):
         memory_range = region.write(0, data := np.full((1, 1), value, F32))
         worker.batch(inference(tensor("x", data, memory_range)))
-        changed.append(region.read(0, 4) != data.tobytes())
-    assert changed == [False, True, False]  # only the second batch reaches the memory of the client
+        was_changed.append(region.read(0, 4) != data.tobytes())
+    assert was_changed == [
+        False,
+        True,
+        False,
+    ]  # only the second batch reaches the memory of the client
     region.close()
 
 
@@ -696,8 +708,8 @@ def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -
         assert reply.code == "", reply.message
         program: Any = backend._program.call
         addresses.append(program.at)
-    mapped = np.frombuffer(worker.context.mappings.view(memory_range), np.uint8)
-    mapped_address = mapped.__array_interface__["data"][0]
+    mapped_bytes = np.frombuffer(worker.context.mappings.view(memory_range), np.uint8)
+    mapped_address = mapped_bytes.__array_interface__["data"][0]
     assert [address == mapped_address for address in addresses] == [False, True, True]
     assert region.read(256, 16) == data.tobytes()
     region.close()
@@ -717,7 +729,7 @@ def test_call_plan_binds_by_position_and_by_keyword() -> None:
         unnamed.bind({"X__1": 2})
 
 
-def test_result_plan_takes_named_tuples_by_field() -> None:
+def test_the_result_plan_maps_named_tuples_by_field() -> None:
     from typing import NamedTuple
 
     class Pair(NamedTuple):
@@ -774,10 +786,10 @@ def test_tensors_go_to_a_device_and_back_once_a_batch(
         assert np.array_equal(reply.array("Y__1"), row * row)
     assert device.moves == ["put"] * 3 + ["fetch"] * 2 + ["synchronize"]
     device.moves.clear()
-    (only,) = worker.batch(
+    (only_reply,) = worker.batch(
         inference(*(tensor(n, rows[0]) for n in "abc"), outputs=[RequestedOutput("Y__0")])
     )
-    assert only.array("Y__0").tolist() == [[0]]
+    assert only_reply.array("Y__0").tolist() == [[0]]
     assert device.moves == ["put"] * 3 + ["fetch", "synchronize"], "what nobody wants stays there"
 
 
@@ -788,7 +800,7 @@ def test_on_a_cuda_device(worker: Rig, model_kind: str) -> None:
     if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
     elif model_kind == "exported":
-        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
+        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     else:
         write_class(
             worker,

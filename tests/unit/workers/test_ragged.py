@@ -1,4 +1,4 @@
-"""Ragged batches (reference section 3.6): the inputs of the model, and how outputs are split."""
+"""Ragged batches: the inputs of the model, and how outputs are split."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from shmserve.workers.batch.request import Input, Request
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
-NOBODY: Any = None
+UNUSED: Any = None
 
 
 def batch_input(kind: str, data_type: str = "TYPE_INT32") -> dict[str, Any]:
@@ -35,7 +35,7 @@ def requests(*shapes: tuple[int, ...]) -> list[Request]:
     return [
         Request(
             Work(key, 0, b"", []),
-            NOBODY,
+            UNUSED,
             shape[0],
             {"X": Input("X", "FP32", shape, memoryview(b""))},
             {},
@@ -44,7 +44,7 @@ def requests(*shapes: tuple[int, ...]) -> list[Request]:
     ]
 
 
-KINDS = {
+BATCH_INPUT_KINDS = {
     "BATCH_ELEMENT_COUNT": [2, 4, 1],
     "BATCH_ACCUMULATED_ELEMENT_COUNT": [2, 6, 7],
     "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": [0, 2, 6, 7],
@@ -54,7 +54,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "expected"), KINDS.items())
+@pytest.mark.parametrize(("kind", "expected"), BATCH_INPUT_KINDS.items())
 @pytest.mark.parametrize("data_type", ["TYPE_INT32", "TYPE_FP32"])
 def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> None:
     """3.6: the six kinds, for requests of 2, 4 and 1 elements, in both datatypes."""
@@ -71,10 +71,10 @@ def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
         Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
     )
     assert batch_input.tolist() == [[3, 5], [3, 5], [4, 1]]
-    (flat,) = (
+    (flat_shapes,) = (
         Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE_FLATTEN"))).inputs(requests(*shapes)).values()
     )
-    assert flat.tolist() == [3, 5, 3, 5, 4, 1]
+    assert flat_shapes.tolist() == [3, 5, 3, 5, 4, 1]
     (counts,) = (
         Ragged(ModelSpec.of(config("BATCH_ELEMENT_COUNT"))).inputs(requests(*shapes)).values()
     )
@@ -86,7 +86,7 @@ def scatter_config(**fields: Any) -> dict[str, Any]:
     return config("BATCH_ACCUMULATED_ELEMENT_COUNT", **fields) | {"batch_output": [split]}
 
 
-TORCH = """
+TORCH_MODEL = """
 import torch
 class Net(torch.nn.Module):
     def forward(self, X, T):
@@ -94,7 +94,7 @@ class Net(torch.nn.Module):
         return X * 10 + torch.repeat_interleave(
             torch.arange(len(T)), torch.diff(T, prepend=torch.zeros(1, dtype=T.dtype)))
 """
-NATIVE = """
+NATIVE_MODEL = """
 from torch import Tensor
 import torch
 from shmserve.model import FP32, INT32
@@ -127,10 +127,10 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model
     """
     path = worker.context.version_dir / "model.py"
     if model_kind == "pytorch":
-        path.write_text(TORCH)
+        path.write_text(TORCH_MODEL)
         worker.serve(PytorchBackend(worker.context), scatter_config())
     else:
-        path.write_text(NATIVE)
+        path.write_text(NATIVE_MODEL)
         backend = NativeBackend(worker.context)
         completed = backend.complete_config(model_config([], []))
         (x,) = completed["input"]  # the server provides T, so it is no input of the model
@@ -165,7 +165,7 @@ def test_a_ragged_input_of_strings_is_flat(worker: Rig) -> None:
     )
     backend = NativeBackend(worker.context)
     worker.serve(backend, backend.complete_config(model_config([], [])))
-    words = [np.array([[b"a"]], object), np.array([[b"b", b"c"]], object)]
+    string_arrays = [np.array([[b"a"]], object), np.array([[b"b", b"c"]], object)]
     n = np.array([[7]])
-    replies = worker.batch(*(inference(tensor("words", w), tensor("n", n)) for w in words))
+    replies = worker.batch(*(inference(tensor("words", w), tensor("n", n)) for w in string_arrays))
     assert [reply.array("output").tolist() for reply in replies] == [[[7]], [[7]]]

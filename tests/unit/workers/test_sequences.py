@@ -1,4 +1,4 @@
-"""Control inputs and implicit state in a worker (reference 3.3 and 3.5)."""
+"""Control inputs and implicit state in a worker."""
 
 import itertools
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from tests.rigs.worker_rig import (
     tensor_config,
 )
 
-START, END = 1, 2
+START_FLAG, END_FLAG = 1, 2
 NUMBERS = {"UINT64": np.uint64, "INT64": np.int64, "UINT32": np.uint32, "INT32": np.int32}
 
 
@@ -73,9 +73,9 @@ PAIRS: dict[str, tuple[list[Any], Any]] = {
 def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
     (false_value, true_value), dtype = PAIRS[pair]
     for row, control_values in (
-        (SequenceRow(0, 1, START), {"START"}),
-        (SequenceRow(0, 1, END), {"END"}),
-        (SequenceRow(0, 1, START | END), {"START", "END"}),
+        (SequenceRow(0, 1, START_FLAG), {"START"}),
+        (SequenceRow(0, 1, END_FLAG), {"END"}),
+        (SequenceRow(0, 1, START_FLAG | END_FLAG), {"START", "END"}),
         (SequenceRow(0, 1), set[str]()),
     ):
         value = values(row, control(kind, **{pair: [false_value, true_value]}), batched=batched)[
@@ -83,10 +83,10 @@ def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
         ]
         assert value.dtype == dtype
         assert value == (true_value if kind in control_values or kind == "READY" else false_value)
-    null = values(
-        SequenceRow(1, 0, START | END), control(kind, **{pair: [false_value, true_value]})
+    null_value = values(
+        SequenceRow(1, 0, START_FLAG | END_FLAG), control(kind, **{pair: [false_value, true_value]})
     )
-    assert null[kind] == false_value
+    assert null_value[kind] == false_value
 
 
 @pytest.mark.parametrize("datatype", NUMBERS)
@@ -149,8 +149,8 @@ class Model:
         self.states = sequence_inputs.States(states, copies)
 
     def add_inputs(self, slot: int = 0, flags: int = 0) -> Request:
-        packed = pack_inference(Inference(()))
-        request = Request(Work(1, 1, *packed), RequestSchema(packed[0]), 1, {}, {})
+        packed_request = pack_inference(Inference(()))
+        request = Request(Work(1, 1, *packed_request), RequestSchema(packed_request[0]), 1, {}, {})
         self.row = SequenceRow(slot, 1, flags, 7)
         self.states.add_inputs(request, self.row)
         return request
@@ -160,11 +160,11 @@ class Model:
         return self.add_inputs(slot, flags).inputs["I"].numpy().tolist()
 
     def complete_request(
-        self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()
+        self, *outputs: Output, error: Any = None, returned_names: tuple[str, ...] = ()
     ) -> Response:
         """Complete the last request with these outputs."""
         response = Response(list(outputs), error=error)
-        self.states.store(self.row, response, frozenset(returned))
+        self.states.store(self.row, response, frozenset(returned_names))
         return response
 
 
@@ -175,17 +175,17 @@ def new_state(*numbers: float, name: str = "O") -> Output:
 
 def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
     model = Model(spec())
-    assert model.value(0, START) == [[0.0]]
+    assert model.value(0, START_FLAG) == [[0.0]]
     model.complete_request(new_state(5))
     assert model.value(0) == [[5.0]]
-    assert model.value(1, START) == [[0.0]]
+    assert model.value(1, START_FLAG) == [[0.0]]
     assert model.value(0) == [[5.0]]
-    assert model.value(0, START) == [[0.0]]
+    assert model.value(0, START_FLAG) == [[0.0]]
 
 
-def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
+def test_3_5_missing_and_failed_updates_keep_the_state() -> None:
     model = Model(spec())
-    model.add_inputs(0, START)
+    model.add_inputs(0, START_FLAG)
     model.complete_request(new_state(5))
     model.add_inputs()
     model.complete_request(new_state(9), error=InvalidArgument("no"))
@@ -196,7 +196,7 @@ def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
 
 def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
     model = Model(spec(dims=[-1, 2]))
-    assert model.value(0, START) == [[[0.0, 0.0]]]
+    assert model.value(0, START_FLAG) == [[[0.0, 0.0]]]
     model.complete_request(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
     request = model.add_inputs()
     assert request.inputs["I"].datatype == "INT64"
@@ -206,12 +206,12 @@ def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
 def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     model = Model(spec())
     answer = new_state(1, name="Y")
-    model.add_inputs(0, START)
+    model.add_inputs(0, START_FLAG)
     assert model.complete_request(answer, new_state(5)).outputs == [answer]
     model.add_inputs()
     assert [
         output.name
-        for output in model.complete_request(answer, new_state(6), returned=("O",)).outputs
+        for output in model.complete_request(answer, new_state(6), returned_names=("O",)).outputs
     ] == [
         "Y",
         "O",
@@ -219,7 +219,7 @@ def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     assert model.value() == [[6.0]]
 
 
-def test_3_5_a_file_and_zeros_to_begin_with(tmp_path: Path) -> None:
+def test_3_5_initial_states_come_from_a_file_or_zeros(tmp_path: Path) -> None:
     folder = tmp_path / "initial_state"
     folder.mkdir()
     (folder / "f").write_bytes(np.arange(3, dtype=np.float32).tobytes())
@@ -232,11 +232,11 @@ def test_3_5_a_file_and_zeros_to_begin_with(tmp_path: Path) -> None:
         spec(input_name="S", output_name="T", data_type="TYPE_STRING", initial_state=[text]),
         folder=tmp_path,
     )
-    request = model.add_inputs(0, START)
+    request = model.add_inputs(0, START_FLAG)
     assert request.inputs["I"].numpy().tolist() == [[0.0, 1.0]]
     assert request.inputs["S"].numpy().tolist() == [[b"hi"]]
     initial["zero_data"], initial["data_file"] = True, ""
-    assert Model(spec(dims=[-1], initial_state=[initial])).value(0, START) == [[0.0, 0.0]]
+    assert Model(spec(dims=[-1], initial_state=[initial])).value(0, START_FLAG) == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_3_5_a_file_and_zeros_to_begin_with(tmp_path: Path) -> None:
         ("../f", "the data file of state 'I' must lie in the model's folder 'initial_state'"),
     ],
 )
-def test_3_5_files_that_will_not_do(tmp_path: Path, name: str, text: str) -> None:
+def test_3_5_invalid_initial_state_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "f").write_bytes(b"1234")
     initial = {"name": "n", "data_type": "TYPE_FP32", "dims": [2], "data_file": name}
@@ -259,26 +259,26 @@ def test_3_5_files_that_will_not_do(tmp_path: Path, name: str, text: str) -> Non
     assert caught.value.message == text
 
 
-def test_3_5_one_buffer_for_input_and_output() -> None:
+def test_3_5_input_and_output_share_one_buffer() -> None:
     """The model receives the buffer itself.
 
     Without the setting it receives a copy if it may write.
     """
     model = Model(spec(use_same_buffer_for_input_output=True))
-    array = model.add_inputs(0, START).inputs["I"].numpy()
+    array = model.add_inputs(0, START_FLAG).inputs["I"].numpy()
     array += 3
     model.complete_request(Output("O", "FP32", array))
     reused_input = model.add_inputs().inputs["I"].numpy()
     assert reused_input.tolist() == [[3.0]]
     assert reused_input.ctypes.data == array.ctypes.data
     other_model = Model(spec())
-    other_model.add_inputs(0, START).inputs["I"].numpy()[:] = 9
+    other_model.add_inputs(0, START_FLAG).inputs["I"].numpy()[:] = 9
     assert other_model.value() == [[0.0]]
 
 
 def test_tensors_of_torch_are_kept_as_bytes() -> None:
     model = Model(spec(), copies=False)
-    model.add_inputs(0, START)
+    model.add_inputs(0, START_FLAG)
     with torch.inference_mode():
         model.complete_request(Output("O", "FP32", torch.full((1, 1), 4.0)))
     assert model.value() == [[4.0]]
@@ -316,10 +316,10 @@ class Sequences:
 
     def run(self, *rows: tuple[int, int]) -> None:
         """Execute a batch of requests in these slots, with these flags."""
-        keyed = [(next(self._keys), *row) for row in rows]
+        keyed_rows = [(next(self._keys), *row) for row in rows]
         packed_request = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
-        executed_work = [Work(key, CLIENT_PID, *packed_request) for key, *_ in keyed]
-        sequence_rows = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed]
+        executed_work = [Work(key, CLIENT_PID, *packed_request) for key, *_ in keyed_rows]
+        sequence_rows = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed_rows]
         self.receive(Execute(1, executed_work, rows=sequence_rows))
 
     def receive(self, message: Any) -> None:
@@ -335,17 +335,17 @@ def sequences(tmp_path: Path) -> Iterator[Sequences]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_executed_end_releases_the_state(sequences: Sequences, fails: bool) -> None:
-    sequences.run((0, START), (1, START))
+    sequences.run((0, START_FLAG), (1, START_FLAG))
     assert len(sequences.states) == 2
     sequences.fails = fails
-    sequences.run((0, END), (1, 0))
+    sequences.run((0, END_FLAG), (1, 0))
     assert len(sequences.states) == 1
-    sequences.run((1, END))
+    sequences.run((1, END_FLAG))
     assert len(sequences.states) == 0
 
 
 def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequences) -> None:
-    sequences.run((0, START), (1, START), (2, START))
+    sequences.run((0, START_FLAG), (1, START_FLAG), (2, START_FLAG))
     sequences.receive(EndSequences([0, 2]))
     assert len(sequences.states) == 1
     sequences.receive(EndSequences([0]))  # slot 0 has no state any more
@@ -353,6 +353,6 @@ def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequen
 
 
 def test_a_successor_scheduler_knows_no_sequence(sequences: Sequences) -> None:
-    sequences.run((0, START))
+    sequences.run((0, START_FLAG))
     sequences._worker_rig.attach()
     assert len(sequences.states) == 0

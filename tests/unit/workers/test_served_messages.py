@@ -45,11 +45,15 @@ class StepBackend(FunctionBackend):
         """Return the message table, which contains only steps."""
 
         def step(message: Step, requests: list[WorkerRequest]) -> m.BatchFinished | None:
-            self.steps.append((message.number, [opened.cancelled for opened in requests]))
-            for opened in requests:
-                request: Request = unpacker.request(opened.work)
-                doubled = Output("Y", "FP32", request.inputs["X"].numpy() * 2)
-                OutputStream(writer, opened, request).send(Response([doubled]), final=True)
+            self.steps.append(
+                (message.number, [open_request.cancelled for open_request in requests])
+            )
+            for open_request in requests:
+                request: Request = unpacker.request(open_request.work)
+                doubled_output = Output("Y", "FP32", request.inputs["X"].numpy() * 2)
+                OutputStream(writer, open_request, request).send(
+                    Response([doubled_output]), final=True
+                )
             if message.number < 0:
                 return None
             return m.BatchFinished(message.number, 0, 0, 0, 0, [])
@@ -80,7 +84,7 @@ def test_a_backend_serves_messages_of_its_own(
         instance.serve_commands()
         assert backend.steps == [(7, [False, True]), (-1, [])]
         assert instance._in_flight == 1 and not link.has_open_requests
-        first_response, second_response, finished = model_rig.sent()
+        first_response, second_response, finished_message = model_rig.sent()
         assert (first_response.key, first_response.code, first_response.final) == (1, "", True)
         answer = inferred_of(first_response).outputs[0]
         assert answer.data == np.array([6.0], np.float32).tobytes()
@@ -89,7 +93,7 @@ def test_a_backend_serves_messages_of_its_own(
             b"",
             True,
         )
-        assert isinstance(finished, m.BatchFinished) and finished.batch == 7
+        assert isinstance(finished_message, m.BatchFinished) and finished_message.batch == 7
 
 
 def test_batches_are_the_default(tmp_path: Path) -> None:
@@ -100,5 +104,9 @@ def test_batches_are_the_default(tmp_path: Path) -> None:
         model_rig.serve(backend, CONFIG)
         model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], in_flight=4))
         model_rig.instance.serve_commands()
-        (finished,) = model_rig.sent()
-        assert (finished.batch, len(finished.replies), model_rig.instance._in_flight) == (3, 1, 4)
+        (finished_message,) = model_rig.sent()
+        assert (
+            finished_message.batch,
+            len(finished_message.replies),
+            model_rig.instance._in_flight,
+        ) == (3, 1, 4)

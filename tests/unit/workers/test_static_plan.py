@@ -23,7 +23,7 @@ from shmserve.workers.memory.static_plan import MemoryPlan, Recorder, Tensors, b
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
-ROW = 256 * 1024  # number of floats in a row
+ROW_SIZE = 256 * 1024  # number of floats in a row
 
 
 def config(dims: tuple[int, ...] = (3,), max_batch_size: int = 8, **fields: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_the_plan_in_mb() -> None:
 
 
 @pytest.mark.parametrize(
-    "free",
+    "free_dims",
     [
         {"dims": [-1]},
         {"data_type": "TYPE_STRING"},
@@ -62,21 +62,21 @@ def test_the_plan_in_mb() -> None:
         {"allow_ragged_batch": True},
     ],
 )
-def test_requests_of_variable_size_are_not_planned(free: dict[str, Any]) -> None:
+def test_requests_of_variable_size_are_not_planned(free_dims: dict[str, Any]) -> None:
     configuration = config()
-    configuration["input"] = [configuration["input"][0] | free]
+    configuration["input"] = [configuration["input"][0] | free_dims]
     assert plan(configuration) is None
 
 
 @given(st.integers(0, 100), st.sets(st.integers(1, 120), max_size=4), st.booleans())
 def test_every_batch_has_the_smallest_bucket_that_holds_it(
-    max_batch_size: int, named: set[int], by_graph: bool
+    max_batch_size: int, named_sizes: set[int], by_graph: bool
 ) -> None:
     configuration = config(max_batch_size=max_batch_size) | {
-        "dynamic_batching": {"preferred_batch_size": sorted(named)}
+        "dynamic_batching": {"preferred_batch_size": sorted(named_sizes)}
     }
     if by_graph:
-        specs = [{"batch_size": size} for size in named]
+        specs = [{"batch_size": size} for size in named_sizes]
         configuration["optimization"] = {"cuda": {"graph_spec": specs}}
     sizes = buckets(ModelSpec.of(configuration))
     static_plan = plan(configuration)
@@ -102,7 +102,7 @@ class Model:
     def predict(self, X: FP32[ndarray, 262144]) -> FP32[ndarray, 262144]:
         return np.add(X, 1, out=self.out[: len(X)])
 """
-TORCH = """
+TORCH_MODEL = """
 import torch
 class Net(torch.nn.Module):
     def __init__(self):
@@ -144,41 +144,43 @@ def test_a_steady_stream_allocates_nothing(
         backend = NativeBackend(worker.context)
         worker.serve(backend, backend.complete_config(model_config([], [])))
     else:
-        path.write_text(TORCH)
-        worker.serve(PytorchBackend(worker.context), config((ROW,), 4))
+        path.write_text(TORCH_MODEL)
+        worker.serve(PytorchBackend(worker.context), config((ROW_SIZE,), 4))
         assert "weights 0.00, inputs" in caplog.text
     assert "is planned at 8.39 MB" in caplog.text
-    assert allocations == [4 * ROW * 4], "the input of the largest batch, at load"
-    region = Region(8 * ROW * 4)
+    assert allocations == [4 * ROW_SIZE * 4], "the input of the largest batch, at load"
+    region = Region(8 * ROW_SIZE * 4)
     try:
         requests = []
         for index in range(4):
             # In reverse order, so that no row is adjacent to the next row of the batch.
-            memory_range = region.write((3 - index) * ROW * 4, np.full(ROW, index, F32))
+            memory_range = region.write((3 - index) * ROW_SIZE * 4, np.full(ROW_SIZE, index, F32))
             requested_output = RequestedOutput(
-                y, region.memory_range((4 + index) * ROW * 4, ROW * 4)
+                y, region.memory_range((4 + index) * ROW_SIZE * 4, ROW_SIZE * 4)
             )
             requests.append(
                 inference(
-                    TensorRef("X", "FP32", (1, ROW), memory_range), outputs=[requested_output]
+                    TensorRef("X", "FP32", (1, ROW_SIZE), memory_range), outputs=[requested_output]
                 )
             )
 
-        def send_requests(times: int) -> None:
-            for _ in range(times):
+        def send_requests(count: int) -> None:
+            for _ in range(count):
                 for rows in (4, 1, 3, 2):
                     for reply in worker.batch(*requests[:rows]):
                         assert not reply.code, reply
 
         send_requests(3)
-        used = worker.context.arena.used
+        used_bytes = worker.context.arena.used
         tracemalloc.start()
         send_requests(20)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert len(allocations) == 1 and worker.context.arena.used == used
-        assert peak < ROW * 4 // 2, "less than half of a tensor: messages"
-        output = np.frombuffer(region.read(4 * ROW * 4, 4 * ROW * 4), F32).reshape(4, ROW)
+        assert len(allocations) == 1 and worker.context.arena.used == used_bytes
+        assert peak < ROW_SIZE * 4 // 2, "less than half of a tensor: messages"
+        output = np.frombuffer(region.read(4 * ROW_SIZE * 4, 4 * ROW_SIZE * 4), F32).reshape(
+            4, ROW_SIZE
+        )
         assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
     finally:
         region.close()
@@ -216,10 +218,10 @@ class RecordedBackend(PytorchBackend):
 
     def __init__(self, context: Any, recorder: Any) -> None:
         super().__init__(context)
-        self.fake = recorder
+        self.fake_recorder = recorder
 
     def _recorder(self) -> Recorder | None:
-        recorder: Recorder = self.fake
+        recorder: Recorder = self.fake_recorder
         return recorder
 
 
@@ -231,27 +233,29 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
 ) -> None:
     """Uses a fake recorder; a real GPU is not tested here."""
     caplog.set_level(logging.INFO)
-    (worker.context.version_dir / "model.py").write_text(TORCH)
-    fake = FakeRecorder()
-    worker.serve(RecordedBackend(worker.context, fake), config((3,), 5, **GRAPHS))
-    assert not fake.replayed and "workspace 4.00" in caplog.text  # graphs for 1, 2, 4 and 5 rows
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
+    fake_recorder = FakeRecorder()
+    worker.serve(RecordedBackend(worker.context, fake_recorder), config((3,), 5, **GRAPHS))
+    assert (
+        not fake_recorder.replayed and "workspace 4.00" in caplog.text
+    )  # graphs for 1, 2, 4 and 5 rows
     rows = [np.full((n, 3), n, F32) for n in (1, 2)]
     for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
         replies = worker.batch(*(inference(tensor("X", rows[size])) for size in sizes))
         assert [r.array("Y").tolist() for r in replies] == [
             (rows[size] + 1).tolist() for size in sizes
         ]
-        assert fake.replayed.pop() == bucket and not fake.replayed
+        assert fake_recorder.replayed.pop() == bucket and not fake_recorder.replayed
 
 
-def test_a_model_that_cannot_be_recorded_runs_without(
+def test_a_model_that_cannot_be_recorded_runs_without_graphs(
     worker: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FailingRecorder(FakeRecorder):
         def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    (worker.context.version_dir / "model.py").write_text(TORCH)
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     worker.serve(RecordedBackend(worker.context, FailingRecorder()), config((3,), 5, **GRAPHS))
     assert "runs without CUDA graphs: " in caplog.text and "capturing" in caplog.text
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
@@ -261,17 +265,17 @@ def test_a_model_that_cannot_be_recorded_runs_without(
 def test_an_impossible_static_plan_is_reported(
     worker: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (worker.context.version_dir / "model.py").write_text(TORCH)
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text
     RecordedBackend(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its shapes are not fixed" in caplog.text
 
 
-def test_without_asking_none_is_recorded(worker: Rig) -> None:
-    (worker.context.version_dir / "model.py").write_text(TORCH)
-    fake = FakeRecorder()
-    worker.serve(RecordedBackend(worker.context, fake), config((3,), 5))
+def test_graphs_are_recorded_only_on_request(worker: Rig) -> None:
+    (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
+    fake_recorder = FakeRecorder()
+    worker.serve(RecordedBackend(worker.context, fake_recorder), config((3,), 5))
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
-    assert reply.array("Y").tolist() == [[1, 1, 1]] and fake.reserved_bytes() == 0
+    assert reply.array("Y").tolist() == [[1, 1, 1]] and fake_recorder.reserved_bytes() == 0
     assert torch.cuda.CUDAGraph is not None  # torch is replaced by a fake under this name

@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inferred,
 )
-from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of
+from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine
 from tests.rigs.stream_rig import Streams
@@ -39,10 +39,10 @@ def sample(text: str = "", tokens: Sequence[int] = (), **fields: Any) -> SimpleN
     return SimpleNamespace(text=text, token_ids=list(tokens), **{**defaults, **fields})
 
 
-def output(*samples: SimpleNamespace, finished: bool = False, **fields: Any) -> SimpleNamespace:
+def output(*samples: SimpleNamespace, is_finished: bool = False, **fields: Any) -> SimpleNamespace:
     """Return a part of a request in the form of vLLM's `RequestOutput`."""
     defaults = {"prompt_token_ids": [7, 8, 9], "num_cached_tokens": 2, "prompt_logprobs": None}
-    return SimpleNamespace(outputs=list(samples), finished=finished, **{**defaults, **fields})
+    return SimpleNamespace(outputs=list(samples), finished=is_finished, **{**defaults, **fields})
 
 
 def vllm_call(text: str = "", logprobs: int | None = None, **fields: Any) -> VllmCall:
@@ -67,7 +67,7 @@ class FakeEngine:
         self.pause = asyncio.Event()
         self.calls: list[tuple[dict[str, Any], bool, bool]] = []
         self.priorities: list[int] = []
-        self.aborted = self.taken = 0
+        self.aborted = self.taken_count = 0
         self.ended = False
 
     async def make_call(
@@ -89,7 +89,7 @@ class FakeEngine:
                 elif isinstance(output, Exception):
                     raise output
                 else:
-                    self.taken += 1
+                    self.taken_count += 1
                     yield output
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
@@ -142,9 +142,9 @@ class Model(Streams):
             kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)
             raw = value.encode() if isinstance(value, str) else value
             tensors.append(tensor(name, np.array([raw], kind)))
-        requested = tuple(RequestedOutput(name) for name in outputs)
-        packed = pack_inference(Inference(tuple(tensors), requested))
-        self.rig.execute([m.Work(key, CLIENT_PID, *packed, f"id-{key}", **work_fields)])
+        requested_outputs = tuple(RequestedOutput(name) for name in outputs)
+        packed_request = pack_inference(Inference(tuple(tensors), requested_outputs))
+        self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **work_fields)])
 
     def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""
@@ -188,24 +188,26 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 def test_a_stream_has_the_text_of_each_output(model: Model) -> None:
     model.engine.outputs = [
         output(sample("Hel", [1, 2])),
-        output(sample("lo", [3], finish_reason="stop"), finished=True, prompt_token_ids=None),
+        output(sample("lo", [3], finish_reason="stop"), is_finished=True, prompt_token_ids=None),
     ]
     model.infer({"text_input": "hi", "stream": True, "sampling_parameters": '{"top_k": 1}'})
     assert model.responses(1) == [{"text_output": ["Hel"]}, {"text_output": ["lo"]}, "end"]
     assert model.engine.calls == [({"top_k": 1, "stream": True, "echo": False}, False, False)]
 
 
-def test_outputs_of_the_openai_routes(model: Model) -> None:
+def test_outputs_for_the_openai_apis(model: Model) -> None:
     model.engine.outputs = [
         output(sample("a", [1]), sample("b", [2, 3], index=1)),
         output(sample("c", [4], finish_reason="length"), prompt_token_ids=None),
-        output(sample("", [], index=1, finish_reason="stop", stop_reason="x"), finished=True),
+        output(sample("", [], index=1, finish_reason="stop", stop_reason="x"), is_finished=True),
     ]
     expected = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
     expected.append("stop_reason")
     model.infer({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, expected)
-    first_response, second_response, third_response, fourth_response, end = model.responses(1)
-    assert end == "end"
+    first_response, second_response, third_response, fourth_response, end_record = model.responses(
+        1
+    )
+    assert end_record == "end"
     assert (first_response["text_output"], second_response["text_output"]) == (["a"], ["b"])
     assert (first_response["index"], second_response["index"]) == ([0], [1])
     assert (first_response["token_ids"], second_response["token_ids"]) == ([1], [2, 3])
@@ -223,7 +225,7 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     step = {5: SimpleNamespace(logprob=-0.5, rank=1, decoded_token="x")}
     model.engine.outputs = [
         output(sample("x", [5], logprobs=[step], cumulative_logprob=-0.5)),
-        output(sample("", [], finish_reason="stop"), finished=True),
+        output(sample("", [], finish_reason="stop"), is_finished=True),
     ]
     flags = ("finish_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens")
     request = {f"return_{name}": True for name in (*flags, "logprobs")}
@@ -252,23 +254,23 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
 )
 def test_refused_requests(model: Model, inputs: dict[str, Any], problem: str) -> None:
     model.infer(inputs)
-    response, end = model.responses(1)
+    response, end_record = model.responses(1)
     assert response.startswith(problem)
-    assert end == "end"
+    assert end_record == "end"
 
 
 def test_an_unexpected_error_fails_only_its_request(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1])), RuntimeError("broken")]
     model.infer({"text_input": "hi"})
-    first_response, error, end = model.responses(1)
+    first_response, error, end_record = model.responses(1)
     assert first_response == {"text_output": ["a"]}
     assert "RuntimeError: broken" in error
-    assert end == "end"
+    assert end_record == "end"
     assert model.backend.is_ready()
 
 
 def test_a_priority_is_passed_on(model: Model) -> None:
-    model.engine.outputs = [output(sample("a", [1], finish_reason="stop"), finished=True)]
+    model.engine.outputs = [output(sample("a", [1], finish_reason="stop"), is_finished=True)]
     model.infer({"text_input": "hi"}, priority=3)
     model.responses(1)
     assert model.engine.priorities == [3]
@@ -296,7 +298,7 @@ def test_outputs_are_not_read_from_the_engine_without_credit(model: Model) -> No
     model.engine.outputs = [output(sample("a", [1])) for _ in range(FIRST_CREDIT + 20)]
     model.infer({"text_input": "hi"})
     assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
-    assert model.engine.taken <= FIRST_CREDIT + 1
+    assert model.engine.taken_count <= FIRST_CREDIT + 1
     model.send_message(m.CreditExecution(1, 20))
     assert len(model.responses(1)) == FIRST_CREDIT + 20 + 1
 
@@ -323,9 +325,9 @@ def test_metrics_of_prometheus() -> None:
     names: dict[str, Any] = {"labelnames": ["model_name"], "registry": registry}
     Counter("vllm:tokens", "Tokens.", **names).labels("m").inc(3)
     Gauge("vllm:running", "Running.", **names).labels("m").set(2)
-    times = Histogram("vllm:time", "Time.", buckets=[1, 2], **names).labels("m")
+    time_histogram = Histogram("vllm:time", "Time.", buckets=[1, 2], **names).labels("m")
     for value in (0.5, 0.6, 1.5, 9):
-        times.observe(value)
+        time_histogram.observe(value)
     counter, gauge, histogram = convert_metrics(registry.collect(), "1")
     labels = (("model_name", "m"), ("version", "1"))
     assert counter == ["vllm:tokens_total", "Tokens.", "COUNTER", [[labels, [3.0], []]]]
@@ -346,7 +348,7 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     answer = VllmAnswer(call, ["text_output", "logprobs"], [])
     answer_parts = output(
         sample("c", [3], finish_reason="stop", logprobs=[{3: logprob_entry(3, -1.0, 1)}]),
-        finished=True,
+        is_finished=True,
         prompt_token_ids=[1, 2],
         prompt_logprobs=[
             None,
@@ -358,19 +360,29 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     assert is_last
     assert outputs["text_output"] == b"abc"
     document = json.loads(outputs["logprobs"])
-    first, second, third = document["content"]
-    assert (first["token"], first["logprob"]) == ("<1>", None)
-    assert second["logprob"] == -9999.0
-    assert [tensor["token_id"] for tensor in second["top_logprobs"]] == [4]
-    assert (third["token"], third["logprob"]) == ("<3>", -1.0)
+    first_entry, second_entry, third_entry = document["content"]
+    assert (first_entry["token"], first_entry["logprob"]) == ("<1>", None)
+    assert second_entry["logprob"] == -9999.0
+    assert [tensor["token_id"] for tensor in second_entry["top_logprobs"]] == [4]
+    assert (third_entry["token"], third_entry["logprob"]) == ("<3>", -1.0)
     assert document["prompt"][0] is None
     assert document["prompt"][1]["rank"] == 5
+
+
+def test_tokens_are_shown_by_their_ids() -> None:
+    call = vllm_call(logprobs=1, return_tokens_as_token_ids=True)
+    step = {3: logprob_entry(3, -1.0, 2), 4: logprob_entry(4, -0.5, 1)}
+    parts = output(sample("c", [3], finish_reason="stop", logprobs=[step]), is_finished=True)
+    (((logprobs,), _),) = VllmAnswer(call, ["logprobs"], []).responses(parts)
+    (entry,) = json.loads(logprobs.data[0])["content"]
+    assert (entry["token"], entry["token_id"], entry["rank"]) == ("token_id:3", 3, 2)
+    assert [likeliest["token"] for likeliest in entry["top_logprobs"]] == ["token_id:4"]
 
 
 def test_only_the_prompt() -> None:
     call = vllm_call(text="ab", echo=True, max_tokens=0)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [])
-    answer_parts = output(sample("c", [3], finish_reason="length"), finished=True)
+    answer_parts = output(sample("c", [3], finish_reason="length"), is_finished=True)
     ((response, _),) = answer.responses(answer_parts)
     outputs = {tensor.name: tensor.data[0] for tensor in response}
     assert (outputs["text_output"], outputs["finish_reason"]) == (b"ab", "length")
@@ -400,7 +412,9 @@ def test_the_configuration_is_completed(model: Model) -> None:
         ("{}", "1/model.json: 'model' is missing"),
     ],
 )
-def test_a_wrong_file(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_an_invalid_arguments_file_is_refused(
+    tmp_path: Path, text: str | None, problem: str
+) -> None:
     folder = tmp_path / "1"
     folder.mkdir()
     if text is not None:
@@ -419,6 +433,19 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
     engine = {"model": str(folder / "weights"), "enforce_eager": True, "enable_lora": True}
     assert arguments.engine == {**engine, "served_model_name": "m"}
     assert arguments.adapters == {"alpaca": "/a"}
+
+
+def test_older_names_of_constraints() -> None:
+    body = engine._request_body({"n": 2, "seed": None, "guided_regex": "a", "guided_json": None})
+    assert body == {"n": 2, "structured_outputs": {"regex": "a"}}
+    parameters = {"guided_decoding": {"choice": ["a"], "regex": None}, "guided_choice": ["b"]}
+    assert engine._request_body(parameters) == {"structured_outputs": {"choice": ["b"]}}
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
+def test_constraints_that_are_no_object(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}: 'x' is not an object"):
+        engine._request_body({name: "x"})
 
 
 @pytest.mark.parametrize(

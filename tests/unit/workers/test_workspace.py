@@ -51,8 +51,8 @@ class OnDevice:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[OnDevice]:
     cuda = FakeCuda()
-    exported = cuda.export(2 * MB)
-    memory = exported.memory()
+    exported_memory = cuda.export(2 * MB)
+    memory = exported_memory.memory()
     router = Router(f"ipc://{tmp_path}/control")
     control = SupervisorLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
@@ -60,7 +60,7 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
     device_memory = cuda.device_memory()
     mappings = Mappings(device_memory.open)
     workspace = Workspace(control, mappings, "cuda:0", device_memory.synchronize)
-    on_device = OnDevice(cuda, exported, workspace, mappings)
+    on_device = OnDevice(cuda, exported_memory, workspace, mappings)
     stopped = threading.Event()
     thread = threading.Thread(target=supervise, args=(router, on_device, memory, stopped))
     thread.start()
@@ -157,27 +157,27 @@ async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
 
 async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevice) -> None:
     holds_block = asyncio.Event()
-    leave = asyncio.Event()
+    may_leave = asyncio.Event()
 
     async def hold_lease() -> None:
         async with worker.workspace.lease(2 * MB):
             holds_block.set()
-            await leave.wait()
+            await may_leave.wait()
 
     async def use() -> None:
         async with worker.workspace.lease(2 * MB):
             raise AssertionError
 
-    holder = asyncio.ensure_future(hold_lease())
+    holding_task = asyncio.ensure_future(hold_lease())
     await holds_block.wait()
-    waiting = asyncio.ensure_future(use())
+    waiting_task = asyncio.ensure_future(use())
     # The supervisor has received the lease request.
     await asyncio.to_thread(wait_settled, worker, 2, LeaseWorkspace)
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    assert waiting.cancelled()
-    leave.set()
-    await holder
+    waiting_task.cancel()
+    await asyncio.wait([waiting_task])
+    assert waiting_task.cancelled()
+    may_leave.set()
+    await holding_task
     await asyncio.to_thread(wait_settled, worker, 2)
     with worker.workspace.lease(2 * MB):
         pass

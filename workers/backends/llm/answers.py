@@ -3,8 +3,8 @@
 tokens ──> Detokenizer ──> StopStrings ──> pending ──> response, when the client has credit
                                        └─> MessageParser ─┘ if the output `message` is requested
 
-A streaming response has the new text of one sample. Without credit, the text is merged into a later
-response. Other requests have one response with all samples.
+A streaming response has the new tokens and text of one sample. Without credit, they are merged into
+a later response. Other requests have one response with all samples.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def token_entry(
     token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
 ) -> dict[str, Any]:
     """Return a token and its log probability in the form that the OpenAI API's handlers read."""
-    shown = f"token_id:{token}" if shows_id else text
+    shown_text = f"token_id:{token}" if shows_id else text
     value = max(logprob, MIN_LOGPROB)
-    return {"token_id": token, "token": shown, "logprob": value, "bytes": token_bytes}
+    return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
 
 
 class ScoredToken(NamedTuple):
@@ -174,9 +174,18 @@ class SampleText:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether text, a part of the message, or the end was not sent yet."""
-        unsent = self.pending_text if self.parser is None else self.parser.has_parts
-        return bool(unsent or self.finish_reason)
+        """Return whether a token, a part of the message, or the end was not sent yet.
+
+        As in vLLM, a token without text is sent, unless the message is parsed and the client does
+        not receive the token itself. Clients count responses to measure the time between tokens.
+        """
+        if self.finish_reason:
+            return True
+        if self.parser is None:
+            return bool(self.pending_tokens or self.pending_text)
+        parameters = self._prompt.parameters
+        shows_tokens = parameters.logprobs >= 0 or parameters.return_token_ids
+        return self.parser.has_parts or (shows_tokens and bool(self.pending_tokens))
 
     def take_message(self, text: str) -> bytes:
         """Return and clear the parts of the message that were not sent yet, as JSON.
@@ -261,8 +270,12 @@ class TextResponse:
         return best
 
     def _is_last(self, sample: SampleText) -> bool:
-        others = (other for other in self.samples if other is not sample)
-        return bool(sample.finish_reason) and not any(other.is_open for other in others)
+        other_samples = (
+            other_sample for other_sample in self.samples if other_sample is not sample
+        )
+        return bool(sample.finish_reason) and not any(
+            other_sample.is_open for other_sample in other_samples
+        )
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
@@ -273,8 +286,8 @@ class TextResponse:
             for sample in samples:
                 sample.is_open = not sample.finish_reason
                 if not final:
-                    sent = sample.sent_characters, not sample.is_open, sample.sent_tokens
-                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent))
+                    sent_state = sample.sent_characters, not sample.is_open, sample.sent_tokens
+                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent_state))
             self.stream.send(response, final)
         return True
 

@@ -26,8 +26,6 @@ from shmserve.errors import Internal, InvalidArgument, clip
 # Variables of a request that are errors if the template does not use them.
 _CHECKED_VARIABLES = ("documents", "reasoning_effort")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-# The arguments of Jinja's filter `tojson`.
-_TOJSON_ARGUMENTS = ("ensure_ascii", "indent", "separators", "sort_keys")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
 NICE = 10
@@ -96,8 +94,15 @@ class ChatTemplate:
             last_text = _mark_end(chat["messages"][-1], messages[-1], template) if continues else ""
             _check_variables(variables, template)
             text = template.template.render(**{**variables, "messages": messages})
+            text.encode()
         except InvalidArgument:
             raise
+        except UnicodeEncodeError as error:
+            surrogate = repr(error.object[error.start])
+            raise InvalidArgument(
+                f"messages: the prompt has {surrogate}, which is a half of a surrogate pair; send "
+                "both halves, or another character"
+            ) from None
         except Exception as error:  # templates may raise any error
             raise InvalidArgument(
                 f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
@@ -254,8 +259,10 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
     if not isinstance(message.get("content"), str | list | None):
-        found = clip(repr(message["content"]))
-        raise InvalidArgument(f"messages: content {found} is not a string or a list of parts")
+        content_text = clip(repr(message["content"]))
+        raise InvalidArgument(
+            f"messages: content {content_text} is not a string or a list of parts"
+        )
     if message["role"] == "developer" and not template.has_developer_role:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)
@@ -366,9 +373,17 @@ def _format_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _to_json(value: Any, *arguments: Any, **options: Any) -> str:
-    settings = dict(zip(_TOJSON_ARGUMENTS, arguments, strict=False)) | options
-    return json.dumps(value, **{"ensure_ascii": False, **settings})
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON, like the filter `tojson` of transformers."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def decode(name: str, data: bytes) -> str:
@@ -447,7 +462,7 @@ def main() -> None:
             chat = conversation(decode("messages", file.read()))
             options = {name: chat.pop(name) for name in _OPTIONS if name in chat}
             print(json.dumps(options), flush=True)
-            prompt = template.render(chat | json.loads(input())).encode(errors="surrogatepass")
+            prompt = template.render(chat | json.loads(input())).encode()
         except InvalidArgument as fault:
             print(json.dumps({"error": fault.message}))
             return

@@ -35,8 +35,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "seed": (-(1 << 63), (1 << 63) - 1),
     "truncate_prompt_tokens": (-1, 1 << 24),
-    "logprobs": (-1, 20),
-    "prompt_logprobs": (-1, 20),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
     "priority": (-(1 << 31), (1 << 31) - 1),
     "length_penalty": (-10.0, 10.0),
 }
@@ -90,7 +90,7 @@ class GenerationParameters:
         forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
-        grammar_name: The parameter that contains the grammar, for messages.
+        grammar_name: The parameter that contains the grammar, for messages; "tools" if none does.
     """
 
     max_tokens: int = 16
@@ -127,7 +127,7 @@ class GenerationParameters:
     forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
-    grammar_name: str = ""
+    grammar_name: str = "tools"
 
     @cached_property
     def penalised(self) -> bool:
@@ -196,7 +196,7 @@ def parse(
     if len(grammars) > 1:
         problems.append(f"{' and '.join(grammars)}: at most one grammar is allowed")
     values = _combine(values, grammars)
-    values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "")
+    values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
     problems += _find_contradictions(values, vocabulary)
     if values.get("use_beam_search"):
         problems += _find_unsupported({**_resolve_aliases(request), **grammars})
@@ -239,6 +239,8 @@ def _find_contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str
         problems.append(f"min_tokens: {min_tokens} is more than max_tokens {max_tokens}")
     if not max_tokens and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
         problems.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
+    if values.get("truncate_prompt_tokens") == 0:
+        problems.append("truncate_prompt_tokens: 0 is not -1 or an integer above 0")
     if not values.get("top_p", 1.0):
         problems.append("top_p: 0.0 is not a number above 0, up to 1")
     count, best_of = values.get("n", 1), values.get("best_of", 0)

@@ -102,8 +102,8 @@ def prompt_input(inputs: Mapping[str, Any]) -> str:
     """
     names = [name for name in _INPUTS if name in inputs]
     if len(names) != 1:
-        found = " and ".join(names) or "none"
-        raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found}")
+        found_names = " and ".join(names) or "none"
+        raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found_names}")
     return names[0]
 
 
@@ -252,7 +252,9 @@ class PromptReader:
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens
-        earlier = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
+        earlier = {
+            entry.sample: np.frombuffer(entry.tokens, np.int32).tolist() for entry in resumed
+        }
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
         prompt.eos = -1 if ignores else self._checkpoint.eos
@@ -287,8 +289,10 @@ class PromptReader:
             tokens = inputs["input_ids"]
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
             if wrong.size:
-                last = self._vocabulary - 1
-                raise InvalidArgument(f"tokens: {wrong[0]} is not a token; allowed are 0 to {last}")
+                last_token = self._vocabulary - 1
+                raise InvalidArgument(
+                    f"tokens: {wrong[0]} is not a token; allowed are 0 to {last_token}"
+                )
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
             outputs["text_output"] = "BYTES", [piece.encode() for piece in texts]

@@ -245,8 +245,8 @@ def _nucleus_min_logits(
     log_totals = torch.where(counts <= width, top_k_values.logsumexp(-1), scaled.logsumexp(-1))
     probabilities = (top_k_values - log_totals.unsqueeze(1)).exp()
     mass_before = probabilities.cumsum(-1) - probabilities
-    kept = (mass_before < torch.tensor(top_p, device=device).unsqueeze(1)) & ~beyond_top_k
-    kept_counts = kept.sum(-1).clamp_min(1)
+    is_kept = (mass_before < torch.tensor(top_p, device=device).unsqueeze(1)) & ~beyond_top_k
+    kept_counts = is_kept.sum(-1).clamp_min(1)
     if width < vocabulary and any(
         count == width and row.top_p < 1 and not row.top_k
         for count, row in zip(kept_counts.tolist(), parameters, strict=True)

@@ -57,8 +57,8 @@ class TokenTexts:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         # The decoder may strip the first of two equal tokens, but not the second.
-        once, twice = self.decode([token]), self.decode([token, token])
-        return twice[len(once) :].encode()
+        once_text, twice = self.decode([token]), self.decode([token, token])
+        return twice[len(once_text) :].encode()
 
     @functools.cached_property
     def _sorted_tokens(self) -> tuple[list[bytes], list[int]]:
@@ -72,9 +72,11 @@ class TokenTexts:
     def beginning_with(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes begin with `data`."""
         pieces, tokens = self._sorted_tokens
-        first = bisect.bisect_left(pieces, data)
-        last = bisect.bisect_right(pieces, data, first, key=lambda piece: piece[: len(data)])
-        return tokens[first:last]
+        start_index = bisect.bisect_left(pieces, data)
+        end_index = bisect.bisect_right(
+            pieces, data, start_index, key=lambda piece: piece[: len(data)]
+        )
+        return tokens[start_index:end_index]
 
     def containing(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes contain `data`."""
@@ -136,7 +138,8 @@ class BadWords:
 
     def __init__(self, words: Iterable[str], texts: TokenTexts) -> None:
         self._bytes_of = texts.bytes_of
-        self._words = [word.encode() for word in words]
+        # No text contains a lone surrogate.
+        self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
         # The tokens that contain a whole word, and those that complete a word, by its beginning.
         self._containing = [token for word in self._words for token in texts.containing(word)]

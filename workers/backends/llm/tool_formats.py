@@ -105,10 +105,10 @@ class Lark:
         """Return a rule for one of several expressions."""
         return self.rule(" | ".join(self.rule(body) for body in bodies))
 
-    def sequence(self, calls: CallGrammar, first: str, parallel: bool) -> str:
+    def sequence(self, calls: CallGrammar, first_call: str, parallel: bool) -> str:
         """Return a rule for `first`, and further calls if they may be parallel."""
         further = f"({calls.separator} {calls.call})*" if parallel else ""
-        return self.rule(f"{first} {further} {calls.end}")
+        return self.rule(f"{first_call} {further} {calls.end}")
 
 
 def _quote(text: str) -> str:
@@ -172,7 +172,7 @@ def _hermes_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 
 def _tagged_calls(lark: Lark, tag: str, rest_rule: str, separator: str) -> CallGrammar:
-    """Return the grammar of calls that begin with the same tag, followed by `rest`."""
+    """Return the grammar of calls that begin with the same tag, followed by `rest_rule`."""
     return CallGrammar([(tag, rest_rule)], lark.text(separator), f"{lark.text(tag)} {rest_rule}")
 
 
@@ -564,8 +564,10 @@ def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
     rests = {
         tool.name: lark.rule(f"{_python_arguments(lark, tool)} {lark.text(')')}") for tool in tools
     }
-    heads = [(f"[{name}(", rest) for name, rest in rests.items()]
-    call = lark.alternatives(f"{lark.text(name + '(')} {rest}" for name, rest in rests.items())
+    heads = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
+    call = lark.alternatives(
+        f"{lark.text(name + '(')} {arguments_rule}" for name, arguments_rule in rests.items()
+    )
     return CallGrammar(heads, lark.text(", "), call, lark.text("]"))
 
 
@@ -578,11 +580,11 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     first, further = '""', '""'
     for name, schema, required in reversed(_parameters(tool, NAME.pattern)):
         value = f"{lark.text(name + '=')} {lark.json(schema)}"
-        after = lark.rule(further)
-        begin = f"{value} {after}"
+        rest_rule = lark.rule(further)
+        begin = f"{value} {rest_rule}"
         first = begin if required else f"{begin} | {lark.rule(first)}"
-        with_comma = f"{lark.text(', ')} {value} {after}"
-        further = with_comma if required else f"{with_comma} | {after}"
+        with_comma = f"{lark.text(', ')} {value} {rest_rule}"
+        further = with_comma if required else f"{with_comma} | {rest_rule}"
     return lark.rule(first)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.grammars import SCHEMA_MAPS, resolve_reference
+from shmserve.workers.backends.llm.grammars import NO_FORCING, SCHEMA_MAPS, resolve_reference
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.tool_formats import (
     ALIASES,
@@ -113,9 +113,9 @@ def _parse_tool(index: int, tool: Any) -> Tool:
 
 def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return parameters with the members of the schema to which they refer as a whole."""
-    seen: set[str] = set()
-    while (reference := parameters.get("$ref")) and reference not in seen:
-        seen.add(reference)
+    seen_references: set[str] = set()
+    while (reference := parameters.get("$ref")) and reference not in seen_references:
+        seen_references.add(reference)
         target = resolve_reference(reference, parameters)
         members = {key: value for key, value in parameters.items() if key != "$ref"}
         parameters = {**members, **target} if isinstance(target, dict) else members
@@ -252,7 +252,11 @@ class MessageFormats:
         Raises:
             InvalidArgument: The format of the model's calls is not known.
         """
-        if request is None and not self._reasoning:
+        ending = prompt.rstrip()
+        begin, end = self._reasoning or ("", "")
+        # Templates close the reasoning, for example if thinking is disabled.
+        reasoning = () if end and ending.endswith(end) else self._reasoning
+        if request is None and not reasoning:
             return None
         family = self._family
         if family is None and request is not None and not request.required:
@@ -261,16 +265,12 @@ class MessageFormats:
                 f"may set tool_parser, one of {', '.join(TOOL_PARSERS)}"
             )
         family = family or FAMILIES["hermes"]
-        ending = prompt.rstrip()
-        begin, end = self._reasoning or ("", "")
-        is_opened = bool(begin) and (
-            ending.endswith(begin) or (self._always_reasons and not ending.endswith(end))
-        )
+        is_opened = bool(reasoning) and (ending.endswith(begin) or self._always_reasons)
         markers = {*family.markers, begin, end} & self._special
         return MessageFormat(
             family,
             {tool.name: tool.parameters for tool in request.tools} if request else {},
-            self._reasoning,
+            reasoning,
             is_opened,
             request.parallel if request else True,
             hides_reasoning,
@@ -295,8 +295,8 @@ class MessageFormats:
             calls = output_format.family.call_grammar(lark, request.tools)
             required = request.required or body
             heads = (
-                f"{lark.text(begin) if required else lark.any_text(begin)} {rest}"
-                for begin, rest in calls.heads
+                f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
+                for begin, call_rule in calls.heads
             )
             start = lark.sequence(calls, lark.alternatives(heads), request.parallel)
             if not request.required:
@@ -307,7 +307,7 @@ class MessageFormats:
                 )
         return "\n".join(
             [
-                '%llguidance {"no_forcing": true}',  # the model selects the tokenization
+                NO_FORCING,
                 f"start: {self._reasoning_rule(lark, output_format)} ({start})",
                 *lark.rules,
                 f"TEXT: {_ANY_TEXT}",
@@ -319,5 +319,5 @@ class MessageFormats:
         if not output_format.reasoning:
             return ""
         begin, end = output_format.reasoning
-        rest = f"{lark.any_text(end)} /\\n{{0,2}}/"
-        return rest if output_format.starts_reasoning else f"({lark.text(begin)} {rest})?"
+        end_rule = f"{lark.any_text(end)} /\\n{{0,2}}/"
+        return end_rule if output_format.starts_reasoning else f"({lark.text(begin)} {end_rule})?"

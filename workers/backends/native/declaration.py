@@ -46,9 +46,8 @@ _ITERATORS = (
     collections.abc.AsyncIterator,
     collections.abc.AsyncGenerator,
 )
-PositionPrefix = Callable[
-    [str], str
-]  # returns a message's prefix for an attribute or "predict.ARGUMENT"
+# Returns a message's prefix for an attribute or "predict.ARGUMENT".
+PositionPrefix = Callable[[str], str]
 _ANNOTATION_ADVICE = "annotate it like FP32[np.ndarray, 1, 8, 8], with FP32 from shmserve.model"
 
 
@@ -420,10 +419,10 @@ def client_inputs(
             f"{prefix_of('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
             f"{sorted(names)}, got {ragged!r}"
         )
-    sent = [tensor for tensor in inputs if tensor["name"] not in generated]
+    client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
     return [
         tensor | ({"allow_ragged_batch": True} if tensor["name"] in ragged else {})
-        for tensor in sent
+        for tensor in client_tensors
     ]
 
 

@@ -285,11 +285,13 @@ def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
     }
     if not ranges:
         return {}
-    taken = [item.memory_range for item in request.inputs.values() if item.memory_range is not None]
-    taken += request.memory_ranges.values()
+    taken_ranges = [
+        item.memory_range for item in request.inputs.values() if item.memory_range is not None
+    ]
+    taken_ranges += request.memory_ranges.values()
     return {
         name: memory_range
         for name, memory_range in ranges.items()
         # A range overlaps itself once.
-        if sum(memory_range.overlaps(other) for other in taken) == 1
+        if sum(memory_range.overlaps(taken_range) for taken_range in taken_ranges) == 1
     }

@@ -168,8 +168,10 @@ class PythonExecution:
     @staticmethod
     def _sent_responses(received: Sequence[ReceivedRequest]) -> list[Response]:
         """Return the responses that the model has sent, if every request has one."""
-        sent = [request.outbox.response for request in received if request.outbox is not None]
-        responses = [response for response in sent if response is not None]
+        sent_responses = [
+            request.outbox.response for request in received if request.outbox is not None
+        ]
+        responses = [response for response in sent_responses if response is not None]
         return responses if len(responses) == len(received) else []
 
 

@@ -382,10 +382,8 @@ class InferenceRequest:
             raise TypeError(
                 "an InferenceRequest needs inputs, requested_output_names and model_name"
             )
-        request_id, model_name = (
-            as_text(request_id, "request_id"),
-            as_text(model_name, "model_name"),
-        )
+        request_id = as_text(request_id, "request_id")
+        model_name = as_text(model_name, "model_name")
         names = [
             as_text(name, "an output's name")
             for name in as_list(requested_output_names, "the outputs")
@@ -493,9 +491,11 @@ class InferenceRequest:
         reply: asyncio.Future[CallResponse]
         try:
             if decoupled:
-                first: asyncio.Future[None] = loop.create_future()
-                call = server.current_server().open_stream_soon(self._call_request(), first)
-                task = loop.create_task(_iterator(call, first))
+                first_response: asyncio.Future[None] = loop.create_future()
+                call = server.current_server().open_stream_soon(
+                    self._call_request(), first_response
+                )
+                task = loop.create_task(_iterator(call, first_response))
 
                 def on_done(task: asyncio.Future[Any]) -> None:
                     if task.cancelled():

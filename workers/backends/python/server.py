@@ -36,8 +36,8 @@ class ServerApi:
     """The API of the server for the model of a worker.
 
     Attributes:
-        running: Whether the model may call others.
-        executing: The requests of the execution in this process, which may be several.
+        can_call: Whether the model may call other models.
+        executing_requests: The requests of the execution in this process, which may be several.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -264,10 +264,8 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     Raises:
         TritonModelException: The version is not a number.
     """
-    model_name, model_version = (
-        as_text(model_name, "model_name"),
-        as_text(model_version, "model_version"),
-    )
+    model_name = as_text(model_name, "model_name")
+    model_version = as_text(model_version, "model_version")
     if model_version and not (model_version.isdecimal() and int(model_version)):
         reason = (
             f"failed to get model version from specified version string '{model_version}' "

@@ -103,10 +103,10 @@ class Arguments:
         return bool(self.engine.get("reasoning_parser") or self.server.get(_TOOL_PARSER))
 
 
-def _check_known(names: Iterable[str], known: Collection[str], problem: str) -> None:
+def _check_known(names: Iterable[str], known_names: Collection[str], problem: str) -> None:
     for name in names:
-        if name not in known:
-            raise InvalidArgument(problem.format(name) + suggestion(name, known))
+        if name not in known_names:
+            raise InvalidArgument(problem.format(name) + suggestion(name, known_names))
 
 
 @dataclass
@@ -340,8 +340,15 @@ class VllmEngine:
 
 
 def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as fields of vLLM's API, with the older names of constraints replaced."""
+    """Return parameters as fields of vLLM's API, with the older names of constraints replaced.
+
+    Raises:
+        InvalidArgument: A value is not an object. vLLM would fail with an AttributeError.
+    """
     body = {name: value for name, value in parameters.items() if value is not None}
+    for name in ("structured_outputs", "guided_decoding"):
+        if not isinstance(body.get(name, {}), dict):
+            raise InvalidArgument(f"{name}: {clip(repr(body[name]))} is not an object")
     guided = {key: body.pop(f"guided_{key}") for key in _CONSTRAINTS if f"guided_{key}" in body}
     constraints = {**body.pop("guided_decoding", {}), **guided}
     constraints = {key: value for key, value in constraints.items() if value is not None}

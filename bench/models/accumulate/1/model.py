@@ -18,8 +18,8 @@ class TritonPythonModel:
             )
             if ready.flat[0]:
                 key = int(correlation_id.flat[0])
-                before = 0 if start.flat[0] else self.sums[key]
-                value = self.sums[key] = value + before
+                previous_sum = 0 if start.flat[0] else self.sums[key]
+                value = self.sums[key] = value + previous_sum
                 if end.flat[0]:
                     del self.sums[key]
             responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", value)]))

@@ -21,9 +21,8 @@ from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
-LARGE_MESSAGE_BYTES = (
-    64 * 1024
-)  # messages of at least this size are received into their final memory if possible
+# Messages of at least this size are received into their final memory if possible.
+LARGE_MESSAGE_BYTES = 64 * 1024
 PREFIX = struct.Struct(">BI")
 
 _EMPTY_VIEW = memoryview(b"")
@@ -180,11 +179,9 @@ class Assembly:
         return None
 
     def _next_piece(self) -> bool:
-        self._piece, self._position, self._is_piece_copied = (
-            memoryview(bytes(self._buffered_data)),
-            0,
-            True,
-        )
+        self._piece = memoryview(bytes(self._buffered_data))
+        self._position = 0
+        self._is_piece_copied = True
         self._buffered_data.clear()
         return bool(self._piece)
 

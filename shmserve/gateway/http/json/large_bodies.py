@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, clip
-from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads
+from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads, loads_checked
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 
@@ -132,7 +132,7 @@ async def parse_large(
 
 async def _received(output: asyncio.StreamReader) -> Any:
     size = int.from_bytes(await output.readexactly(8), "little")
-    header = loads(await output.readexactly(size))
+    header = loads_checked(await output.readexactly(size))
     if "error" in header:
         raise (JsonFault if header["malformed"] else InvalidArgument)(header["error"])
     prompts = {name: Packed(*columns) for name, columns in header["prompts"].items()}
@@ -216,9 +216,9 @@ def check_tokens(name: str, tokens: Sequence[Any]) -> None:
 
 def check_count(name: str, values: Sequence[Any]) -> None:
     """Raise InvalidArgument if a field of OpenAI's API has too many prompts."""
-    most, text = _COUNTS[name]
-    if len(values) > most:
-        raise InvalidArgument(text.format(len(values), most))
+    max_count, text = _COUNTS[name]
+    if len(values) > max_count:
+        raise InvalidArgument(text.format(len(values), max_count))
 
 
 class _Packer:

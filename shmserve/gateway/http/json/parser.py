@@ -78,7 +78,8 @@ def loads(json_text: bytes) -> Any:
     ):
         raise InvalidArgument(_PARSE_ERROR + _TOO_MANY)
     try:
-        value = orjson.loads(json_text) if len(json_text) < LARGE else _loads_large(json_text)
+        is_small = len(json_text) < _MIN_CUT_BYTES
+        value = orjson.loads(json_text) if is_small else _loads_large(json_text)
     except orjson.JSONDecodeError as error:
         return _loads_lenient(json_text, error)
     has_request_members = json_text.count(b":") == _count_request_members(value)
@@ -107,6 +108,14 @@ def loads_members(json_text: bytes) -> Any:
     ends = (steps < 0) & (depth == 1)
     shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(json_text, np.uint8))
     return loads(shallow[begins | ((depth < 2) & ~ends)].tobytes())
+
+
+def loads_checked(json_text: bytes) -> Any:
+    """Parse JSON without the checks of `loads`, which the writer of the text has made."""
+    try:
+        return _loads_large(json_text)
+    except orjson.JSONDecodeError:  # it contains NaN or Infinity
+        return loads(json_text)
 
 
 def _loads_large(json_text: bytes) -> Any:

@@ -50,6 +50,8 @@ CONVERSATION_FIELDS = _split_names(
     "continue_final_message documents reasoning_effort include_reasoning"
 )
 
+_MAX_REPORTED = 16  # number of wrong fields of a body that are reported
+
 # --- ignored fields
 
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
@@ -134,12 +136,12 @@ def select_supported_fields(
             once for each name.
 
     Raises:
-        InvalidArgument: Fields are refused. The message names each of them.
+        InvalidArgument: Fields are refused. The message names the first of them.
     """
     refused = _REFUSED_EMBEDDING_FIELDS if supported is EMBEDDING_FIELDS else _REFUSED_FIELDS
     fields: dict[str, Any] = {}
     problems: list[str] = []
-    unknown: dict[str, frozenset[str]] = {}
+    unknown: list[str] = []
     for name, value in body.items():
         if value is None:
             continue
@@ -150,22 +152,22 @@ def select_supported_fields(
         elif name in refused:
             problems += _check_refused(name, value, refused[name])
         elif name not in _IGNORED_FIELDS:
-            unknown[name] = supported | refused.keys() | _IGNORED_FIELDS
+            unknown.append(name)
     if "stream_options" in fields and type(fields["stream_options"]) is dict:
         for name, value in fields["stream_options"].items():
             allowed = _STREAM_OPTIONS.get(name)
             if allowed is not None and value is not None:
                 problems += _check_refused(f"stream_options.{name}", value, allowed)
             elif name not in _STREAM_OPTIONS:
-                unknown[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
-    for name in unknown:
+                unknown.append(f"stream_options.{name}")
+    for name in unknown[:_MAX_REPORTED]:
         if refuse_unknown:
-            names = unknown[name]
-            problems.append(f"{clip(name)}: unknown field{suggestion(name, names)}")
+            known = supported | refused.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS.keys()
+            problems.append(f"{clip(name)}: unknown field{suggestion(name, known)}")
         else:
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:
-        raise InvalidArgument("; ".join(problems))
+        raise InvalidArgument("; ".join(problems[:_MAX_REPORTED]))
     return fields
 
 

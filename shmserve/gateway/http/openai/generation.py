@@ -72,12 +72,18 @@ class ChoiceFormat(NamedTuple):
     is_chat: bool
 
     def content(
-        self, text: str, members: dict[str, Any], is_first: bool = False, is_chunk: bool = False
+        self,
+        text: str,
+        members: dict[str, Any],
+        is_first: bool = False,
+        is_chunk: bool = False,
+        is_last: bool = False,
     ) -> dict[str, Any]:
         """Return the part of a choice that contains the text, its reasoning and its calls."""
         if not self.is_chat:
             return {"text": text}
-        message: dict[str, Any] = {"content": text} if text or not is_chunk or is_first else {}
+        has_content = text or is_first or not (members or is_last)
+        message: dict[str, Any] = {"content": text} if has_content else {}
         if is_first or not is_chunk:
             message = {"role": "assistant", **message}
         if members:
@@ -176,10 +182,8 @@ class _Sample:
             index, function = call["index"], {"arguments": call["arguments"]}
             head: dict[str, Any] = {}
             if "id" in call:
-                head, function = (
-                    {"id": call["id"], "type": "function"},
-                    {"name": call["name"], **function},
-                )
+                head = {"id": call["id"], "type": "function"}
+                function = {"name": call["name"], **function}
                 self.tool_calls.append({**head, "function": {**function}})
             else:
                 self.tool_calls[index]["function"]["arguments"] += call["arguments"]
@@ -232,7 +236,11 @@ class Choices:
         choice = {
             "index": index,
             **self.form.content(
-                delta.text, extra_members, is_first=not sample.is_begun, is_chunk=True
+                delta.text,
+                extra_members,
+                is_first=not sample.is_begun,
+                is_chunk=True,
+                is_last=bool(delta.finish_reason),
             ),
             "logprobs": self.form.logprobs(content, sample.token_characters),
             "finish_reason": sample.reason(delta.finish_reason),

@@ -74,7 +74,17 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
-_LOGPROBS_OPTION = "message.output_text.logprobs"
+# The values of `include`. All but the first are members of items that no response here has.
+_INCLUDED_MEMBERS = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -119,7 +129,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
     tools = bodies.check_member(body, "tools", list, [])
-    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)]
+    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)] or None
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
@@ -127,9 +137,12 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
         "response_format": _chat_format(text.get("format")),
         "verbosity": text.get("verbosity"),
     }
-    if _LOGPROBS_OPTION in bodies.check_member(body, "include", list, []) or body.get(
-        "top_logprobs"
-    ):
+    included = bodies.check_member(body, "include", list, [])
+    unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
+    if unknown is not None:
+        allowed_names = ", ".join(_INCLUDED_MEMBERS)
+        raise InvalidArgument(f"include: {clip(repr(unknown))} is not one of {allowed_names}")
+    if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
 
@@ -143,6 +156,9 @@ def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
 
 
 def _chat_tool_choice(choice: Any) -> Any:
+    """Return the choice of tools in the form of a chat; None for "auto", the default."""
+    if choice == "auto":
+        return None
     if type(choice) is dict and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
@@ -270,8 +286,9 @@ class ResponseObject:
     _items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""  # the text, or the arguments, of the last item
     _logprobs: list[dict[str, Any]] = field(default_factory=list)
+    # The log probabilities of tokens without text, which belong to the next part of the text.
+    _next_logprobs: list[dict[str, Any]] = field(default_factory=list)
     _is_item_open: bool = False  # whether more text may follow for the last item
-    _tool_calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
     _finish_reason: str = ""
     _event_count: int = 0  # number of events sent
@@ -284,11 +301,14 @@ class ResponseObject:
         """Add a part of the text, and return the events that describe it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
-        logprobs = None if delta.logprobs is None else delta.logprobs.get("content")
+        self._next_logprobs += (delta.logprobs or {}).get("content", [])
         if message.get("reasoning"):
             events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
-            events += self._extend_item("message", message["content"], {}, logprobs or [])
+            logprobs, self._next_logprobs = self._next_logprobs, []
+            events += self._extend_item("message", message["content"], {}, logprobs)
+        elif message.keys() & {"reasoning", "tool_calls"}:
+            self._next_logprobs = []
         for call in message.get("tool_calls", ()):
             head = {"call_id": call["id"], "name": call["name"]} if "id" in call else {}
             events += self._extend_item("function_call", call["arguments"], head)

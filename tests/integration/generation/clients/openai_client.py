@@ -16,7 +16,7 @@ class get_weather(BaseModel):
 
 SCHEMA: dict[str, Any] = {**get_weather.model_json_schema(), "additionalProperties": False}
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
-FLAT: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
+FLAT_TOOL: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
 
 with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -56,7 +56,7 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
         assert json.loads(tool_call.function.arguments).keys() == {"city"}
 
     response = client.responses.create(
-        model="scripted", instructions="Be brief.", input="Weather?", tools=[FLAT]
+        model="scripted", instructions="Be brief.", input="Weather?", tools=[FLAT_TOOL]
     )
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert response.usage and response.usage.output_tokens_details.reasoning_tokens >= 3
@@ -66,16 +66,20 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     }
     result = {"type": "function_call_output", "call_id": last_item.call_id, "output": "sunny"}
     history: Any = [{"role": "user", "content": "Weather?"}, *response.output, result]
-    second_response = client.responses.create(model="scripted", input=history, tools=[FLAT])
+    second_response = client.responses.create(model="scripted", input=history, tools=[FLAT_TOOL])
     assert second_response.output_text == "It is sunny.", second_response
 
-    flat = {"type": "allowed_tools", "mode": "required", "tools": [{**FLAT}]}
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{**FLAT_TOOL}]}
     single_response = client.responses.create(
-        model="direct", input="Weather?", tools=[FLAT], tool_choice=flat, parallel_tool_calls=False
+        model="direct",
+        input="Weather?",
+        tools=[FLAT_TOOL],
+        tool_choice=flat,
+        parallel_tool_calls=False,
     )
     assert single_response.output[-1].type == "function_call", single_response
 
-    with client.responses.stream(model="scripted", input="Weather?", tools=[FLAT]) as events:
+    with client.responses.stream(model="scripted", input="Weather?", tools=[FLAT_TOOL]) as events:
         kinds = [event.type for event in events]
         final_response = events.get_final_response()
     assert kinds[:2] == ["response.created", "response.in_progress"], kinds

@@ -42,15 +42,15 @@ def receive(
 
     Returns the requested sizes and the parsed heads.
     """
-    recorded: list[RecordedTensors] = []
+    recordings: list[RecordedTensors] = []
     heads: list[bytes] = []
 
     def find(head: bytes, _: int) -> RecordedTensors | None:
         heads.append(head)
         if sizes is None:
             return None
-        recorded.append(RecordedTensors(sizes))
-        return recorded[-1]
+        recordings.append(RecordedTensors(sizes))
+        return recordings[-1]
 
     arriving = RequestSink(find)
     view = memoryview(raw)
@@ -63,14 +63,14 @@ def receive(
             start += len(memory_range)
         arriving.feed(view[start:end])
         start = end
-    return arriving, recorded, heads
+    return arriving, recordings, heads
 
 
 CONTENTS = st.lists(st.binary(max_size=300), min_size=1, max_size=4)
-CUTS = st.lists(st.integers(0, 5000), max_size=12)
+CUT_POINTS = st.lists(st.integers(0, 5000), max_size=12)
 
 
-@given(contents=CONTENTS, cuts=CUTS, in_place=st.sets(st.integers(0, 12)))
+@given(contents=CONTENTS, cuts=CUT_POINTS, in_place=st.sets(st.integers(0, 12)))
 def test_tensors_are_received_in_place_for_any_split(
     contents: list[bytes], cuts: list[int], in_place: set[int]
 ) -> None:
@@ -85,7 +85,7 @@ def test_tensors_are_received_in_place_for_any_split(
 
 @given(
     contents=CONTENTS,
-    cuts=CUTS,
+    cuts=CUT_POINTS,
     sizes=st.lists(st.integers(0, 300), max_size=5) | st.none(),
     in_place=st.sets(st.integers(0, 12)),
 )
@@ -93,24 +93,24 @@ def test_tensors_of_unexpected_sizes_are_collected(
     contents: list[bytes], cuts: list[int], sizes: list[int] | None, in_place: set[int]
 ) -> None:
     raw = request(contents).SerializeToString()
-    arriving, recorded, _ = receive(raw, cuts, sizes, in_place)
+    arriving, recordings, _ = receive(raw, cuts, sizes, in_place)
     sizes_match = sizes == [len(content) for content in contents]
-    assert arriving.finish() == (recorded[0] if sizes_match else raw)
-    assert all(tensors.releases == (not sizes_match) for tensors in recorded)
+    assert arriving.finish() == (recordings[0] if sizes_match else raw)
+    assert all(tensors.releases == (not sizes_match) for tensors in recordings)
 
 
-@given(junk=st.binary(max_size=600), cuts=CUTS, after_request=st.booleans())
+@given(junk=st.binary(max_size=600), cuts=CUT_POINTS, after_request=st.booleans())
 def test_malformed_messages_are_collected(
     junk: bytes, cuts: list[int], after_request: bool
 ) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if after_request else junk
-    arriving, recorded, _ = receive(raw, cuts, [40])
+    arriving, recordings, _ = receive(raw, cuts, [40])
     message = arriving.finish()
     if isinstance(message, RecordedTensors):
-        assert message is recorded[-1] and bytes(message.blocks[0]) and not message.releases
+        assert message is recordings[-1] and bytes(message.blocks[0]) and not message.releases
         assert raw.endswith(message.blocks[0])
     else:
-        assert message == raw and all(tensors.releases for tensors in recorded)
+        assert message == raw and all(tensors.releases for tensors in recordings)
 
 
 @pytest.mark.parametrize("size", [70_000, 200_000])
@@ -118,8 +118,8 @@ def test_a_message_with_a_long_head_is_collected(size: int) -> None:
     message = request([b"a" * 40])
     message.parameters["key"].string_param = "v" * size
     raw = message.SerializeToString()
-    arriving, recorded, _ = receive(raw, range(0, len(raw), 999), [40])
-    assert arriving.finish() == raw and not recorded
+    arriving, recordings, _ = receive(raw, range(0, len(raw), 999), [40])
+    assert arriving.finish() == raw and not recordings
 
 
 def test_memory_is_released_once() -> None:

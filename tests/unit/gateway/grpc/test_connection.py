@@ -26,7 +26,7 @@ from tests.support.wire.http2 import (
     message,
 )
 
-_PADDED = 8  # a flag
+PADDED_FLAG = 8  # a flag
 
 
 def test_a_response_is_written_in_one_piece() -> None:
@@ -78,9 +78,9 @@ def test_a_large_message_is_received_in_place() -> None:
         data = random.Random(0).randbytes(600_000)
         sink: Any = TensorSink(len(data))
         scene.sinks = lambda *_: sink
-        sent = message(data)
-        scene.send(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
-        scene.send(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
+        framed = message(data)
+        scene.send(scene.head(1) + frame(DATA, PADDED_FLAG, 1, b"\7" + framed[:200_000] + bytes(7)))
+        scene.send(frame(DATA, 0, 1, framed[200_000:200_100]) + frame(DATA, 0, 1, framed[200_100:]))
         ((raw, call),) = scene.calls
         assert raw == data and not sink.remaining and sink.copied < 3 * LARGE_MESSAGE_BYTES
         assert not scene.transport.frames()
@@ -167,16 +167,16 @@ def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
 def test_a_flood_waits_for_its_next_turn() -> None:
     async def scenario(scene: Scene) -> None:
         scene.send(frame(PING, 0, 0, bytes(8)) * 500)
-        answered = len(scene.transport.frames())
-        assert answered < 500 and not scene.transport.reading
+        answered_count = len(scene.transport.frames())
+        assert answered_count < 500 and not scene.transport.reading
         await scene.clock.advance(0.001)
         assert not scene.transport.frames()
         for _ in range(1000):
             await scene.clock.advance(0.1)
-            answered += len(scene.transport.frames())
+            answered_count += len(scene.transport.frames())
             if scene.transport.reading:
                 break
-        assert answered == 500 and scene.connection.open
+        assert answered_count == 500 and scene.connection.open
 
     run_scenario(scenario)
 
@@ -323,15 +323,15 @@ def test_a_stream_waits_for_its_client() -> None:
             scene.send(frame(DATA, 0, 1, message(bytes(70_000))[offset : offset + 16384]))
         scene.send(frame(DATA, END_STREAM, 1, message(b"second")))
         await scene.clock.advance(0)
-        sent = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
-        assert sum(map(len, sent)) == 65535
+        sent_data = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
+        assert sum(map(len, sent_data)) == 65535
         increment = (1 << 20).to_bytes(4, "big")
         scene.send(frame(WINDOW, 0, 0, increment) + frame(WINDOW, 0, 1, increment))
         await scene.clock.advance(0)
         remaining_frames = scene.transport.frames()
         assert remaining_frames[-1][0] == HEADERS and remaining_frames[-1][1] & END_STREAM
-        sent += [payload for kind, _, _, payload in remaining_frames if kind == DATA]
-        assert b"".join(sent) == message(bytes(70_000)) + message(b"second")
+        sent_data += [payload for kind, _, _, payload in remaining_frames if kind == DATA]
+        assert b"".join(sent_data) == message(bytes(70_000)) + message(b"second")
 
     run_scenario(scenario)
 
@@ -369,12 +369,12 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
             return None
 
         scene.serve = slow
-        sent = [message(b"%d" % number) for number in range(9000)]
-        data = b"".join(sent[1000:]) + b"\x09" + bytes(4)
+        messages = [message(b"%d" % number) for number in range(9000)]
+        data = b"".join(messages[1000:]) + b"\x09" + bytes(4)
         scene.send(scene.head(1, STREAM))
         tracemalloc.start()
         for piece in (
-            *sent[:1000],
+            *messages[:1000],
             *(data[offset : offset + 999] for offset in range(0, len(data), 999)),
         ):
             scene.send(frame(DATA, 0, 1, piece))
@@ -385,7 +385,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         resume.set()
         await handler_ended.wait()
         assert len(received) > 8500
-        assert received == [sent_message[5:] for sent_message in sent][: len(received)]
+        assert received == [sent_message[5:] for sent_message in messages][: len(received)]
         assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
 
     run_scenario(scenario)
@@ -420,20 +420,20 @@ def test_reading_messages_enlarges_the_window() -> None:
         scene.serve = take
         window = scene.connection.front.limits.window
         scene.send(scene.head(1, STREAM))
-        sent = granted = updates = 0
+        sent_size = granted_credit = updates = 0
         for _ in range(300):
             request_frames = message(bytes(10_000))
             scene.send(frame(DATA, 0, 1, request_frames))
-            sent += len(request_frames)
+            sent_size += len(request_frames)
             for _ in range(3):
                 await asyncio.sleep(0)
             window_updates = [
                 payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW
             ]
             updates += len(window_updates)
-            granted += sum(int.from_bytes(increment, "big") for increment in window_updates)
-            assert sent - window // 4 - len(request_frames) <= granted <= sent
-        assert 0 < updates <= 4 * sent // window
+            granted_credit += sum(int.from_bytes(increment, "big") for increment in window_updates)
+            assert sent_size - window // 4 - len(request_frames) <= granted_credit <= sent_size
+        assert 0 < updates <= 4 * sent_size // window
 
     run_scenario(scenario)
 

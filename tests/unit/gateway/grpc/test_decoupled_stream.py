@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, end, error, identity_config, rig
 from tests.support.waiting import until
 
-REPEAT = {
+REPEAT_MODEL = {
     **identity_config("repeat", "INT32", [-1]),
     "model_transaction_policy": {"decoupled": True},
 }
@@ -38,7 +38,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
     scheduler.held = True
-    gateway.publish(REPEAT, scheduler)
+    gateway.publish(REPEAT_MODEL, scheduler)
     return scheduler
 
 
@@ -107,18 +107,20 @@ def take(stream: Stream, number: int) -> list[Any]:
 def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("a")
     stream.send_request("b")
-    (peer, a), (_, b) = first_requests(scheduler, 2)
-    scheduler.send(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
+    (peer, first_id), (_, second_id) = first_requests(scheduler, 2)
+    scheduler.send(
+        peer, response(second_id, 1), response(first_id, 2), response(second_id, 3, final=True)
+    )
     assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
-    scheduler.send(peer, *(response(a, value) for value in range(10)), end(a))
+    scheduler.send(peer, *(response(first_id, value) for value in range(10)), end(first_id))
     stream.end()
     assert values(list(stream.call)) == [("a", value, False) for value in range(10)]
 
 
 def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("a")
-    ((peer, a),) = first_requests(scheduler, 1)
-    scheduler.send(peer, response(a, 1))
+    ((peer, number),) = first_requests(scheduler, 1)
+    scheduler.send(peer, response(number, 1))
     infer_response = take(stream, 1)[0].infer_response
     assert (infer_response.model_name, infer_response.model_version) == ("repeat", "1")
     assert (infer_response.outputs[0].name, infer_response.outputs[0].datatype) == ("OUT", "INT32")
@@ -131,23 +133,27 @@ def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream
     (peer, silent_call), (_, second_call) = first_requests(scheduler, 2)
     scheduler.send(peer, end(silent_call), end(second_call))
     stream.end()
-    (only,) = stream.call
-    inferred = only.infer_response
+    (only_response,) = stream.call
+    inferred = only_response.infer_response
     assert (inferred.model_name, inferred.model_version, inferred.id) == ("repeat", "", "said")
     assert inferred.parameters["triton_final_response"].bool_param
-    assert not inferred.outputs and not only.error_message
+    assert not inferred.outputs and not only_response.error_message
 
 
 def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("a")
-    ((peer, a),) = first_requests(scheduler, 1)
+    ((peer, number),) = first_requests(scheduler, 1)
     scheduler.send(
-        peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True)
+        peer,
+        response(number, 1),
+        error(number, "mid"),
+        response(number, 2),
+        error(number, "end", final=True),
     )
     stream.end()
-    first_response, mid, second_response, last_response = stream.call
+    first_response, middle_response, second_response, last_response = stream.call
     assert values([first_response, second_response]) == [("a", 1, False), ("a", 2, False)]
-    for streamed, text, final in ((mid, "mid", False), (last_response, "end", True)):
+    for streamed, text, final in ((middle_response, "mid", False), (last_response, "end", True)):
         assert streamed.error_message == text
         inferred = streamed.infer_response
         assert (inferred.model_name, inferred.model_version, inferred.id) == ("repeat", "", "a")
@@ -157,20 +163,20 @@ def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream:
 
 def test_a_failed_request_has_one_error_response(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("a")
-    ((peer, a),) = first_requests(scheduler, 1)
-    scheduler.send(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
+    ((peer, number),) = first_requests(scheduler, 1)
+    scheduler.send(peer, response(number, 1), m.Failed(number, "INTERNAL", "gone", 0, early=False))
     stream.end()
-    _, failed = stream.call
-    assert failed.error_message == "gone"
-    assert failed.infer_response.parameters["triton_final_response"].bool_param
+    _, failed_response = stream.call
+    assert failed_response.error_message == "gone"
+    assert failed_response.infer_response.parameters["triton_final_response"].bool_param
 
 
 def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Scheduler) -> None:
     stream = Stream(gateway, (("triton_grpc_error", "true"),))
     stream.send_request("a")
     stream.send_request("b")
-    (peer, a), (_, b) = first_requests(scheduler, 2)
-    scheduler.send(peer, response(a, 1), error(a, "mid"), response(a, 2))
+    (peer, first_id), (_, second_id) = first_requests(scheduler, 2)
+    scheduler.send(peer, response(first_id, 1), error(first_id, "mid"), response(first_id, 2))
     assert values(take(stream, 1)) == [("a", 1, False)]
     with pytest.raises(grpc.RpcError) as caught:
         next(stream.call)
@@ -178,7 +184,9 @@ def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Schedul
     assert caught.value.details() == "mid"
     until(
         "both are cancelled",
-        lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_message_key, scheduler.notices)),
+        lambda: (
+            {m.Cancel(first_id), m.Cancel(second_id)} <= set(map(_message_key, scheduler.notices))
+        ),
     )
     stream.close()
 
@@ -191,12 +199,13 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -
     stream = Stream(gateway)
     for number in range(3):
         stream.send_request(str(number))
-    waiting = first_requests(scheduler, 3)
-    scheduler.send(waiting[0][0], response(waiting[0][1], 1))
+    waiting_requests = first_requests(scheduler, 3)
+    scheduler.send(waiting_requests[0][0], response(waiting_requests[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
     until(
-        "all are cancelled", lambda: _cancelled_ids(scheduler) == {number for _, number in waiting}
+        "all are cancelled",
+        lambda: _cancelled_ids(scheduler) == {number for _, number in waiting_requests},
     )
     stream.close()
 
@@ -219,7 +228,7 @@ def test_credit_is_returned_for_responses_that_are_read(
 ) -> None:
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.send_request("a")
-    ((peer, a),) = first_requests(scheduler, 1)
+    ((peer, number),) = first_requests(scheduler, 1)
     responses: list[Any] = []
 
     def read() -> None:
@@ -227,13 +236,15 @@ def test_credit_is_returned_for_responses_that_are_read(
 
     reader = threading.Thread(target=read)
     reader.start()
-    sent = 0
-    while sent < 1000:
-        credit = FIRST_CREDIT + granted_credit(scheduler, a) - sent
-        scheduler.send(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
-        sent += min(credit, 1000 - sent)
-        wait_for_credit(scheduler, a, sent - FIRST_CREDIT + 1)
-    scheduler.send(peer, end(a))
+    sent_count = 0
+    while sent_count < 1000:
+        credit = FIRST_CREDIT + granted_credit(scheduler, number) - sent_count
+        scheduler.send(
+            peer, *(response(number, sent_count + k) for k in range(min(credit, 1000 - sent_count)))
+        )
+        sent_count += min(credit, 1000 - sent_count)
+        wait_for_credit(scheduler, number, sent_count - FIRST_CREDIT + 1)
+    scheduler.send(peer, end(number))
     stream.end()
     reader.join(20)
     assert values(responses) == [("a", value, False) for value in range(1000)]
@@ -245,25 +256,25 @@ def test_a_client_that_does_not_read_receives_no_credit(
     gateway: Rig, scheduler: Scheduler, tmp_path: Path
 ) -> None:
     """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
-    deaf, other_stream = Stream(gateway), Stream(gateway)
-    deaf.send_request("deaf")
+    unread_stream, other_stream = Stream(gateway), Stream(gateway)
+    unread_stream.send_request("deaf")
     ((peer, number),) = first_requests(scheduler, 1)
     large_outputs = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
     message = m.Responded(number, "", "", *pack_inferred(large_outputs), False)
-    credit, sent, count_of_other = FIRST_CREDIT, 0, 0
-    while credit > sent and sent < 100_000:
-        scheduler.send(peer, *[message] * (credit - sent))
-        sent = credit
+    credit, sent_count, count_of_other = FIRST_CREDIT, 0, 0
+    while credit > sent_count and sent_count < 100_000:
+        scheduler.send(peer, *[message] * (credit - sent_count))
+        sent_count = credit
         count_of_other += 1
         other_stream.send_request(f"other {count_of_other}")
         peer, last_call = first_requests(scheduler, 1 + count_of_other)[-1]
-        scheduler.send(peer, response(last_call, sent, final=True))
-        assert values(take(other_stream, 1)) == [(f"other {count_of_other}", sent, True)]
+        scheduler.send(peer, response(last_call, sent_count, final=True))
+        assert values(take(other_stream, 1)) == [(f"other {count_of_other}", sent_count, True)]
         credit = FIRST_CREDIT + granted_credit(scheduler, number)
-    assert sent * 16000 < 64 << 20
-    deaf.call.cancel()
+    assert sent_count * 16000 < 64 << 20
+    unread_stream.call.cancel()
     until("it is cancelled", lambda: number in _cancelled_ids(scheduler))
-    deaf.close()
+    unread_stream.close()
     other_stream.close()
 
 
@@ -285,8 +296,10 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
         return sum(len(release.offsets) for release in releases)
 
     stream.send_request("a")
-    ((peer, a),) = first_requests(scheduler, 1)
-    scheduler.send(peer, large_response(a), large_response(a), response(a, 1))
+    ((peer, call_number),) = first_requests(scheduler, 1)
+    scheduler.send(
+        peer, large_response(call_number), large_response(call_number), response(call_number, 1)
+    )
     first_response, second_response, _ = take(stream, 3)
     assert [r.infer_response.raw_output_contents[0] for r in (first_response, second_response)] == [
         data,
@@ -294,8 +307,8 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     ]
     until("they are released", lambda: count_releases() == 2)
     stream.call.cancel()
-    until("it is cancelled", lambda: a in _cancelled_ids(scheduler))
-    scheduler.send(peer, large_response(a), end(a))
+    until("it is cancelled", lambda: call_number in _cancelled_ids(scheduler))
+    scheduler.send(peer, large_response(call_number), end(call_number))
     until("what comes late is released", lambda: count_releases() == 3)
     arena.close()
 

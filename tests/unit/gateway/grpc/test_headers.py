@@ -13,15 +13,15 @@ from shmserve.gateway.grpc.calls.headers import ENCODINGS, CallHead, StatusCode
 from shmserve.gateway.http2.frames import StreamFault
 from shmserve.gateway.http2.header_blocks import check_trailers, validate_request
 
-START = [
+START_FIELDS = [
     *((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/inference.X/Y")),
     *((b":authority", b"localhost"), (b"te", b"trailers")),
 ]
-KIND = (b"content-type", b"application/grpc")
+CONTENT_TYPE = (b"content-type", b"application/grpc")
 
 
 def head(*fields: tuple[bytes, bytes], kind: bytes = b"application/grpc") -> CallHead:
-    return CallHead([*START, (b"content-type", kind), *fields])
+    return CallHead([*START_FIELDS, (b"content-type", kind), *fields])
 
 
 def timeout(value: bytes) -> CallHead:
@@ -29,16 +29,16 @@ def timeout(value: bytes) -> CallHead:
 
 
 def test_a_minimal_call_head() -> None:
-    parsed = head()
-    assert parsed.path == "/inference.X/Y"
-    assert (parsed.refusal, parsed.status, parsed.timeout_s, parsed.data_size) == (
+    call_head = head()
+    assert call_head.path == "/inference.X/Y"
+    assert (call_head.refusal, call_head.status, call_head.timeout_s, call_head.data_size) == (
         None,
         200,
         None,
         -1,
     )
-    assert parsed.encoding == "identity"
-    assert list(parsed.metadata) == []
+    assert call_head.encoding == "identity"
+    assert list(call_head.metadata) == []
 
 
 # --- requests that are no calls
@@ -51,31 +51,31 @@ def test_content_types_of_calls(kind: bytes) -> None:
 
 @pytest.mark.parametrize("kind", [b"", b"text/html", b"application/json", b"application/grpc-web"])
 def test_other_requests_are_refused(kind: bytes) -> None:
-    parsed = head(kind=kind)
-    assert parsed.status == 415
-    assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNKNOWN
-    assert CallHead(START).status == 415
+    call_head = head(kind=kind)
+    assert call_head.status == 415
+    assert call_head.refusal is not None and call_head.refusal[0] is StatusCode.UNKNOWN
+    assert CallHead(START_FIELDS).status == 415
 
 
 def test_other_methods_than_post_are_refused() -> None:
-    parsed = CallHead([(b":method", b"GET"), *START[1:], KIND])
-    assert parsed.status == 405
-    assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNIMPLEMENTED
+    call_head = CallHead([(b":method", b"GET"), *START_FIELDS[1:], CONTENT_TYPE])
+    assert call_head.status == 405
+    assert call_head.refusal is not None and call_head.refusal[0] is StatusCode.UNIMPLEMENTED
 
 
 def test_an_unknown_encoding_is_refused() -> None:
     for name in ENCODINGS:
         assert head((b"grpc-encoding", name.encode())).refusal is None
     for wrong_value in (b"br", b"", b"GZIP", b"\xff", b"x" * 60000):
-        parsed = head((b"grpc-encoding", wrong_value))
-        assert parsed.status == 200
-        assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNIMPLEMENTED
-        assert len(parsed.refusal[1]) < 200  # the client's own words do not grow
+        call_head = head((b"grpc-encoding", wrong_value))
+        assert call_head.status == 200
+        assert call_head.refusal is not None and call_head.refusal[0] is StatusCode.UNIMPLEMENTED
+        assert len(call_head.refusal[1]) < 200  # the client's own words do not grow
 
 
 def test_the_first_error_is_reported() -> None:
-    parsed = head((b"grpc-encoding", b"br"), (b"grpc-timeout", b"x"), kind=b"text/html")
-    assert parsed.status == 415
+    call_head = head((b"grpc-encoding", b"br"), (b"grpc-timeout", b"x"), kind=b"text/html")
+    assert call_head.status == 415
 
 
 # --- deadlines
@@ -90,9 +90,9 @@ def test_the_first_error_is_reported() -> None:
     ],
 )
 def test_deadlines(encoded: bytes, seconds: float) -> None:
-    parsed = timeout(encoded)
-    assert parsed.refusal is None
-    assert parsed.timeout_s == pytest.approx(seconds)
+    deadline = timeout(encoded)
+    assert deadline.refusal is None
+    assert deadline.timeout_s == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -103,36 +103,36 @@ def test_deadlines(encoded: bytes, seconds: float) -> None:
     ],
 )
 def test_malformed_deadlines_are_refused(encoded: bytes) -> None:
-    parsed = timeout(encoded)
-    assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.INTERNAL
-    assert parsed.timeout_s is None
+    deadline = timeout(encoded)
+    assert deadline.refusal is not None and deadline.refusal[0] is StatusCode.INTERNAL
+    assert deadline.timeout_s is None
 
 
 # --- metadata
 
 
 def test_metadata_excludes_protocol_fields() -> None:
-    parsed = head(
+    call_head = head(
         *((b"b", b"2"), (b"user-agent", b"me"), (b"a", b"1"), (b"grpc-timeout", b"1S")),
         *((b"b", b"3"), (b"content-length", b"5"), (b"accept-encoding", b"gzip")),
         *((b"grpc-accept-encoding", b"gzip"), (b"grpc-trace-bin", b"AAAA")),
     )
-    assert list(parsed.metadata) == [("b", "2"), ("user-agent", "me"), ("a", "1"), ("b", "3")]
-    assert parsed.data_size == 5
-    assert parsed.metadata is parsed.metadata
+    assert list(call_head.metadata) == [("b", "2"), ("user-agent", "me"), ("a", "1"), ("b", "3")]
+    assert call_head.data_size == 5
+    assert call_head.metadata is call_head.metadata
 
 
 @given(st.binary(max_size=50), st.booleans())
-def test_binary_metadata(value: bytes, padded: bool) -> None:
+def test_binary_metadata(value: bytes, is_padded: bool) -> None:
     """Base64, with or without padding."""
-    sent = base64.b64encode(value)
-    parsed = head((b"k-bin", sent if padded else sent.rstrip(b"=")))
-    assert list(parsed.metadata) == [("k-bin", value)]
+    base64_value = base64.b64encode(value)
+    call_head = head((b"k-bin", base64_value if is_padded else base64_value.rstrip(b"=")))
+    assert list(call_head.metadata) == [("k-bin", value)]
 
 
 def test_a_field_may_contain_several_binary_values() -> None:
-    parsed = head((b"k-bin", b"YQ==, Yg,Yw=="), (b"k-bin", b"ZA"))
-    assert list(parsed.metadata) == [
+    call_head = head((b"k-bin", b"YQ==, Yg,Yw=="), (b"k-bin", b"ZA"))
+    assert list(call_head.metadata) == [
         ("k-bin", b"a"),
         ("k-bin", b"b"),
         ("k-bin", b"c"),
@@ -148,18 +148,18 @@ def test_malformed_base64_is_ignored() -> None:
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.binary(max_size=9)), max_size=5))
 def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]]) -> None:
     """Fields that pass as those of a request have text or binary metadata."""
-    sent = [*START, KIND, *fields]
+    sent_fields = [*START_FIELDS, CONTENT_TYPE, *fields]
     try:
-        parsed = CallHead(validate_request(sent))
+        call_head = CallHead(validate_request(sent_fields))
     except StreamFault:
         return
-    for key, value in parsed.metadata:
+    for key, value in call_head.metadata:
         assert type(value) is (bytes if key.endswith("-bin") else str)
 
 
 def test_the_encodings_that_a_client_accepts() -> None:
-    parsed = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
-    assert parsed.accepted_encodings == {"identity", "gzip", "deflate", "x"}
+    call_head = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
+    assert call_head.accepted_encodings == {"identity", "gzip", "deflate", "x"}
     assert head().accepted_encodings == {""}
 
 
@@ -206,6 +206,6 @@ def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
         return
     headers = decode_fields(call.encode_trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in headers])
-    encoded = dict(headers).get(b"grpc-message", b"")
-    assert encoded.isascii()
-    assert unquote(encoded.decode()) == text
+    encoded_text = dict(headers).get(b"grpc-message", b"")
+    assert encoded_text.isascii()
+    assert unquote(encoded_text.decode()) == text

@@ -18,7 +18,7 @@ from shmserve.gateway.http.messages import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, add_sub, identity_config, publication, rig
 
 pytest.importorskip("grpc")
 
@@ -30,7 +30,7 @@ from tests.support.messages import inference_of
 grpc_client = pytest.importorskip("tritonclient.grpc")
 
 # id, sequence, whether it begins and ends it
-IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
+REQUEST_IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
     ("one", 7, True, False),
     ("two", 7, False, False),
     ("", 7, False, True),
@@ -46,12 +46,12 @@ class ParseCounter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
         self.count = 0
-        self._read = getattr(module, name)
-        monkeypatch.setattr(module, name, self._counted)
+        self._original = getattr(module, name)
+        monkeypatch.setattr(module, name, self._count_call)
 
-    def _counted(self, *arguments: Any) -> Any:
+    def _count_call(self, *arguments: Any) -> Any:
         self.count += 1
-        return self._read(*arguments)
+        return self._original(*arguments)
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def gateway(model: GatewayModel) -> Any:
 
 def check_distinct(build_request: Callable[[Any], BuiltRequest]) -> None:
     payloads = set()
-    for turn in range(5):
-        for request_fields in IDENTITIES[turn % 2 :]:
+    for iteration in range(5):
+        for request_fields in REQUEST_IDENTITIES[iteration % 2 :]:
             request_id, sequence, start, end = request_fields
             built_request = build_request(request_fields)
             wire = built_request.infer_request
@@ -90,9 +90,9 @@ def test_similar_http_requests_are_not_confused(
 
     def build_request(request_fields: Any) -> BuiltRequest:
         request_id, sequence, start, end = request_fields
-        memory_range = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+        position_members = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
         header: dict[str, Any] = {"id": request_id} if request_id else {}
-        header["parameters"] = {**(memory_range if sequence else {}), "timeout": 5}
+        header["parameters"] = {**(position_members if sequence else {}), "timeout": 5}
         tensor = {"name": "IN", "datatype": "INT8", "shape": [1]}
         header["inputs"] = [{**tensor, "parameters": {"binary_data_size": 1}}]
         text = json.dumps(header).encode()
@@ -144,13 +144,13 @@ def _lengthen(raw: bytes, field: bytes) -> bytes:
     return raw.replace(field, field[:1] + bytes((field[1] | 128, 0)) + field[2:])
 
 
-ODD: dict[str, Callable[[int], bytes]] = {
+NOTATIONS: dict[str, Callable[[int], bytes]] = {
     "id": lambda n: _lengthen(_encode_request(str(n), b"x"), b"\x1a\x01%d" % n),
     "contents": lambda n: _lengthen(_encode_request("", b"%d" % n), b"\x3a\x01%d" % n),
 }
 
 
-@pytest.mark.parametrize("notation", ODD)
+@pytest.mark.parametrize("notation", NOTATIONS)
 def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) -> None:
     """Ids and contents are parsed as in the message, though its size equals that of known
     messages.
@@ -158,7 +158,7 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) ->
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
-            raw = ODD[notation](number)
+            raw = NOTATIONS[notation](number)
             request_fields = pb.ModelInferRequest.FromString(raw)
             built_request = inferences._decode(raw, {}, streamed=False)
             assert built_request.infer_request.id == request_fields.id
@@ -186,24 +186,26 @@ def test_ids_and_values_are_cut_at_any_position(
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == value
     assert split.count < request_count / 3
-    broken = _encode_request("7", b"x").replace(b"\x017", b"\x01\xff")
+    broken_message = _encode_request("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
-        inferences._decode(broken, {}, streamed=False)
+        inferences._decode(broken_message, {}, streamed=False)
 
 
 @pytest.mark.parametrize("first_index", [0, 1])
 def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> None:
     """Though messages of one size have them in one place."""
-    named = _encode_request("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
+    with_id = (
+        _encode_request("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"
+    )  # the id behind the inputs
     plain_request = pb.ModelInferRequest(model_name="m")
     plain_request.inputs.add(name="IN", datatype="INT8", shape=[1])
     two_contents = plain_request.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
-    assert len(named) == len(two_contents)
-    prepared = TemplateCache(gateway.models)
-    built_request = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
-    for turn in range(4):
+    assert len(with_id) == len(two_contents)
+    template_cache = TemplateCache(gateway.models)
+    requests = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
+    for iteration in range(4):
         for index in (first_index, 1 - first_index):
-            raw, payload = (named, two_contents)[index], built_request[index]
+            raw, payload = (with_id, two_contents)[index], requests[index]
             parts = split_message(raw)
             assert parts is not None
             template: Any = SimpleNamespace(
@@ -214,14 +216,16 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> No
                     )
                 )
             )
-            matched = prepared.find_by_layout(raw) or prepared.find_by_fingerprint(raw, parts)
-            assert (matched is not None) == bool(turn)
+            matched = template_cache.find_by_layout(raw) or template_cache.find_by_fingerprint(
+                raw, parts
+            )
+            assert (matched is not None) == bool(iteration)
             if matched is None:
                 request = InferRequest(parts.identity.request_id, [], [])
                 model: Any = gateway.models.find()
-                prepared.store(parts, request, model, template)
-    assert built_request[0].contents == [[b"x"]] * 3
-    assert built_request[1].contents == [[b"i", b"x"]] * 3
+                template_cache.store(parts, request, model, template)
+    assert requests[0].contents == [[b"x"]] * 3
+    assert requests[1].contents == [[b"i", b"x"]] * 3
 
 
 @pytest.fixture
@@ -233,13 +237,13 @@ def grpc_rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
     scheduler = grpc_rig.scheduler(add_sub)
-    grpc_rig.publish(SIMPLE, scheduler)
+    grpc_rig.publish(SIMPLE_CONFIG, scheduler)
     inputs = []
     for name in ("INPUT0", "INPUT1"):
         inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))
         inputs[-1].set_data_from_numpy(np.ones((1, 16), np.int32))
     with grpc_client.InferenceServerClient(f"127.0.0.1:{grpc_rig.port}") as client:
-        for request_id, sequence, start, end in IDENTITIES * 3:
+        for request_id, sequence, start, end in REQUEST_IDENTITIES * 3:
             sequence_parameters = {
                 "sequence_id": sequence,
                 "sequence_start": start,

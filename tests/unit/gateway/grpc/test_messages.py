@@ -52,16 +52,16 @@ def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Receiv
     st.lists(st.integers(1, 300), min_size=1, max_size=10),
 )
 def test_messages_are_assembled_for_any_split(
-    sent: list[tuple[bytes, bool]], steps: list[int]
+    sent_messages: list[tuple[bytes, bool]], steps: list[int]
 ) -> None:
-    stream = b"".join(message(data, compressed=flag) for data, flag in sent)
+    stream = b"".join(message(data, compressed=flag) for data, flag in sent_messages)
     pieces: list[bytes] = []
     offset = 0
     while offset < len(stream):
         step = steps[len(pieces) % len(steps)]
         pieces.append(stream[offset : offset + step])
         offset += step
-    assert assemble(pieces) == [(data, flag, 0) for data, flag in sent]
+    assert assemble(pieces) == [(data, flag, 0) for data, flag in sent_messages]
 
 
 @given(
@@ -69,11 +69,13 @@ def test_messages_are_assembled_for_any_split(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=10),
 )
 @example([b"", b"x"], [(5, 0), (1, 1)])
-def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
+def test_messages_may_be_taken_at_any_time(
+    sent_messages: list[bytes], steps: list[tuple[int, int]]
+) -> None:
     """Messages that are not taken at once stay in order, copied from the buffer in which they
     arrived.
     """
-    stream = b"".join(map(message, sent))
+    stream = b"".join(map(message, sent_messages))
     assembly = Assembly(WINDOW, HEAD, None)
     errors = []
     offset = count = 0
@@ -90,7 +92,7 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
         buffer[:] = bytes(len(buffer))
         offset, count = offset + step, count + 1
     errors += [received.data for received in iter(assembly.take_message, None)]
-    assert errors == sent
+    assert errors == sent_messages
     assert not assembly.received_bytes
 
 
@@ -183,16 +185,18 @@ def test_large_messages_are_received_by_a_sink() -> None:
         sinks.append(KeepingSink())
         return sinks[-1]
 
-    sent = [
+    sent_messages = [
         b"small",
         bytes(LARGE_MESSAGE_BYTES),
         b"x" * (LARGE_MESSAGE_BYTES + 1),
         b"y" * (2 * LARGE_MESSAGE_BYTES),
     ]
-    stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
+    stream = b"".join(map(message, sent_messages)) + message(
+        bytes(LARGE_MESSAGE_BYTES), compressed=True
+    )
     pieces = [stream[offset : offset + 1000] for offset in range(0, len(stream), 1000)]
     parts: list[Any] = [received.data for received in assemble(pieces, find)]
-    assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
+    assert parts == [*sent_messages, bytes(LARGE_MESSAGE_BYTES)]
     assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
     assert [len(sink.data) for sink in sinks] == [LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES]
     assert not any(sink.dropped for sink in sinks)
@@ -217,31 +221,31 @@ def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
 
 @given(st.binary(max_size=2000), st.sampled_from(["gzip", "deflate"]), st.integers(0, 9))
 def test_compressed_messages_are_inflated(data: bytes, encoding: str, level: int) -> None:
-    prefix, sent = Deflater(level).frame(data, encoding)
+    prefix, compressed_data = Deflater(level).frame(data, encoding)
     flag, size = PREFIX.unpack(prefix)
-    assert size == len(sent)
-    assert (inflate(sent, encoding) if flag else sent) == data
-    assert len(sent) <= len(data)
+    assert size == len(compressed_data)
+    assert (inflate(compressed_data, encoding) if flag else compressed_data) == data
+    assert len(compressed_data) <= len(data)
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE_MESSAGE_BYTES, 3 * LARGE_MESSAGE_BYTES + 5])
 def test_a_large_message_is_deflated_in_turns(size: int) -> None:
     data = (bytes(range(256)) * (size // 256 + 1))[:size]
-    turns = 0
+    turn_count = 0
 
     async def run() -> tuple[bytes, bytes]:
-        nonlocal turns
+        nonlocal turn_count
         task = asyncio.ensure_future(Deflater(6).frame_in_turns(data, "gzip"))
         while not task.done():
-            turns += 1
+            turn_count += 1
             await asyncio.sleep(0)
         return await task
 
-    prefix, sent = asyncio.run(run())
+    prefix, compressed_data = asyncio.run(run())
     flag, length = PREFIX.unpack(prefix)
-    assert length == len(sent) <= len(data)
-    assert (gzip.decompress(sent) if flag else sent) == data
-    assert turns >= size // LARGE_MESSAGE_BYTES
+    assert length == len(compressed_data) <= len(data)
+    assert (gzip.decompress(compressed_data) if flag else compressed_data) == data
+    assert turn_count >= size // LARGE_MESSAGE_BYTES
 
 
 def test_encodings_have_their_standard_formats() -> None:
@@ -284,9 +288,9 @@ async def test_concurrent_decompression_bombs_are_refused() -> None:
 
 def test_data_in_another_encoding_is_refused() -> None:
     compressed = gzip.compress(b"x" * 100)
-    for broken in (b"", b"x", compressed[:-1], compressed[:5], compressed[:-4] + b"1234"):
+    for broken_data in (b"", b"x", compressed[:-1], compressed[:5], compressed[:-4] + b"1234"):
         with pytest.raises(BrokenMessage):
-            inflate(broken, "gzip")
+            inflate(broken_data, "gzip")
     with pytest.raises(BrokenMessage) as caught:
         inflate(compressed, "identity")
     assert caught.value.ending[0] is StatusCode.INTERNAL
@@ -301,14 +305,14 @@ def test_a_framed_message() -> None:
 
 
 def test_a_slow_message_is_evicted() -> None:
-    evicted: list[int] = []
+    evictions: list[int] = []
     budget = BodyBudget(1000, MallocTrim())
-    arriving = ArrivingMessage(10.0, budget, lambda: evicted.append(1))
+    arriving = ArrivingMessage(10.0, budget, lambda: evictions.append(1))
     arriving.reserve(500)
     assert not arriving.is_slow(arriving.started_at + 0.1)
     assert arriving.is_slow(arriving.started_at + 1.0)
     arriving.evict()
-    assert evicted == [1]
+    assert evictions == [1]
 
 
 def test_the_time_limit_grows_with_received_bytes() -> None:

@@ -20,13 +20,15 @@ SERVICES = [
     for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR)
     for service in file.services_by_name.values()
 ]
-ALL = {f"/{service.full_name}/{method.name}" for service in SERVICES for method in service.methods}
+ALL_RPCS = {
+    f"/{service.full_name}/{method.name}" for service in SERVICES for method in service.methods
+}
 
 
 def test_every_rpc_has_a_scope() -> None:
-    """R17: what the protocol has is what the table has, and each belongs to an API."""
-    assert len(ALL) == 22
-    assert set(RPCS) == {*ALL, *REFLECTION_METHODS}
+    """The table has exactly the methods of the protocol, and each belongs to an API."""
+    assert len(ALL_RPCS) == 22
+    assert set(RPCS) == {*ALL_RPCS, *REFLECTION_METHODS}
     for path, rpc in RPCS.items():
         assert rpc.scope in (*RESTRICTABLE, SIGNATURE), path
 
@@ -51,20 +53,20 @@ def test_a_fingerprint_excludes_the_tensors() -> None:
     first_request.raw_input_contents.extend([b"a" * 64, b"b" * 200])
     second_request = request()
     second_request.raw_input_contents.extend([b"c" * 64, b"d" * 200])
-    key, identical = (
+    key, identical_key = (
         split_message(first_request.SerializeToString()),
         split_message(second_request.SerializeToString()),
     )
-    assert key is not None and identical is not None
-    assert key[0] == identical[0]
+    assert key is not None and identical_key is not None
+    assert key[0] == identical_key[0]
     assert key[1] == [b"a" * 64, b"b" * 200]
-    longer = request()
-    longer.raw_input_contents.extend([b"a" * 65, b"b" * 199])
+    longer_request = request()
+    longer_request.raw_input_contents.extend([b"a" * 65, b"b" * 199])
     with_other_parameter = request()
     with_other_parameter.parameters["key"].string_param = "other"
-    for changed in (longer, with_other_parameter):
-        key = split_message(changed.SerializeToString())
-        assert key is not None and key[0] != identical[0]
+    for changed_request in (longer_request, with_other_parameter):
+        key = split_message(changed_request.SerializeToString())
+        assert key is not None and key[0] != identical_key[0]
 
 
 def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:

@@ -20,22 +20,24 @@ from shmserve.ipc.messages import inference as m
 class AnsweredRequest(UnaryInference):
     """A request that has its response at once."""
 
-    def __init__(self, cancelled: list[str], name: str) -> None:
+    def __init__(self, cancelled_ids: list[str], name: str) -> None:
         self.request_id = name
         self.message = m.Finished(1, b"", [])
-        self._abandoned = cancelled
+        self._cancelled_ids = cancelled_ids
 
     def cancel(self) -> None:
-        self._abandoned.append(self.request_id)
+        self._cancelled_ids.append(self.request_id)
 
 
 class FakeInferences(ActiveCount):
-    """Takes the requests of a stream; `large` has the sizes that a trim was asked for."""
+    """Fake inferences of a stream; `trimmed_sizes` records the requested trims."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.large: list[int] = []
-        self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(schedule=self.large.append))
+        self.trimmed_sizes: list[int] = []
+        self.gateway = SimpleNamespace(
+            malloc_trim=SimpleNamespace(schedule=self.trimmed_sizes.append)
+        )
 
     def encode_response(self, inference: UnaryInference) -> bytes:
         return bytes(40_000)  # no other is written with it
@@ -52,7 +54,7 @@ class DeafCall:
 
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
         self.read_messages = lambda: requests
-        self.taken = 0
+        self.taken_count = 0
         self.on_ended: Callable[[], None] | None = None
 
     def time_remaining(self) -> None:
@@ -60,10 +62,10 @@ class DeafCall:
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float) -> None:
         for _ in responses:
-            if self.taken:
+            if self.taken_count:
                 async with asyncio.timeout(stall_s):
                     await asyncio.Event().wait()
-            self.taken += 1
+            self.taken_count += 1
 
 
 def start_stream(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, Any, None]:
@@ -87,12 +89,12 @@ def test_a_queued_refusal_keeps_no_references() -> None:
 
 
 def test_a_client_that_does_not_read_is_disconnected() -> None:
-    """R15: what waits behind a response that is not taken is given up."""
-    cancelled: list[str] = []
+    """Responses that wait behind one that the client does not read are dropped."""
+    cancelled_ids: list[str] = []
 
     class Inferences(FakeInferences):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
-            return AnsweredRequest(cancelled, raw.decode())
+            return AnsweredRequest(cancelled_ids, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
         for name in ("taken", "stuck", "behind", "further behind"):
@@ -102,7 +104,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
         asyncio.run(start_stream(inferences, DeafCall(requests()), 0.05))
-    assert cancelled == ["behind", "further behind"]
+    assert cancelled_ids == ["behind", "further behind"]
     assert not inferences.active
 
     async def cancel_twice() -> None:
@@ -116,9 +118,9 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
 
-    cancelled.clear()
+    cancelled_ids.clear()
     asyncio.run(cancel_twice())
-    assert cancelled == ["behind", "further behind"]
+    assert cancelled_ids == ["behind", "further behind"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
 )
 def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, max_requests: int) -> None:
     """Further requests are not read; one request of any size is."""
-    cancelled: list[str] = []
+    cancelled_ids: list[str] = []
     request = bytes(size)
     request_count = 0
 
@@ -135,7 +137,7 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, max_reque
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             nonlocal request_count
             request_count += 1
-            return AnsweredRequest(cancelled, str(request_count))
+            return AnsweredRequest(cancelled_ids, str(request_count))
 
     async def requests() -> AsyncIterator[bytes]:
         while True:
@@ -162,10 +164,10 @@ def test_memory_is_trimmed_when_the_call_ends() -> None:
     call = DeafCall(requests())
     with pytest.raises(Unavailable):
         asyncio.run(start_stream(inferences, call, 0.05))
-    inferences.large.clear()
+    inferences.trimmed_sizes.clear()
     assert call.on_ended is not None
     call.on_ended()
-    (byte_size,) = inferences.large
+    (byte_size,) = inferences.trimmed_sizes
     assert byte_size >= 3000
 
 
@@ -186,4 +188,4 @@ def test_an_error_of_the_reader_fails_the_call() -> None:
     call = DeafCall(requests())
     with pytest.raises(KeyError):
         asyncio.run(start_stream(inferences, call, 10))
-    assert call.taken == 1
+    assert call.taken_count == 1

@@ -104,11 +104,11 @@ def test_records_are_decrypted_for_any_split(tls_context: ssl.SSLContext, steps:
     client, layer = connect_client(tls_context)
     data = bytes(range(256)) * 600
     client.tls.write(data)
-    sent = client.outgoing.read()
+    sent_data = client.outgoing.read()
     received, offset, count = b"", 0, 0
-    while offset < len(sent):
+    while offset < len(sent_data):
         step = steps[count % len(steps)]
-        received += layer.receive(sent[offset : offset + step])
+        received += layer.receive(sent_data[offset : offset + step])
         offset, count = offset + step, count + 1
     assert received == data
 
@@ -150,10 +150,10 @@ def test_http2_without_tls_is_refused(tls_context: ssl.SSLContext) -> None:
 def test_a_corrupt_record_is_refused(tls_context: ssl.SSLContext) -> None:
     client, layer = connect_client(tls_context)
     client.tls.write(b"a request")
-    sent = bytearray(client.outgoing.read())
-    sent[-1] ^= 1
+    sent_data = bytearray(client.outgoing.read())
+    sent_data[-1] ^= 1
     with pytest.raises(BrokenTls):
-        layer.receive(bytes(sent))
+        layer.receive(bytes(sent_data))
     layer.close()
 
 

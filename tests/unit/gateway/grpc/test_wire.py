@@ -25,7 +25,7 @@ pytest.importorskip("grpc")
 
 from shmserve.gateway.grpc.wire.request import decode_request
 
-tritons = pytest.importorskip("tritonclient.grpc.service_pb2")
+triton_pb2 = pytest.importorskip("tritonclient.grpc.service_pb2")
 
 
 def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
@@ -50,20 +50,22 @@ def rpcs(module: Any) -> list[tuple[object, ...]]:
 
 def test_the_service_is_that_of_triton() -> None:
     """Both live in this process, and have the same messages, fields, numbers and RPCs."""
-    own_types, triton_types = (m.DESCRIPTOR.message_types_by_name.values() for m in (ours, tritons))
+    own_types, triton_types = (
+        m.DESCRIPTOR.message_types_by_name.values() for m in (ours, triton_pb2)
+    )
     assert fields(own_types) == fields(triton_types) and len(fields(own_types)) > 100
-    assert rpcs(ours) == rpcs(tritons)
+    assert rpcs(ours) == rpcs(triton_pb2)
 
 
 def request(**parameters: object) -> ours.ModelInferRequest:
     infer_request = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
         kind, _, expected = str(value).partition(":")
-        parsed = {"bool": expected == "True", "string": expected}.get(kind)
+        typed_value = {"bool": expected == "True", "string": expected}.get(kind)
         setattr(
             infer_request.parameters[key],
             f"{kind}_param",
-            int(expected) if parsed is None else parsed,
+            int(expected) if typed_value is None else typed_value,
         )
     return infer_request
 
@@ -104,9 +106,9 @@ def test_narrow_integers_wrap() -> None:
 def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, count: int) -> None:
     infer_request = request()
     tensor = infer_request.inputs.add(name="x", datatype=datatype, shape=[count])
-    unknown = b"\x7a\3abc"  # a field of a later version
+    unknown_field = b"\x7a\3abc"  # a field of a later version
     values = value * count
-    tensor.contents.MergeFromString(unknown + tag + encode_varint(len(values)) + values)
+    tensor.contents.MergeFromString(unknown_field + tag + encode_varint(len(values)) + values)
     assert decode_request(infer_request).inputs[0].data == values
 
 
@@ -141,7 +143,7 @@ def test_the_key_of_a_fingerprint() -> None:
     assert split_message(late_fields) is None  # a field behind the contents
 
 
-PLACES = st.fixed_dictionaries(
+POSITIONS = st.fixed_dictionaries(
     {},
     optional={
         "sequence_id": st.integers(-(2**63), 2**63 - 1).map("int64:{}".format)
@@ -153,15 +155,15 @@ PLACES = st.fixed_dictionaries(
 
 
 @example("", {"sequence_id": "string:" + "\U00010000" * 32})
-@given(st.text(max_size=200), PLACES)
+@given(st.text(max_size=200), POSITIONS)
 def test_the_identity_is_not_part_of_the_fingerprint(
-    request_id: str, memory_ranges: dict[str, str]
+    request_id: str, identity_fields: dict[str, str]
 ) -> None:
     """Its id and its position in a sequence are read from each message."""
     plain_request = request(own="int64:1")
     plain_request.inputs.add(name="x", datatype="INT8", shape=[1])
     plain_request.raw_input_contents.append(b"1")
-    infer_request = request(own="int64:1", **memory_ranges)
+    infer_request = request(own="int64:1", **identity_fields)
     infer_request.id = request_id
     infer_request.inputs.extend(plain_request.inputs)
     infer_request.raw_input_contents.append(b"1")
@@ -169,7 +171,7 @@ def test_the_identity_is_not_part_of_the_fingerprint(
         split_message(infer_request.SerializeToString()),
         split_message(plain_request.SerializeToString()),
     )
-    if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
+    if len(identity_fields.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None
@@ -191,8 +193,8 @@ def test_arbitrary_bytes_have_at_most_one_fingerprint(raw: bytes) -> None:
     if parts is not None:
         (head, sizes), contents, _ = parts
         assert tuple(map(len, contents)) == sizes
-        joined = head + b"".join(b":" + encode_varint(len(c)) + c for c in contents)
-        assert split_message(joined) == (*parts[:2], ANONYMOUS)
+        joined_message = head + b"".join(b":" + encode_varint(len(c)) + c for c in contents)
+        assert split_message(joined_message) == (*parts[:2], ANONYMOUS)
 
 
 @given(st.integers(0, 2**62))
@@ -204,18 +206,28 @@ def test_varints_decode_as_in_protobuf(value: int) -> None:
 
 def test_messages_of_a_stream() -> None:
     response = ours.ModelInferResponse(id="7", model_name="m" * 300)
-    parsed = tritons.ModelStreamInferResponse.FromString(
+    stream_response = triton_pb2.ModelStreamInferResponse.FromString(
         encode_streamed(response.SerializeToString())
     )
-    assert parsed.infer_response.id == "7" and parsed.infer_response.model_name == "m" * 300
-    assert parsed.infer_response.parameters["triton_final_response"].bool_param
-    failed = tritons.ModelStreamInferResponse.FromString(encode_stream_error("why", "7"))
-    assert (failed.error_message, failed.infer_response.id) == ("why", "7")
-    assert not failed.infer_response.parameters
-    answered = tritons.ModelStreamInferResponse.FromString(encode_stream_error("", "7", "m"))
-    assert answered.error_message  # or it would be a success
-    assert (answered.infer_response.id, answered.infer_response.model_name) == ("7", "m")
-    assert answered.infer_response.parameters["triton_final_response"].bool_param
+    assert (
+        stream_response.infer_response.id == "7"
+        and stream_response.infer_response.model_name == "m" * 300
+    )
+    assert stream_response.infer_response.parameters["triton_final_response"].bool_param
+    failed_response = triton_pb2.ModelStreamInferResponse.FromString(
+        encode_stream_error("why", "7")
+    )
+    assert (failed_response.error_message, failed_response.infer_response.id) == ("why", "7")
+    assert not failed_response.infer_response.parameters
+    anonymous_error = triton_pb2.ModelStreamInferResponse.FromString(
+        encode_stream_error("", "7", "m")
+    )
+    assert anonymous_error.error_message  # or it would be a success
+    assert (anonymous_error.infer_response.id, anonymous_error.infer_response.model_name) == (
+        "7",
+        "m",
+    )
+    assert anonymous_error.infer_response.parameters["triton_final_response"].bool_param
 
 
 @given(
@@ -234,15 +246,15 @@ def test_a_template_equals_the_encoder(
     encoder = ResponseEncoder()
     schema, _ = pack_inferred(response)
     template = encoder.create_template(model, schema, response, ())
-    flipped = [bytes(byte ^ 255 for byte in data) for data in contents]
-    for these in (contents, flipped):
-        filled = template.fill(request_id, these)
-        encoded = encoder.encode(model, request_id, schema, response, these)
-        assert filled is not None and len(filled) == len(
+    inverted_contents = [bytes(byte ^ 255 for byte in data) for data in contents]
+    for data_parts in (contents, inverted_contents):
+        filled_response = template.fill(request_id, data_parts)
+        encoded = encoder.encode(model, request_id, schema, response, data_parts)
+        assert filled_response is not None and len(filled_response) == len(
             encoded
         )  # the fields' order may be another
-        assert tritons.ModelInferResponse.FromString(filled) == (
-            tritons.ModelInferResponse.FromString(encoded)
+        assert triton_pb2.ModelInferResponse.FromString(filled_response) == (
+            triton_pb2.ModelInferResponse.FromString(encoded)
         )
 
 
@@ -257,7 +269,7 @@ def test_a_template_rejects_other_data(
     template = ResponseEncoder().create_template(
         model, b"schema", Inferred(outputs), placed_outputs
     )
-    filled = template.fill("7", data)
-    assert filled is None or (
+    filled_response = template.fill("7", data)
+    assert filled_response is None or (
         placed_outputs and len(data) == 2
     )  # a memory range may be invalid here

@@ -102,7 +102,7 @@ async def start_tasks(
     return tasks
 
 
-def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], Clock]) -> None:
+def test_only_bodies_with_blocks_are_evicted_for_a_block(make_clock: Callable[[], Clock]) -> None:
     """A body without a block of the requested kind is not evicted: memory for JSON is not
     memory for tensors.
     """
@@ -130,7 +130,7 @@ def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], C
         asyncio.run(run(arena))
 
 
-def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> None:
+def test_server_time_does_not_count_against_a_body(make_clock: Callable[[], Clock]) -> None:
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client()
@@ -207,7 +207,7 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
 def test_a_tensor_in_pieces_is_copied_between_other_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    memory, copied = bytearray(6), []
+    memory, copied_states = bytearray(6), []
     arriving = arriving_tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
     arriving.built_request = "built"  # type: ignore[attr-defined]
     monkeypatch.setattr(prepare, "reserve_tensors", lambda *_: arriving)
@@ -216,7 +216,7 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
 
     async def copy_repeatedly() -> None:
         while True:
-            copied.append(bytes(memory).rstrip(b"\0"))
+            copied_states.append(bytes(memory).rstrip(b"\0"))
             await asyncio.sleep(0)
 
     async def build_while_copying() -> Any:
@@ -226,7 +226,7 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
         return built_request
 
     assert asyncio.run(build_while_copying()) == "built"
-    assert copied == [b"ab", b"abc", b"abcde", b"abcdef"]
+    assert copied_states == [b"ab", b"abc", b"abcde", b"abcdef"]
     assert [(tensor.data, tensor.binary_size) for tensor in request.inputs] == [
         (None, 5),
         (None, 1),

@@ -29,7 +29,7 @@ from tests.rigs.clocks import Clock
 
 _SETTINGS = GatewaySettings()
 _BODIES = (b"", b"{}", b"{1}", b"POST /a HTTP/1.1\r\n\r\n", bytes(300))
-_HEADS = (
+_REQUEST_HEADS = (
     ("POST", "/a", ()),
     ("POST", "/a", ("X-Long: " + "x" * 50,)),
     ("POST", "/b", ()),
@@ -99,7 +99,7 @@ async def repeat(request: HttpRequest) -> HttpResponse:
     return echo(request, body)
 
 
-AT_ONCE = -2
+TURNS_AT_ONCE = -2
 
 
 class TasklessRequest:
@@ -121,10 +121,10 @@ class TasklessRequest:
         self.cancelled = False
         self._response = echo(request, body)
         self._answer = answer
-        self._whole = whole_body
+        self._whole_body = whole_body
         if turns >= 0:
             asyncio.get_running_loop().call_soon(self.take_turns, turns)
-        elif turns == AT_ONCE:
+        elif turns == TURNS_AT_ONCE:
             answer(None)
 
     def take_turns(self, turns: int) -> None:
@@ -134,7 +134,7 @@ class TasklessRequest:
             asyncio.get_running_loop().call_soon(self.take_turns, turns - 1)
         else:
             response = self._response
-            self._answer(b"".join(response.pieces) if self._whole else None)
+            self._answer(b"".join(response.pieces) if self._whole_body else None)
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)
@@ -153,12 +153,12 @@ class RepeatingHandler:
     """
 
     def __init__(self, *turns_and_wholeness: tuple[int, bool] | None) -> None:
-        self._ways = itertools.cycle(turns_and_wholeness or (None,))
+        self._turns_and_wholeness = itertools.cycle(turns_and_wholeness or (None,))
         self.begun: list[TasklessRequest] = []
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
         def begin(body: bytes, answer: WriteResponse) -> TasklessRequest | None:
-            if (turns_and_wholeness := next(self._ways)) is None:
+            if (turns_and_wholeness := next(self._turns_and_wholeness)) is None:
                 return None
             self.begun.append(
                 TasklessRequest(
@@ -188,7 +188,7 @@ SentRequest = tuple[tuple[str, str, tuple[str, ...]], bytes, str]
 
 requests = st.lists(
     st.tuples(
-        st.sampled_from(_HEADS),
+        st.sampled_from(_REQUEST_HEADS),
         st.sampled_from(_BODIES),
         st.sampled_from(("length", "length", "length", "chunked")),
     ),
@@ -222,9 +222,9 @@ async def collect_answers(
         connection.data_received(piece)
         for _ in range(turns):
             await asyncio.sleep(0)
-    end = loop.time() + 10
+    deadline_s = loop.time() + 10
     requests: list[Any] = []
-    while len(requests) < count and loop.time() < end:
+    while len(requests) < count and loop.time() < deadline_s:
         await asyncio.sleep(0)
         requests = parse_replies(transport.written)
     connection.connection_lost(None)
@@ -255,14 +255,14 @@ def parse_replies(written: bytes) -> list[Any]:
     st.lists(st.booleans(), min_size=8, max_size=8),
     st.integers(0, 12),
     st.lists(
-        st.none() | st.just((AT_ONCE, False)) | st.tuples(st.integers(0, 3), st.booleans()),
+        st.none() | st.just((TURNS_AT_ONCE, False)) | st.tuples(st.integers(0, 3), st.booleans()),
         max_size=4,
     ),
 )
 def test_every_request_receives_its_own_response(
     sent_requests: list[SentRequest],
     cuts: list[tuple[int, int]],
-    pipelined: list[bool],
+    separate_bodies: list[bool],
     turns: int,
     request_turns: list[tuple[int, bool] | None],
 ) -> None:
@@ -270,9 +270,11 @@ def test_every_request_receives_its_own_response(
     connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, body_framing), is_pipelined in zip(sent_requests, pipelined, strict=False):
+    for (head, body, body_framing), is_separate in zip(
+        sent_requests, separate_bodies, strict=False
+    ):
         raw = pack_request(*head, body, body_framing)
-        if is_pipelined:
+        if is_separate:
             turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
         turns_at[len(stream)] = turns
@@ -292,7 +294,7 @@ def test_every_request_receives_its_own_response(
     )
 
 
-_OFFERS = (
+_UPGRADE_OFFERS = (
     ("POST", "/a", ("Connection: Upgrade", "Upgrade: h2c")),
     ("POST", "/b", ("Connection: Upgrade", "Upgrade: websocket")),
     ("GET", "/c", ()),
@@ -301,7 +303,11 @@ _OFFERS = (
 
 @settings(max_examples=300)
 @given(
-    st.lists(st.tuples(st.sampled_from(_OFFERS), st.sampled_from(_BODIES)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.sampled_from(_UPGRADE_OFFERS), st.sampled_from(_BODIES)),
+        min_size=1,
+        max_size=5,
+    ),
     st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 12)), max_size=8),
 )
 def test_upgrade_offers_lose_no_request(
@@ -323,13 +329,15 @@ def test_upgrade_offers_lose_no_request(
         connection.connection_lost(None)
         return transport.written
 
-    head_bytes, closes, body_bytes = uvloop.run(send_stream()).partition(b"Connection: close\r\n")
-    answers = parse_replies(head_bytes + body_bytes)
+    before_close, close_header, after_close = uvloop.run(send_stream()).partition(
+        b"Connection: close\r\n"
+    )
+    answers = parse_replies(before_close + after_close)
     expected = [
         [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
     ]
     assert answers == expected[: len(answers)]
-    assert closes or len(answers) == len(expected)
+    assert close_header or len(answers) == len(expected)
 
 
 def test_only_an_identical_head_is_reused() -> None:
@@ -377,7 +385,7 @@ async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     assert parse_replies(transport.written) == [False, False, True, False, False]
 
 
-KNOWN = pack_request("POST", "/a", (), b"{}", "length")
+KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 
 
 async def begin_request(
@@ -388,7 +396,7 @@ async def begin_request(
     connection, transport = connect(repeats)
     await turn_loop()
     for _ in range(3):
-        connection.data_received(KNOWN)
+        connection.data_received(KNOWN_REQUEST)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert len(repeats.begun) == 1
@@ -398,21 +406,21 @@ async def begin_request(
 @pytest.mark.parametrize("taken_over", [False, True])
 async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -> None:
     """Also where the task was to take it over, and has not come to it."""
-    connection, _, underway = await begin_request((-1, False))
+    connection, _, pending_request = await begin_request((-1, False))
     if taken_over:
-        underway.take_turns(0)
+        pending_request.take_turns(0)
     connection.connection_lost(None)
     await turn_loop()
-    assert (underway.cancelled, connection_app(connection).active) == (True, 0)
+    assert (pending_request.cancelled, connection_app(connection).active) == (True, 0)
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
     """The request is handled once."""
-    repeats = RepeatingHandler((AT_ONCE, False))
+    repeats = RepeatingHandler((TURNS_AT_ONCE, False))
     connection, transport = connect(repeats)
     await turn_loop()
     for _ in range(4):
-        connection.data_received(KNOWN)
+        connection.data_received(KNOWN_REQUEST)
         await turn_loop()
     assert len(parse_replies(transport.written)) == 4
     connection.connection_lost(None)
@@ -421,13 +429,13 @@ async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
 
 
 async def test_a_closing_connection_receives_no_response() -> None:
-    connection, transport, underway = await begin_request((-1, True))
+    connection, transport, pending_request = await begin_request((-1, True))
     written_before = len(transport.written)
     connection.force_close()
-    underway.take_turns(0)
+    pending_request.take_turns(0)
     await turn_loop()
     connection.connection_lost(None)
-    assert not underway.cancelled
+    assert not pending_request.cancelled
     assert (len(transport.written) - written_before, connection_app(connection).active) == (0, 0)
 
 
@@ -441,10 +449,10 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
     transport.abort = aborted.set  # type: ignore[method-assign]
     await turn_loop()
     for _ in range(2):
-        connection.data_received(KNOWN)
+        connection.data_received(KNOWN_REQUEST)
         await turn_loop()
     transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
-    connection.data_received(KNOWN)
+    connection.data_received(KNOWN_REQUEST)
     await asyncio.wait_for(aborted.wait(), 5)
     connection.connection_lost(None)
     await turn_loop()
@@ -474,18 +482,18 @@ def test_a_known_head_inside_another_request_is_ignored(
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    greedy, other_connection = connect(), connect()
+    busy_connection, other_connection = connect(), connect()
     await asyncio.sleep(0)
-    greedy[0].data_received(pack_request("GET", "/a", (), b"", "length") * 100)
+    busy_connection[0].data_received(pack_request("GET", "/a", (), b"", "length") * 100)
     other_connection[0].data_received(pack_request("GET", "/b", (), b"", "length"))
     for _ in range(1000):
         if other_connection[1].written:
             break
         await asyncio.sleep(0)
-    early_count = len(parse_replies(greedy[1].written))
+    early_count = len(parse_replies(busy_connection[1].written))
     await turn_loop(1000)
-    final_count = len(parse_replies(greedy[1].written))
-    for connection, _ in (greedy, other_connection):
+    final_count = len(parse_replies(busy_connection[1].written))
+    for connection, _ in (busy_connection, other_connection):
         connection.connection_lost(None)
     await asyncio.sleep(0)
     assert early_count < 5
@@ -501,9 +509,9 @@ async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> 
     connection.data_received(pack_request("GET", "/b", (), b"", "length"))
     assert connection.idle_since is None
     await turn_loop()
-    idle = connection.idle_since is not None
+    is_idle = connection.idle_since is not None
     connection.connection_lost(None)
-    assert (idle, len(parse_replies(transport.written))) == (True, 2)
+    assert (is_idle, len(parse_replies(transport.written))) == (True, 2)
 
 
 async def turn_loop(count: int = 20) -> None:
@@ -552,17 +560,17 @@ async def test_each_request_has_its_own_time_limit() -> None:
     await clock.advance(2)
     connection.data_received(second_request[10:])
     await turn_loop()
-    answered = len(parse_replies(transport.written))
+    answered_count = len(parse_replies(transport.written))
     connection.data_received(second_request[:10])
     await clock.advance(4.5)
     is_closed = not connection.open
     connection.connection_lost(None)
     await turn_loop()
-    assert (answered, is_closed) == (2, True)
+    assert (answered_count, is_closed) == (2, True)
 
 
-@pytest.mark.parametrize("sent", [0, 1])
-async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> None:
+@pytest.mark.parametrize("sent_size", [0, 1])
+async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent_size: int) -> None:
     known_request = pack_request("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
@@ -577,7 +585,7 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
     for _ in range(2):
         connection.data_received(known_request)
         await turn_loop()
-    connection.data_received(known_request[: len(known_request) - 2 + sent])
+    connection.data_received(known_request[: len(known_request) - 2 + sent_size])
     requests = []
     for seconds in (1.9, 0.2):
         await clock.advance(seconds)
@@ -587,15 +595,17 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
     assert requests == [[], ["late"]]
 
 
-@pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
-def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("end_connection", [HttpConnection.force_close, HttpConnection.abort])
+def test_a_client_that_does_not_read_does_not_delay_the_close(
+    end_connection: Callable[[Any], None],
+) -> None:
     """Otherwise the connection could stay open beyond every limit."""
-    closed = asyncio.Event()
+    was_closed = asyncio.Event()
 
     class ClosingAcceptor(Acceptor):
         def connection_lost(self, connection: LimitedConnection) -> None:
             super().connection_lost(connection)
-            closed.set()
+            was_closed.set()
 
     async def flood(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, (bytes(1 << 10),))
@@ -608,7 +618,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
         server = ClosingAcceptor(make_connection, listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            accepting = await loop.create_server(server, sock=listening)
+            tcp_server = await loop.create_server(server, sock=listening)
             with socket.socket() as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.setblocking(False)
@@ -617,9 +627,9 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
                     with contextlib.suppress(BlockingIOError):
                         client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     await asyncio.sleep(0.001)
-                end(server.connections[0])
-                await asyncio.wait_for(closed.wait(), 20)
-            accepting.close()
+                end_connection(server.connections[0])
+                await asyncio.wait_for(was_closed.wait(), 20)
+            tcp_server.close()
 
     uvloop.run(run())
 

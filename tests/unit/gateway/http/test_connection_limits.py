@@ -1,4 +1,4 @@
-"""R15: the number of connections of one peer is limited, without effect on other peers."""
+"""The number of connections of one peer is limited, without effect on other peers."""
 
 import contextlib
 import os
@@ -15,9 +15,11 @@ from tests.rigs.gateway_rig import Rig, rig
 from tests.support.users import ALICE, BOB, as_user, needs_users
 from tests.support.wire.raw_http import read_reply
 
-MOST, SHARE = 40, 30
-HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-HALF = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"
+MAX_CONNECTIONS, ADDRESS_SHARE = 40, 30
+HEALTH_REQUEST = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF_REQUEST = (
+    b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"
+)
 
 
 class PeerConnections:
@@ -27,11 +29,11 @@ class PeerConnections:
         self._connect = connect
         self._socks: list[socket.socket] = []
 
-    def open(self, count: int, sent: bytes = b"") -> None:
+    def open(self, count: int, initial_data: bytes = b"") -> None:
         for _ in range(count):
             self._socks.append(self._connect())
             with contextlib.suppress(ConnectionError):
-                self._socks[-1].sendall(sent)
+                self._socks[-1].sendall(initial_data)
 
     def connect_again(self) -> None:
         """Open a further connection and wait for an answer: all earlier ones are then admitted
@@ -53,7 +55,7 @@ class PeerConnections:
 
 def _is_answered(sock: socket.socket) -> bool:
     with contextlib.suppress(ConnectionError):
-        sock.sendall(HEALTH)
+        sock.sendall(HEALTH_REQUEST)
         return read_reply(sock).status == 200
     return False
 
@@ -86,25 +88,25 @@ def connect_from(gateway: Rig, address: str, stack: contextlib.ExitStack) -> Pee
 def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     """Beyond the quota, the connection of the same address that is idle for longest is closed."""
     listener = socket.create_server(("0.0.0.0", 0))
-    gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
+    gateway = stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS))
     gateway.open()
     calm_address, crowded_address = (
         connect_from(gateway, "127.0.0.2", stack),
         connect_from(gateway, "127.0.0.3", stack),
     )
     calm_address.open(8)
-    crowded_address.open(3 * MOST)
+    crowded_address.open(3 * MAX_CONNECTIONS)
     crowded_address.connect_again()
     assert calm_address.count_answered() == 8
-    assert SHARE // 2 <= crowded_address.count_answered() <= SHARE
+    assert ADDRESS_SHARE // 2 <= crowded_address.count_answered() <= ADDRESS_SHARE
     # Other addresses may use the connections that this one may not.
     third_address = connect_from(gateway, "127.0.0.4", stack)
     third_address.open(2)
     assert third_address.count_answered() == 2
     assert calm_address.count_answered() == 8
     crowded_address.close()
-    calm_address.open(SHARE - 8)
-    assert calm_address.count_answered() == SHARE
+    calm_address.open(ADDRESS_SHARE - 8)
+    assert calm_address.count_answered() == ADDRESS_SHARE
 
 
 def test_incomplete_requests_are_evicted_or_refused(
@@ -112,24 +114,24 @@ def test_incomplete_requests_are_evicted_or_refused(
 ) -> None:
     """Nothing of theirs is idle, and nothing of others' is ended for it."""
     listener = socket.create_server(("0.0.0.0", 0))
-    gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
+    gateway = stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS))
     gateway.open()
     calm_address, crowded_address = (
         connect_from(gateway, "127.0.0.2", stack),
         connect_from(gateway, "127.0.0.3", stack),
     )
     calm_address.open(8)
-    crowded_address.open(3 * MOST, HALF)
+    crowded_address.open(3 * MAX_CONNECTIONS, HALF_REQUEST)
     assert calm_address.count_answered() == 8
 
 
 def test_loopback_has_no_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     """On loopback an address does not identify a client."""
-    gateway = stack.enter_context(rig(folder, max_connections=MOST))
+    gateway = stack.enter_context(rig(folder, max_connections=MAX_CONNECTIONS))
     gateway.open()
     all_of_them = connect_from(gateway, "127.0.0.1", stack)
-    all_of_them.open(MOST)
-    assert all_of_them.count_answered() == MOST
+    all_of_them.open(MAX_CONNECTIONS)
+    assert all_of_them.count_answered() == MAX_CONNECTIONS
 
 
 @needs_users
@@ -138,8 +140,8 @@ def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     path.chmod(0o666)
-    listener.listen(4 * MOST)
-    gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
+    listener.listen(4 * MAX_CONNECTIONS)
+    gateway = stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS))
     gateway.open()
 
     def connect() -> socket.socket:
@@ -148,18 +150,22 @@ def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
         sock.connect(str(path))
         return sock
 
-    people = {
+    user_connections = {
         uid: PeerConnections(lambda uid=uid: as_user(uid, connect))  # type: ignore[misc]
         for uid in (os.geteuid(), ALICE, BOB)
     }
-    for connections in people.values():
+    for connections in user_connections.values():
         stack.callback(connections.close)
-    people[os.geteuid()].open(4)
-    people[ALICE].open(4)
-    people[BOB].open(3 * MOST)
-    people[BOB].connect_again()
-    assert people[os.geteuid()].count_answered() == people[ALICE].count_answered() == 4
-    assert SHARE // 2 <= people[BOB].count_answered() <= SHARE
+    user_connections[os.geteuid()].open(4)
+    user_connections[ALICE].open(4)
+    user_connections[BOB].open(3 * MAX_CONNECTIONS)
+    user_connections[BOB].connect_again()
+    assert (
+        user_connections[os.geteuid()].count_answered()
+        == user_connections[ALICE].count_answered()
+        == 4
+    )
+    assert ADDRESS_SHARE // 2 <= user_connections[BOB].count_answered() <= ADDRESS_SHARE
 
 
 @pytest.mark.parametrize(

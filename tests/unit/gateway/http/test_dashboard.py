@@ -82,14 +82,14 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
     """Run a test beside a publisher of events, and check that nothing remains at its end."""
 
     async def run_with_publisher() -> None:
-        holder: list[EventFeed] = []
+        feed_holder: list[EventFeed] = []
         publisher = EventPublisher()
         publisher.open(
-            endpoints.events(run_dir), lambda *next_events: holder[0].subscribed(*next_events)
+            endpoints.events(run_dir), lambda *next_events: feed_holder[0].subscribed(*next_events)
         )
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)
-        holder.append(
+        feed_holder.append(
             EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters)
         )
         publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
@@ -134,18 +134,18 @@ def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[floa
     run(run_dir, scenario)
 
 
-def test_a_viewer_that_missed_a_snapshot_receives_the_whole(
+def test_a_viewer_that_missed_a_snapshot_receives_a_whole_one(
     run_dir: Path, snapshots: list[float]
 ) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
         async with (
-            contextlib.aclosing(feed._events()) as slow,
+            contextlib.aclosing(feed._events()) as slow_viewer,
             contextlib.aclosing(feed._events()) as fast_viewer,
         ):
-            await next_event(slow)
+            await next_event(slow_viewer)
             for _ in range(4):
                 await next_event(fast_viewer)
-            assert (await next_event(slow))["whole"]
+            assert (await next_event(slow_viewer))["whole"]
 
     run(run_dir, scenario)
 

@@ -26,9 +26,9 @@ from shmserve.ipc.tensors.schemas import BoundedCache
 LIMIT = 1 << 20
 
 
-def header(memory_range: str) -> bytes:
+def header(position_members: str) -> bytes:
     tensor = '{"name":"X","datatype":"INT8","shape":[1],"parameters":{"binary_data_size":1}}'
-    return f'{{"inputs":[{tensor}],"parameters":{{{memory_range},"own":1}}}}'.encode()
+    return f'{{"inputs":[{tensor}],"parameters":{{{position_members},"own":1}}}}'.encode()
 
 
 @pytest.mark.parametrize("space", ["", " "])
@@ -72,13 +72,13 @@ def test_the_id_is_cut_out(request_id: str) -> None:
 
 
 def test_id_and_position_are_cut_out_together() -> None:
-    memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
-    text = b'{"id":"7",' + header(memory_range)[1:]
+    position_members = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    text = b'{"id":"7",' + header(position_members)[1:]
     key, identity = cut_identity(text)
     assert identity == RequestIdentity("7", 5, 1) and identity.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
-    assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
+    assert key == text.replace(b'"7"', b"0").replace(position_members.encode(), b'"sequence_id":0')
 
 
 def test_long_headers_are_not_searched() -> None:
@@ -87,7 +87,7 @@ def test_long_headers_are_not_searched() -> None:
 
 
 @pytest.mark.parametrize(
-    "memory_range",
+    "position_members",
     [
         '"sequence_id":5',
         '"sequence_id":0,"sequence_start":true,"sequence_end":true',
@@ -98,14 +98,14 @@ def test_long_headers_are_not_searched() -> None:
         '"sequence_id":5,"sequence_start":true,"sequence_end":true,"sequence_id":6',
     ],
 )
-def test_other_notations_are_not_cut(memory_range: str) -> None:
-    assert cut_identity(header(memory_range)) == (header(memory_range), None)
+def test_other_notations_are_not_cut(position_members: str) -> None:
+    assert cut_identity(header(position_members)) == (header(position_members), None)
 
 
 def test_sequence_members_of_other_objects_are_kept() -> None:
-    memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
-    elsewhere = b'"binary_data_size":1,' + memory_range.encode()
-    text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
+    position_members = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    other_members = b'"binary_data_size":1,' + position_members.encode()
+    text = header('"other":2').replace(b'"binary_data_size":1', other_members)
     _, identity = cut_identity(text)
     assert identity is not None and not identity.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
@@ -187,23 +187,23 @@ def test_a_repeated_request_equals_a_parsed_one(
     used.
     """
 
-    def write_request(values: list[list[int]], elsewhere: str) -> bytes:
+    def write_request(values: list[list[int]], other_member: str) -> bytes:
         inputs = [
             f'{{"name": "X{number}", "datatype": "INT32", "shape": [2], '
             f"{key}{data_format % tuple(pair)}}}"
             for number, pair in enumerate(values)
         ]
-        return f'{{{elsewhere}"inputs": [{",".join(inputs)}]}}'.encode()
+        return f'{{{other_member}"inputs": [{",".join(inputs)}]}}'.encode()
 
     cache = new_cache()
     for _ in range(4):
         values = data.draw(st.lists(numbers, min_size=len(first_data), max_size=len(first_data)))
         # The numbers elsewhere change as well.
-        elsewhere = "".join(
+        other_member = "".join(
             str(data.draw(st.integers(0, 9))) if sign.isdigit() and "u" not in prefix else sign
             for sign in prefix
         )
-        text = write_request(values, elsewhere)
+        text = write_request(values, other_member)
         template = fill_from_cache(cache, text)
         assert template is None or template == parse_fully(text)
 
@@ -266,14 +266,14 @@ def test_the_text_of_a_fingerprint_is_no_request() -> None:
 def test_other_arrays_of_numbers_are_not_tensors() -> None:
     """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
     cache = new_cache()
-    hidden = one_tensor_body("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
+    nested_array = one_tensor_body("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
         b'32", "shape": [2], "data":', b'32", "shape": [2], "data" :'
     )
-    assert len(Fingerprint(hidden, 0).arrays) == 1
+    assert len(Fingerprint(nested_array, 0).arrays) == 1
     for _ in range(3):
-        assert fill_from_cache(cache, hidden) is None
-    other_array = hidden.replace(b"[1, 2]}, ", b"[8, 9]}, ")
-    assert Fingerprint(other_array, 0).key == Fingerprint(hidden, 0).key
+        assert fill_from_cache(cache, nested_array) is None
+    other_array = nested_array.replace(b"[1, 2]}, ", b"[8, 9]}, ")
+    assert Fingerprint(other_array, 0).key == Fingerprint(nested_array, 0).key
     assert fill_from_cache(cache, other_array) is None
 
 

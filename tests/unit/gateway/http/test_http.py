@@ -23,7 +23,7 @@ import pytest
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
-    SIMPLE,
+    SIMPLE_CONFIG,
     Rig,
     add_sub,
     identity_config,
@@ -36,14 +36,14 @@ from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, binary_request, raw_connection, read_reply
 
 MIB = 1024 * 1024
-HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HEALTH_REQUEST = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SECONDS = 0.4
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
         model_rig.publish(
             identity_config("text", "BYTES", [-1]), model_rig.scheduler(answer_one_byte)
@@ -57,7 +57,7 @@ def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]
     """One whose clients have little time: what it is to answer is sent to it at one go."""
     limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
     with rig(tmp_path_factory.mktemp("hasty"), **limits) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         yield model_rig
 
@@ -66,7 +66,7 @@ def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]
 def patient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Yield a gateway with long time limits and few connections."""
     with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         yield model_rig
 
@@ -149,7 +149,7 @@ def is_closed(connection: socket.socket) -> bool:
     ],
 )
 def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> None:
-    """R12: doubled and odd lengths smuggle nothing."""
+    """Repeated or malformed lengths are refused, so that they smuggle no second request."""
     connection.sendall(raw)
     reply = read_reply(connection)
     assert reply.status == 400 and reply.error.startswith("malformed HTTP request: ")
@@ -199,7 +199,7 @@ def test_heads_that_are_not_utf8_receive_a_response(
 def test_a_huge_content_length_is_no_request_smuggling(
     connection: socket.socket, size: int
 ) -> None:
-    """R12: what follows is neither taken for no body nor for another request."""
+    """The bytes that follow are taken as a body, and not as another request."""
     connection.sendall(head(size) + head(0))
     reply = read_reply(connection)
     assert (reply.status, reply.headers["Connection"]) == (400, "close")
@@ -239,10 +239,13 @@ def test_chunks_with_a_content_length_end_the_connection(
     request = head(0).replace(b"Content-Length: 0", lines) + b"%x\r\n%b\r\n" % (len(body), body)
     with raw_connection(gateway.port) as connection:
         chunked_head = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        for pipelined in (HEALTH, chunked_head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)):
+        for pipelined in (
+            HEALTH_REQUEST,
+            chunked_head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
+        ):
             connection.sendall(pipelined)
             read_reply(connection).ok()
-        for part in (request[:cut], request[cut:], b"0\r\n\r\n" + HEALTH):
+        for part in (request[:cut], request[cut:], b"0\r\n\r\n" + HEALTH_REQUEST):
             connection.sendall(part)
             time.sleep(0.02)
         reply = read_reply(connection)
@@ -304,11 +307,15 @@ def test_connection_close_is_obeyed(connection: socket.socket) -> None:
 @pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0"])
 def test_an_offer_of_another_protocol_is_ignored(connection: socket.socket, protocol: str) -> None:
     body = simple_body()
-    offer = (f"Upgrade: {protocol}", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AA")
+    upgrade_headers = (
+        f"Upgrade: {protocol}",
+        "Connection: Upgrade, HTTP2-Settings",
+        "HTTP2-Settings: AA",
+    )
     for _ in range(3):
-        connection.sendall(head(len(body), *offer) + body)
+        connection.sendall(head(len(body), *upgrade_headers) + body)
         assert "Connection" not in read_reply(connection).ok().headers
-        connection.sendall(head(len(body), *offer))
+        connection.sendall(head(len(body), *upgrade_headers))
         connection.sendall(body)
         assert "Connection" not in read_reply(connection).ok().headers
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: a.localhost\r\nConnection: upgrade\r\n"
@@ -340,13 +347,15 @@ def test_an_unread_body_ends_the_connection(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "partial_head",
     [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nA:"],
 )
-def test_an_incomplete_head_ends_the_connection(impatient_gateway: Rig, sent: bytes) -> None:
+def test_an_incomplete_head_ends_the_connection(
+    impatient_gateway: Rig, partial_head: bytes
+) -> None:
     with raw_connection(impatient_gateway.port) as connection:
-        connection.sendall(sent)
-        if sent:
+        connection.sendall(partial_head)
+        if partial_head:
             connection.settimeout(20 * SECONDS)
             assert is_closed(connection)
         else:  # a connection that has sent nothing may wait
@@ -359,7 +368,7 @@ def test_an_incomplete_head_ends_the_connection(impatient_gateway: Rig, sent: by
 
 
 def test_a_slow_head_ends_the_connection(impatient_gateway: Rig) -> None:
-    """R15: headers have a deadline."""
+    """Headers have a deadline."""
     start_s = time.monotonic()
     with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
@@ -371,46 +380,48 @@ def test_a_slow_head_ends_the_connection(impatient_gateway: Rig) -> None:
 
 
 @pytest.mark.parametrize("size", [500, 100_000, 1_500_000])
-@pytest.mark.parametrize("sent", [0, 100])
-def test_an_incomplete_body_times_out(impatient_gateway: Rig, size: int, sent: int) -> None:
+@pytest.mark.parametrize("sent_size", [0, 100])
+def test_an_incomplete_body_times_out(impatient_gateway: Rig, size: int, sent_size: int) -> None:
     with raw_connection(impatient_gateway.port) as connection:
-        connection.sendall(head(size) + b" " * sent)
+        connection.sendall(head(size) + b" " * sent_size)
         reply = read_reply(connection)
         assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
         assert is_closed(connection)
 
 
-@pytest.mark.parametrize("sent", [0, 100])
-def test_an_incomplete_body_after_a_known_head_times_out(impatient_gateway: Rig, sent: int) -> None:
+@pytest.mark.parametrize("sent_size", [0, 100])
+def test_an_incomplete_body_after_a_known_head_times_out(
+    impatient_gateway: Rig, sent_size: int
+) -> None:
     body = simple_body()
     with raw_connection(impatient_gateway.port) as connection:
         for _ in range(2):
             connection.sendall(head(len(body)) + body)
             read_reply(connection).ok()
         connection.settimeout(20 * SECONDS)
-        connection.sendall(head(len(body)) + body[:sent])
+        connection.sendall(head(len(body)) + body[:sent_size])
         reply = read_reply(connection)
         assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
         assert is_closed(connection)
 
 
 @pytest.mark.parametrize("known_head", [False, True])
-@pytest.mark.parametrize("impatient", ["body_timeout_s", "header_timeout_s"])
+@pytest.mark.parametrize("short_timeout", ["body_timeout_s", "header_timeout_s"])
 def test_small_bodies_have_the_body_timeout(
-    tmp_path: Path, known_head: bool, impatient: str
+    tmp_path: Path, known_head: bool, short_timeout: str
 ) -> None:
     """The limit is --http-body-timeout-secs, independent of the one for heads."""
     body = simple_body()
-    limits: dict[str, Any] = {impatient: SECONDS}
+    limits: dict[str, Any] = {short_timeout: SECONDS}
     with rig(tmp_path, **limits) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         with raw_connection(model_rig.port) as connection:
             if known_head:
                 connection.sendall(head(len(body)) + body)
                 read_reply(connection).ok()
             connection.sendall(head(len(body)) + body[:100])
-            if impatient == "body_timeout_s":
+            if short_timeout == "body_timeout_s":
                 connection.settimeout(20 * SECONDS)
                 assert read_reply(connection).status == 408
                 return
@@ -420,7 +431,7 @@ def test_small_bodies_have_the_body_timeout(
 
 
 def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
-    """R15: bodies have a deadline."""
+    """Bodies have a deadline."""
     start_s = time.monotonic()
     with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(head(1_000_000))
@@ -437,9 +448,11 @@ def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
     assert time.monotonic() - start_s < 8 * SECONDS
 
 
-@pytest.mark.parametrize("reads", [0, 1, 1000])
-def test_a_client_that_does_not_read_is_disconnected(impatient_gateway: Rig, reads: int) -> None:
-    """R15: responses have a deadline, also for a client that reads a few bytes from time to
+@pytest.mark.parametrize("read_size", [0, 1, 1000])
+def test_a_client_that_does_not_read_is_disconnected(
+    impatient_gateway: Rig, read_size: int
+) -> None:
+    """Responses have a deadline, also for a client that reads a few bytes from time to
     time.
     """
     large_output = bytes(64 * MIB)
@@ -466,7 +479,7 @@ def test_a_client_that_does_not_read_is_disconnected(impatient_gateway: Rig, rea
         def is_cut_off() -> bool:
             nonlocal received
             with contextlib.suppress(BlockingIOError, ConnectionError):
-                received += len(connection.recv(reads)) if reads else 0
+                received += len(connection.recv(read_size)) if read_size else 0
             return port not in client_ports(impatient_gateway)
 
         until("the client is cut off", is_cut_off)
@@ -535,7 +548,7 @@ def make_bomb(name: str) -> bytes:
 
 @pytest.mark.parametrize("name", ["gzip", "deflate"])
 def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
-    """R13: what inflates to more than the limit is given up there."""
+    """Inflating a body stops at the size limit."""
     body = make_bomb(name)
     assert 10_000_000 < len(body) < 11_000_000
     memory_before = memory_of(gateway.process.pid)
@@ -547,7 +560,7 @@ def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
 
 
 def test_failures_leak_no_memory(gateway: Rig) -> None:
-    """R13, R14: memory of a refused body, received or inflated, is released."""
+    """Memory of a refused body, received or inflated, is released."""
     truncated = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
     wrong_cases: list[tuple[bytes, dict[str, str]]] = [
         (truncated, {"Content-Encoding": "gzip"}),
@@ -558,8 +571,8 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
         (b"x" * 200_000, {"Inference-Header-Content-Length": "100"}),
     ]
 
-    def fail(times: int) -> None:
-        for _ in range(times):
+    def fail(count: int) -> None:
+        for _ in range(count):
             for body, headers in wrong_cases:
                 assert gateway.http.infer("simple", body, headers).status in (400, 500)
 
@@ -571,7 +584,7 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
 def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
-    """R12: nesting has a limit."""
+    """The depth of nested values is limited."""
     reply = gateway.http.infer("simple", text.encode())
     assert (reply.status, reply.error) == (
         400,
@@ -580,7 +593,7 @@ def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
 
 
 def test_huge_numbers_of_strings_are_refused(gateway: Rig) -> None:
-    """R12: element counts are checked before memory is taken."""
+    """Element counts are checked before memory is taken."""
     data = (2**31).to_bytes(4, "little")
     reply = gateway.http.infer_binary("text", [("IN", "BYTES", [2**40], data)])
     assert reply.status in (200, 400)  # the worker counts; nothing here is allocated for it
@@ -605,20 +618,20 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
         gateway.open()
         gateway.http.get("/v2/health/live").ok()
-        answered = 0  # counted from the end of the body
-        sent, all_received = threading.Event(), threading.Event()
+        answered_count = 0  # counted from the end of the body
+        body_sent, all_received = threading.Event(), threading.Event()
 
         def parts() -> Iterator[bytes]:
             yield body
-            sent.set()
+            body_sent.set()
 
         def probe() -> None:
-            nonlocal answered
+            nonlocal answered_count
             http = Http(gateway.port)
             while not all_received.is_set():
-                was_sent = sent.is_set()
+                was_sent = body_sent.is_set()
                 http.get("/v2/health/live").ok()
-                answered += was_sent
+                answered_count += was_sent
             http.close()
 
         prober = threading.Thread(target=probe)
@@ -633,12 +646,12 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         os.close(fd)
     assert np.array_equal(np.frombuffer(raw, np.float32), values.astype(np.float32))
     assert len(body) > 25 * MIB
-    assert answered > 20  # parsed in one piece, hardly any request would be answered
+    assert answered_count > 20  # parsed in one piece, hardly any request would be answered
 
 
 @pytest.mark.parametrize("known_head", [False, True])
 def test_idle_connections_are_evicted(patient_gateway: Rig, known_head: bool) -> None:
-    """R15: many idle or incomplete connections keep no client out, and close no active
+    """Many idle or incomplete connections keep no client out, and close no active
     connection.
     """
     body = simple_body()
@@ -655,7 +668,7 @@ def test_idle_connections_are_evicted(patient_gateway: Rig, known_head: bool) ->
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"GET /v2 HT")
         with raw_connection(patient_gateway.port) as connection:
-            connection.sendall(HEALTH)
+            connection.sendall(HEALTH_REQUEST)
             assert read_reply(connection).status == 200
         sending.sendall(body[10:])
         assert read_reply(sending).status == 200
@@ -666,7 +679,7 @@ def test_connections_have_a_limit(patient_gateway: Rig) -> None:
 
     def is_alive(connection: socket.socket) -> bool:
         try:
-            connection.sendall(HEALTH)
+            connection.sendall(HEALTH_REQUEST)
             return read_reply(connection).status == 200
         except (ConnectionError, http.client.HTTPException):
             return False
@@ -674,10 +687,10 @@ def test_connections_have_a_limit(patient_gateway: Rig) -> None:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(raw_connection(patient_gateway.port)) for _ in range(70)]
         # An idle connection may be closed for one that is accepted later.
-        answered = [connection for connection in connections if is_alive(connection)]
-        assert 55 <= sum(map(is_alive, answered)) <= 60
+        live_connections = [connection for connection in connections if is_alive(connection)]
+        assert 55 <= sum(map(is_alive, live_connections)) <= 60
     with raw_connection(patient_gateway.port) as connection:
-        connection.sendall(HEALTH)
+        connection.sendall(HEALTH_REQUEST)
         assert read_reply(connection).status == 200
 
 
@@ -775,7 +788,7 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
         "body_timeout_s": 300.0,
     }
     with rig(tmp_path, **limits) as model_rig:
-        model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
+        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
         model_rig.open()
         infer = "/v2/models/simple/infer"
 
@@ -842,8 +855,10 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
         model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
         model_rig.open()
         with contextlib.ExitStack() as stack:
-            slow = [stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)]
-            for connection in slow:
+            slow_connections = [
+                stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)
+            ]
+            for connection in slow_connections:
                 connection.sendall(start + first_piece)
                 start_s = time.monotonic()
 
@@ -852,21 +867,21 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
                     return model_rig.http.infer_binary("id", [tensor]).status
                 return model_rig.http.post("/v2/models/id/infer", b" " * size).status
 
-            success = 200 if kind == "binary" else 500
+            expected_status = 200 if kind == "binary" else 500
             statuses: set[int] = set()
 
             def is_taken() -> bool:
                 statuses.add(send_request())
-                return success in statuses
+                return expected_status in statuses
 
             until("it is taken", is_taken)
-            assert statuses <= {503, success}
+            assert statuses <= {503, expected_status}
             assert time.monotonic() - start_s < 20, "before its own patience is over"
-            refusals = [reply for reply in map(read_reply, slow) if reply.status != 503]
+            refusals = [reply for reply in map(read_reply, slow_connections) if reply.status != 503]
             assert len(refusals) == 1
             assert (refusals[0].status, refusals[0].error) == (
                 408,
                 "the request body arrived too slowly while memory was short",
             )
             for _ in range(3):
-                assert send_request() == success
+                assert send_request() == expected_status

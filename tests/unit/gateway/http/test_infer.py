@@ -30,7 +30,7 @@ from shmserve.ipc.messages.supervision import Drain, Drained, Stop
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
-    SIMPLE,
+    SIMPLE_CONFIG,
     Rig,
     Scheduler,
     accepts_connections,
@@ -69,7 +69,7 @@ def gateway(tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def simple_scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, scheduler)
+    gateway.publish(SIMPLE_CONFIG, scheduler)
     return scheduler
 
 
@@ -90,12 +90,12 @@ class WaitingClient(threading.Thread):
     def __init__(self, port: int, model: str, body: Any, headers: Any = None) -> None:
         super().__init__(daemon=True)
         self._http = Http(port)
-        self._what = (model, body, headers)
+        self._request = (model, body, headers)
         self._reply: Reply | None = None
         self.start()
 
     def run(self) -> None:
-        self._reply = self._http.infer(*self._what)
+        self._reply = self._http.infer(*self._request)
         self._http.close()
 
     def reply(self) -> Reply:
@@ -156,15 +156,21 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Schedu
 
     rng = np.random.default_rng(7)
     one_output = [{"name": "OUTPUT1"}]
-    binary = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
-    for members in ({}, {"outputs": one_output}, {"outputs": binary, "id": "7"}):
+    binary_output = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
+    for members in ({}, {"outputs": one_output}, {"outputs": binary_output, "id": "7"}):
         for _ in range(5):
-            a, b = rng.integers(2, 2**30, (2, 16))
-            reply = infer_sums(a.tolist(), b.tolist(), **members)
-            sent = reply.tensors()
-            assert sent.pop("OUTPUT1").ravel().tolist() == (a - b).tolist()
-            assert all(received.ravel().tolist() == (a + b).tolist() for received in sent.values())
-            assert len(sent) == (members.get("outputs") is not one_output)
+            minuends, subtrahends = rng.integers(2, 2**30, (2, 16))
+            reply = infer_sums(minuends.tolist(), subtrahends.tolist(), **members)
+            response_tensors = reply.tensors()
+            assert (
+                response_tensors.pop("OUTPUT1").ravel().tolist()
+                == (minuends - subtrahends).tolist()
+            )
+            assert all(
+                received.ravel().tolist() == (minuends + subtrahends).tolist()
+                for received in response_tensors.values()
+            )
+            assert len(response_tensors) == (members.get("outputs") is not one_output)
         refusal = infer_sums([2] * 15 + [2.5], [3] * 16, **members)
         assert "attempt to access JSON non-signed-integer as signed-integer" in refusal.error
 
@@ -218,7 +224,7 @@ def test_the_shortest_deadline_counts(
 ) -> None:
     with rig(tmp_path, request_timeout_us=default_us) as gateway:
         scheduler = gateway.scheduler(add_sub)
-        gateway.publish(SIMPLE, scheduler)
+        gateway.publish(SIMPLE_CONFIG, scheduler)
         gateway.open()
         own_deadline = {"deadline_us": request_us, "timeout": 1}
         parameters = {**own_deadline, "priority": 3, "other": "x"} if request_us else {}
@@ -238,9 +244,9 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple_scheduler: S
     for _ in range(3):  # a repeated request has no limit of an earlier one
         gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30000"}).ok()
         gateway.http.infer("simple", simple_body()).ok()
-    limited, unlimited = simple_scheduler.submits[-2:]
-    assert limited.deadline_ns == limited.arrived_ns + 30_000_000_000
-    assert limited.deadline_origin == "the header 'X-Request-Timeout-Ms'"
+    limited_submit, unlimited = simple_scheduler.submits[-2:]
+    assert limited_submit.deadline_ns == limited_submit.arrived_ns + 30_000_000_000
+    assert limited_submit.deadline_origin == "the header 'X-Request-Timeout-Ms'"
     assert unlimited.deadline_ns == 0
     reply = gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30s"})
     assert reply.status == 400
@@ -269,16 +275,20 @@ def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Schedule
 
 def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.held = True
-    remains = WaitingClient(gateway.port, "simple", simple_body(id="stays"))
+    remaining_call = WaitingClient(gateway.port, "simple", simple_body(id="stays"))
     until("the request is there", lambda: simple_scheduler.waiting)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body(id="leaves"))
         until("the second request is there", lambda: len(simple_scheduler.waiting) == 2)
-    leaver = next(submit for _, submit in simple_scheduler.waiting if submit.request_id == "leaves")
-    until("it is cancelled", lambda: Cancel(leaver.id) in simple_scheduler.notices)
-    assert [o for o in simple_scheduler.notices if isinstance(o, Cancel)] == [Cancel(leaver.id)]
+    leaving_submit = next(
+        submit for _, submit in simple_scheduler.waiting if submit.request_id == "leaves"
+    )
+    until("it is cancelled", lambda: Cancel(leaving_submit.id) in simple_scheduler.notices)
+    assert [notice for notice in simple_scheduler.notices if isinstance(notice, Cancel)] == [
+        Cancel(leaving_submit.id)
+    ]
     simple_scheduler.answer_all()
-    assert remains.reply().ok().json()["id"] == "stays"
+    assert remaining_call.reply().ok().json()["id"] == "stays"
 
 
 def test_outputs_of_a_cancelled_request_are_released(
@@ -295,8 +305,8 @@ def test_outputs_of_a_cancelled_request_are_released(
         (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
     )
     simple_scheduler.answer_all()
-    release = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release in simple_scheduler.notices)
+    release_message = Release(os.getpid(), [memory_range.offset])
+    until("its output is released", lambda: release_message in simple_scheduler.notices)
     arena.close()
 
 
@@ -315,14 +325,14 @@ def test_the_loss_of_a_scheduler_loses_no_response(
     successor = Scheduler(gateway.run_dir, 99, add_sub)
     gateway.schedulers.append(successor)
     if published_first:
-        gateway.publish(SIMPLE, successor)
+        gateway.publish(SIMPLE_CONFIG, successor)
     gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
     if not published_first:
         # The move is not published yet, and requests go to the successor all the same.
         assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
-        gateway.publish(SIMPLE, successor)
+        gateway.publish(SIMPLE_CONFIG, successor)
     assert {caller.reply().ok().json()["id"] for caller in callers} == set("01234")
-    resubmits = {s.id: s for s in successor.submits if s.request_id != "new"}
+    resubmits = {submit.id: submit for submit in successor.submits if submit.request_id != "new"}
     assert resubmits == first_submits
     gateway.http.infer("simple", simple_body()).ok()
 
@@ -334,7 +344,7 @@ def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple_scheduler: 
         until("the request is there", lambda: simple_scheduler.waiting)
     until("it is cancelled", lambda: simple_scheduler.notices)
     successor = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, successor)
+    gateway.publish(SIMPLE_CONFIG, successor)
     gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
     gateway.http.infer("simple", simple_body(id="next")).ok()
     assert [submit.request_id for submit in successor.submits] == ["next"]
@@ -346,7 +356,7 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler:
     caller = WaitingClient(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple_scheduler.waiting)
     gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
-    unknown = "Request for unknown model: 'simple'"
+    unknown_model = "Request for unknown model: 'simple'"
     for path, status, text in (
         ("simple", 404, "has no available versions"),
         ("simple/versions/1", 503, "version 1 is not at ready state"),
@@ -354,10 +364,10 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler:
         ("simple/versions/2", 404, "version 2 is not found"),
     ):
         reply = http.infer(path, simple_body())
-        assert (reply.status, reply.error) == (status, f"{unknown} {text}")
+        assert (reply.status, reply.error) == (status, f"{unknown_model} {text}")
     simple_scheduler.answer_all()
     caller.reply().ok()
-    gateway.publish(SIMPLE, simple_scheduler)
+    gateway.publish(SIMPLE_CONFIG, simple_scheduler)
     simple_scheduler.held = False
     http.infer("simple", simple_body()).ok()
 
@@ -368,7 +378,7 @@ def test_a_moved_scheduler_receives_later_requests(
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     moved_scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, moved_scheduler)
+    gateway.publish(SIMPLE_CONFIG, moved_scheduler)
     http.infer("simple", simple_body()).ok()
     assert (len(simple_scheduler.submits), len(moved_scheduler.submits)) == (1, 1)
 
@@ -405,27 +415,27 @@ def any_size(gateway: Rig) -> Scheduler:
 def test_large_tensors_go_through_the_arena(
     gateway: Rig, any_size: Scheduler, encoding: str
 ) -> None:
-    a = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
+    large_array = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
     strings = b"".join(len(s).to_bytes(4, "little") + s for s in (b"x" * 5001, b"", b"yy"))
     texts = ["x" * 5001, "", "yy"]
     inputs: list[dict[str, Any]] = [
-        {"name": "A", "datatype": "FP32", "shape": [len(a)]},
+        {"name": "A", "datatype": "FP32", "shape": [len(large_array)]},
         {"name": "B", "datatype": "BYTES", "shape": [3]},
     ]
-    tail = b""
+    tail_bytes = b""
     if encoding == "json":
-        inputs[0]["data"] = a.astype(np.float64).tolist()
+        inputs[0]["data"] = large_array.astype(np.float64).tolist()
     else:
-        inputs[0]["parameters"] = {"binary_data_size": a.nbytes}
-        tail += a.tobytes()
+        inputs[0]["parameters"] = {"binary_data_size": large_array.nbytes}
+        tail_bytes += large_array.tobytes()
     if encoding in ("json", "mixed"):
         inputs[1]["data"] = texts
     else:
         inputs[1]["parameters"] = {"binary_data_size": len(strings)}
-        tail += strings
+        tail_bytes += strings
     header = json.dumps({"inputs": inputs}).encode()
     headers = {"Inference-Header-Content-Length": str(len(header))}
-    body: Any = header + tail
+    body: Any = header + tail_bytes
     if encoding == "json":
         headers = {}
     elif encoding == "gzip":
@@ -437,7 +447,7 @@ def test_large_tensors_go_through_the_arena(
     caller = WaitingClient(gateway.port, "large", body, headers)
     until("the request is there", lambda: any_size.waiting)
     first_input, second_input = inference_of(any_size.waiting[0][1]).inputs
-    assert read_content(first_input.data) == a.tobytes()
+    assert read_content(first_input.data) == large_array.tobytes()
     assert read_content(second_input.data) == strings
     assert first_input.data.offset % 64 == second_input.data.offset % 64 == 0  # type: ignore[union-attr]
     any_size.answer_all()
@@ -549,11 +559,11 @@ def answer_in_arena(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[
 
 @pytest.mark.parametrize("size", [20_000, 16 * MIB])
 @pytest.mark.parametrize("encoding", ["", "gzip"])
-@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("as_binary", [True, False])
 def test_outputs_in_a_workers_arena_are_read_and_released(
-    gateway: Rig, arena: Arena, size: int, encoding: str, binary: bool
+    gateway: Rig, arena: Arena, size: int, encoding: str, as_binary: bool
 ) -> None:
-    if size > MIB and not (binary or encoding):
+    if size > MIB and not (as_binary or encoding):
         size = 4 * MIB
     data = np.arange(size // 4, dtype=np.float32)
     answer, memory_range = answer_in_arena(arena, data.tobytes())
@@ -561,15 +571,15 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
     gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
     request = {
         "inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}],
-        "parameters": {"binary_data_output": binary},
+        "parameters": {"binary_data_output": as_binary},
     }
     headers = {"Accept-Encoding": encoding} if encoding else {}
     reply = gateway.http.infer("m", request, headers).ok()
     if encoding:
         reply = Reply(200, reply.headers, zlib.decompress(reply.body, 47))
     assert np.array_equal(reply.tensors()["OUT"], data)
-    release = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release in scheduler.notices)
+    release_message = Release(os.getpid(), [memory_range.offset])
+    until("the output is released", lambda: release_message in scheduler.notices)
 
 
 def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
@@ -587,8 +597,8 @@ def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> 
         chunks = [start]
         while sum(map(len, chunks)) < len(data):  # the head makes it more
             chunks.append(connection.recv(MIB))
-        release = Release(os.getpid(), [memory_range.offset])
-        until("it is released", lambda: release in scheduler.notices)
+        release_message = Release(os.getpid(), [memory_range.offset])
+        until("it is released", lambda: release_message in scheduler.notices)
         while not b"".join(chunks[-2:]).endswith(data[-100:]):
             chunks.append(connection.recv(MIB))
     assert b"".join(chunks).endswith(data)
@@ -603,8 +613,8 @@ def test_outputs_are_released_when_the_client_disconnects(gateway: Rig, arena: A
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
         assert connection.recv(1000)
-    release = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release in scheduler.notices)
+    release_message = Release(os.getpid(), [memory_range.offset])
+    until("the output is released", lambda: release_message in scheduler.notices)
 
 
 def test_memory_of_an_exited_worker_fails_the_request(gateway: Rig) -> None:
@@ -894,9 +904,9 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Sch
     simple_scheduler.held = True
     caller = WaitingClient(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple_scheduler.waiting)
-    with raw_connection(gateway.port) as idle:
+    with raw_connection(gateway.port) as idle_connection:
         gateway.send(Drain())
-        assert idle.recv(1) == b""
+        assert idle_connection.recv(1) == b""
     assert not gateway.received_of(Drained)
     simple_scheduler.answer_all()
     assert caller.reply().ok().headers["Connection"] == "close"
@@ -948,6 +958,7 @@ def test_no_connection_is_accepted_before_the_models_are_published(tmp_path: Pat
         send(connection, "simple", simple_body())
         scheduler = gateway.scheduler(add_sub)
         gateway.send(
-            publication(SIMPLE, scheduler), HealthChanged(live=True, ready=True, exiting=False)
+            publication(SIMPLE_CONFIG, scheduler),
+            HealthChanged(live=True, ready=True, exiting=False),
         )
         assert read_reply(connection).status == 200

@@ -44,7 +44,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
-from tests.rigs.gateway_rig import SIMPLE, identity_config
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, identity_config
 
 NUMERIC = [name for name in NUMPY_DTYPES if name not in ("BYTES", "FP16", "BOOL")]
 LIMIT = 1 << 20
@@ -158,13 +158,15 @@ def test_errors_contain_the_offset(text: str, offset: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"[":', "}]")])
-def test_nesting_is_limited(opening: str, closing: str) -> None:
-    levels = 50 if opening.startswith("[{") else 100
-    assert loads(f"{opening * levels}1{closing * levels}".encode())
+@pytest.mark.parametrize(
+    ("opening_bracket", "closing_bracket"), [("[", "]"), ('{"a":', "}"), ('[{"[":', "}]")]
+)
+def test_nesting_is_limited(opening_bracket: str, closing_bracket: str) -> None:
+    levels = 50 if opening_bracket.startswith("[{") else 100
+    assert loads(f"{opening_bracket * levels}1{closing_bracket * levels}".encode())
     for depth in (levels + 1, 1500, 100_000):
         with pytest.raises(InvalidArgument, match=r"maximum allowed limit \(100\)"):
-            loads(f"{opening * depth}1{closing * depth}".encode())
+            loads(f"{opening_bracket * depth}1{closing_bracket * depth}".encode())
 
 
 @pytest.mark.parametrize("depth", [100, 500, 5000])
@@ -595,12 +597,12 @@ def test_dimensions_and_parameters_are_limited() -> None:
     [("BYTES", ["a"] * 300_000), ("BYTES", [["b"]] * 300_000), ("BOOL", [True, False] * 150_000)],
 )
 def test_the_event_loop_runs_while_a_long_list_is_decoded(datatype: str, values: list[Any]) -> None:
-    turns = 0
+    turn_count = 0
 
     async def count_turns() -> None:
-        nonlocal turns
+        nonlocal turn_count
         while True:
-            turns += 1
+            turn_count += 1
             await asyncio.sleep(0)
 
     async def read(header: bytes) -> InferRequest:
@@ -612,7 +614,7 @@ def test_the_event_loop_runs_while_a_long_list_is_decoded(datatype: str, values:
     tensor = {"name": "A", "datatype": datatype, "shape": [300_000], "data": values}
     wire = asyncio.run(read(json.dumps({"inputs": [tensor]}).encode()))
     assert wire.inputs[0].data == tensors.decode(values, datatype, 300_000, "A")
-    assert turns > 5
+    assert turn_count > 5
 
 
 def test_long_lists_have_the_errors_of_short_lists() -> None:
@@ -631,14 +633,18 @@ def test_long_lists_have_the_errors_of_short_lists() -> None:
 
 
 def test_long_strings_are_encoded_in_parts() -> None:
-    words = [f"{number}\N{SNOWMAN}" for number in range(50_000)]
-    raw = b"".join(struct.pack("<I", len(word.encode())) + word.encode() for word in words)
+    texts = [f"{number}\N{SNOWMAN}" for number in range(50_000)]
+    raw = b"".join(struct.pack("<I", len(word.encode())) + word.encode() for word in texts)
     parts = list(tensors.encode_parts(memoryview(raw), "BYTES", (50_000,), "A"))
     assert len(parts) > 3
-    assert json.loads(b"".join(parts)) == words
-    for shape, broken in (((50_001,), raw), ((50_000,), raw[:-1]), ((50_000,), raw[:-10] + b"1")):
+    assert json.loads(b"".join(parts)) == texts
+    for shape, broken_data in (
+        ((50_001,), raw),
+        ((50_000,), raw[:-1]),
+        ((50_000,), raw[:-10] + b"1"),
+    ):
         with pytest.raises(Internal, match="internal error"):
-            list(tensors.encode_parts(broken, "BYTES", shape, "A"))
+            list(tensors.encode_parts(broken_data, "BYTES", shape, "A"))
 
 
 # --- binary ---------------------------------------------------------------------------------
@@ -706,10 +712,10 @@ def test_a_response_contains_the_requested_outputs() -> None:
         ("A", True),
         ("B", False),
     ]
-    filled = template.fill(
+    filled_response = template.fill(
         "", list(datas.values())
     )  # C's bytes are in the answer, and are not sent
-    assert filled is not None and filled[1] == [b"\1\2"]
+    assert filled_response is not None and filled_response[1] == [b"\1\2"]
     assert template.fill("", [b"\1", b"\3\4", b""]) is None  # the size contradicts the shape
     # The number of values differs from that of the outputs.
     assert template.fill("", [b"\1\2", b"\3\4"]) is None
@@ -720,7 +726,7 @@ def test_a_response_contains_the_requested_outputs() -> None:
 
 
 def test_an_output_must_fit_its_region() -> None:
-    signature = Signature(ModelSpec.of(SIMPLE), "1")
+    signature = Signature(ModelSpec.of(SIMPLE_CONFIG), "1")
     check_capacity(signature, "OUTPUT0", 128, 2)
     with pytest.raises(
         Internal, match=r"output 'OUTPUT0' \(127 bytes\) should be at least 128 bytes"
@@ -777,9 +783,9 @@ def inflate(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
 
 @given(st.binary(max_size=3000), st.integers(1, 4000), st.sampled_from(["gzip", "deflate"]))
 def test_compressed_bodies_round_trip(raw: bytes, step: int, encoding: str) -> None:
-    packed = b"".join(compress_pieces([raw[:100], memoryview(raw)[100:]], encoding))
-    assert inflate(packed, step=step) == raw
-    assert (gzip if encoding == "gzip" else zlib).decompress(packed) == raw
+    compressed_body = b"".join(compress_pieces([raw[:100], memoryview(raw)[100:]], encoding))
+    assert inflate(compressed_body, step=step) == raw
+    assert (gzip if encoding == "gzip" else zlib).decompress(compressed_body) == raw
 
 
 def test_compressed_bodies_may_have_several_members() -> None:
@@ -794,7 +800,7 @@ def test_arbitrary_bytes_are_inflated_or_refused(raw: bytes) -> None:
 
 
 def test_compressed_bodies_without_output_are_refused() -> None:
-    """R13: members, or blocks, with nothing in them are not read for ever."""
+    """Reading stops after a limited number of empty members or blocks."""
     empty_streams = gzip.compress(b"") * 100
     with pytest.raises(InvalidArgument, match="mostly overhead"):
         list(Inflater(LIMIT).feed(empty_streams))

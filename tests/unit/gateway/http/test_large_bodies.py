@@ -10,56 +10,65 @@ from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json.large_bodies import Packed, long_prompt, parse_large
 from shmserve.gateway.http.json.parser import LARGE, JsonFault
 
-LONGEST = {"m": 100, "vast": 1 << 24}
-LONG = "a" * (LARGE + 1)
+MAX_PROMPT_LENGTHS = {"m": 100, "vast": 1 << 24}
+LONG_PROMPT = "a" * (LARGE + 1)
 
 
 @pytest.mark.parametrize(
     ("body", "expected_error"),
     [
-        ({"model": "m", "prompt": LONG}, "prompt: the prompt is longer"),
-        ({"model": "m", "prompt": ["a", LONG]}, "prompt: the prompt is longer"),
+        ({"model": "m", "prompt": LONG_PROMPT}, "prompt: the prompt is longer"),
+        ({"model": "m", "prompt": ["a", LONG_PROMPT]}, "prompt: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 101}, "101 tokens exceed the limit of 100"),
         ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens exceed the limit of 100"),
-        ({"model": "m", "messages": [{"role": "user", "content": LONG}]}, "messages: the prompt"),
-        ({"model": "m", "input": LONG}, "input: the prompt is longer"),
-        ({"model": "m", "input": [{"role": "user", "content": LONG}]}, "input: the prompt is"),
-        ({"text_input": LONG}, "text_input: the prompt is longer"),
+        (
+            {"model": "m", "messages": [{"role": "user", "content": LONG_PROMPT}]},
+            "messages: the prompt",
+        ),
+        ({"model": "m", "input": LONG_PROMPT}, "input: the prompt is longer"),
+        (
+            {"model": "m", "input": [{"role": "user", "content": LONG_PROMPT}]},
+            "input: the prompt is",
+        ),
+        ({"text_input": LONG_PROMPT}, "text_input: the prompt is longer"),
         ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
         ({"model": "m", "tokens": [5] * 101}, "tokens: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 100}, ""),
-        ({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 5}, ""),
-        ({"text_input": LONG, "parameters": {"truncate_prompt_tokens": 5}}, ""),
+        ({"model": "m", "prompt": LONG_PROMPT, "truncate_prompt_tokens": 5}, ""),
+        ({"text_input": LONG_PROMPT, "parameters": {"truncate_prompt_tokens": 5}}, ""),
         (
-            {"model": "m", "prompt": "a", "stop": LONG * 2},
+            {"model": "m", "prompt": "a", "stop": LONG_PROMPT * 2},
             "stop: 2097156 bytes exceed the limit of 2097152",
         ),
         (
-            {"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG, LONG]},
+            {"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG_PROMPT, LONG_PROMPT]},
             "x: 2097161 bytes exceed",
         ),
         (
-            {"text_input": "a", "parameters": {"x": LONG, "y": LONG + "b"}},
+            {"text_input": "a", "parameters": {"x": LONG_PROMPT, "y": LONG_PROMPT + "b"}},
             "y: 1048580 bytes exceed",
         ),
-        ({"model": "m", "messages": [], "documents": [LONG]}, "documents: the prompt is longer"),
-        ({"model": "nobody", "x": LONG * 2}, ""),
-        ({"model": "vast", "prompt": LONG}, ""),
-        ({"model": "nobody", "prompt": LONG}, ""),
+        (
+            {"model": "m", "messages": [], "documents": [LONG_PROMPT]},
+            "documents: the prompt is longer",
+        ),
+        ({"model": "nobody", "x": LONG_PROMPT * 2}, ""),
+        ({"model": "vast", "prompt": LONG_PROMPT}, ""),
+        ({"model": "nobody", "prompt": LONG_PROMPT}, ""),
         ({"model": "m", "prompt": None}, ""),
         ({"model": "m", "prompt": [True, 5]}, ""),
         ({"model": ["m"], "prompt": "a"}, ""),
-        ([LONG], ""),
+        ([LONG_PROMPT], ""),
     ],
 )
 def test_a_prompt_that_is_too_long_is_found(body: Any, expected_error: str) -> None:
-    error = long_prompt(body, LONGEST, "m")
+    error = long_prompt(body, MAX_PROMPT_LENGTHS, "m")
     assert expected_error in error if expected_error else not error
 
 
-def parse(body: Any, *packed: str, model: str = "m") -> Any:
+def parse(body: Any, *packed_fields: str, model: str = "m") -> Any:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return asyncio.run(parse_large([raw[:9], raw[9:]], LONGEST, packed, model))
+    return asyncio.run(parse_large([raw[:9], raw[9:]], MAX_PROMPT_LENGTHS, packed_fields, model))
 
 
 def test_prompts_are_returned_as_bytes_in_pieces() -> None:
@@ -95,11 +104,11 @@ def test_prompts_are_returned_as_bytes_in_pieces() -> None:
 def test_prompts_keep_their_values(prompt: Any) -> None:
     prompts = parse({"prompt": prompt, "x": "x"}, "prompt")["prompt"]
     values = prompts if isinstance(prompts, list) else [prompts]
-    unpacked = [
+    unpacked_values = [
         prompt_value.value() if isinstance(prompt_value, Packed) else prompt_value
         for prompt_value in values
     ]
-    assert (unpacked if isinstance(prompts, list) else unpacked[0]) == prompt
+    assert (unpacked_values if isinstance(prompts, list) else unpacked_values[0]) == prompt
 
 
 def test_only_named_fields_are_packed() -> None:
@@ -109,7 +118,7 @@ def test_only_named_fields_are_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "fault"),
+    ("messages", "fault_index"),
     [
         ([{"role": "user", "content": "é"}], None),
         ([{"role": "user"}, {"role": 3}], 1),
@@ -117,10 +126,12 @@ def test_only_named_fields_are_packed() -> None:
         ([None, "a"], 0),
     ],
 )
-def test_messages_are_json_with_the_first_one_without_a_role(messages: Any, fault: int) -> None:
-    packed = parse({"messages": messages}, "messages")["messages"]
-    assert (packed.kind, packed.fault) == ("messages", fault)
-    assert json.loads(b"".join(packed.pieces)) == packed.value() == messages
+def test_messages_are_json_with_the_first_one_without_a_role(
+    messages: Any, fault_index: int
+) -> None:
+    packed_messages = parse({"messages": messages}, "messages")["messages"]
+    assert (packed_messages.kind, packed_messages.fault) == ("messages", fault_index)
+    assert json.loads(b"".join(packed_messages.pieces)) == packed_messages.value() == messages
 
 
 def test_tokens_are_the_bytes_of_a_tensor() -> None:

@@ -140,3 +140,15 @@ def test_unknown_fields_are_logged_once_or_refused(
     ]
     text = refusal({"temprature": 1}, refuse=True)
     assert text == "temprature: unknown field, did you mean 'temperature'?"
+
+
+def test_the_first_unknown_fields_are_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_warned", set())
+    names = [f"field_{index}" for index in range(50)]
+    with caplog.at_level(logging.WARNING):
+        select(dict.fromkeys(names, 1))
+    assert [record.args for record in caplog.records] == [(name,) for name in names[:16]]
+    assert refusal(dict.fromkeys(names, 1), refuse=True).count("unknown field") == 16
+    assert refusal(dict.fromkeys(names, float("nan"))).count("not a finite number") == 16

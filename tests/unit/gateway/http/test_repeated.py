@@ -19,7 +19,7 @@ from shmserve.ipc.messages.supervision import Drain, Drained
 from shmserve.ipc.scheduler_client import NO_SCHEDULER
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
-from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
+from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, Scheduler, add_sub, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, raw_connection, read_reply
 
@@ -68,7 +68,7 @@ def read_sums(reply: Reply) -> list[int]:
 def repeated(tmp_path: Path) -> Iterator[RepeatedConnection]:
     with rig(tmp_path, arena_byte_size=ARENA) as gateway:
         scheduler = gateway.scheduler(add_sub)
-        gateway.publish(SIMPLE, scheduler)
+        gateway.publish(SIMPLE_CONFIG, scheduler)
         gateway.open()
         until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
         with raw_connection(gateway.port) as connection:
@@ -123,8 +123,8 @@ def test_a_response_with_another_schema_is_sent(repeated: RepeatedConnection) ->
     repeated.scheduler.compute = compute
     reply = repeated.send_request(40)
     assert reply.ok().tensors()["OUTPUT0"].ravel().tolist() == values.tolist()
-    release = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release in repeated.scheduler.notices)
+    release_message = Release(os.getpid(), [memory_range.offset])
+    until("its output is released", lambda: release_message in repeated.scheduler.notices)
     repeated.scheduler.compute = add_sub
     assert repeated.is_right(41)
     arena.close()
@@ -200,7 +200,7 @@ def test_a_request_without_a_scheduler_fails_at_once(repeated: RepeatedConnectio
         reply = repeated.send_request(64)
         assert reply.status == 503 and reply.error.endswith(NO_SCHEDULER)
     successor = repeated.gateway.scheduler(add_sub)
-    repeated.gateway.publish(SIMPLE, successor)
+    repeated.gateway.publish(SIMPLE_CONFIG, successor)
     assert repeated.is_right(65)
     assert "Traceback" not in repeated.gateway.log
 
@@ -208,30 +208,30 @@ def test_a_request_without_a_scheduler_fails_at_once(repeated: RepeatedConnectio
 def test_a_moved_scheduler_receives_later_requests(repeated: RepeatedConnection) -> None:
     """Holds for a scheduler that was withdrawn without a successor, too."""
     moved_scheduler = repeated.gateway.scheduler(add_sub)
-    repeated.gateway.publish(SIMPLE, moved_scheduler)
+    repeated.gateway.publish(SIMPLE_CONFIG, moved_scheduler)
     assert repeated.is_right(66)
     assert len(moved_scheduler.submits) == 1
     repeated.gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
     assert repeated.send_request(67).status == 404
     assert "Request for unknown model" in repeated.send_request(67).error
-    repeated.gateway.publish(SIMPLE, moved_scheduler)
+    repeated.gateway.publish(SIMPLE_CONFIG, moved_scheduler)
     assert repeated.is_right(68)
 
 
 def test_a_new_version_becomes_the_latest(repeated: RepeatedConnection) -> None:
     """Though the one before it is there still."""
     later_scheduler = repeated.gateway.scheduler(add_sub)
-    repeated.gateway.publish(SIMPLE, later_scheduler, "2")
+    repeated.gateway.publish(SIMPLE_CONFIG, later_scheduler, "2")
     assert repeated.is_right(69)
     assert len(later_scheduler.submits) == 1
 
 
 def test_responses_during_a_drain_close_the_connection(repeated: RepeatedConnection) -> None:
     repeated.hold_request(70)
-    with raw_connection(repeated.gateway.port) as idle:
+    with raw_connection(repeated.gateway.port) as idle_connection:
         repeated.gateway.http.get("/v2/health/live").ok()  # that is accepted
         repeated.gateway.send(Drain())
-        assert idle.recv(1) == b""
+        assert idle_connection.recv(1) == b""
     assert not repeated.gateway.received_of(Drained)
     repeated.scheduler.answer_all()
     reply = read_reply(repeated.connection)

@@ -126,8 +126,8 @@ def test_a_head_is_authorised_once_and_unknown_paths_never() -> None:
     request = Request("GET", "/v2/health")
     assert handle(request).status == handle(request).status == 200
     assert request.scopes == ["health"]
-    unknown = Request("GET", "/nowhere", PermissionDenied("no"))
-    assert (handle(unknown).status, unknown.scopes) == (404, [])
+    unknown_request = Request("GET", "/nowhere", PermissionDenied("no"))
+    assert (handle(unknown_request).status, unknown_request.scopes) == (404, [])
     for method in ("GET", "PUT"):
         assert handle(Request(method, "/any")).status == 200
 
@@ -210,10 +210,10 @@ def test_other_origins_have_no_permission() -> None:
     plain_headers = parse_headers(handle(Request("POST", "/v1/chat/bad"), cors=cors))
     assert not [name for name in plain_headers if name.startswith("access-control")]
     preflight_headers["Access_Control_Request_Headers"] = "x\r\ny"
-    strange = parse_headers(
+    foreign_headers = parse_headers(
         handle(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
     )
-    assert "access-control-allow-headers" not in strange
+    assert "access-control-allow-headers" not in foreign_headers
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_other_origins_have_no_permission() -> None:
         ("POST", "/v2/models/m/infer", 200, b""),
     ],
 )
-def test_the_metrics_listener_has_a_table_of_its_own(
+def test_the_metrics_listener_has_its_own_routes(
     method: str, target: str, status: int, body: bytes
 ) -> None:
     class Exporter:
@@ -246,12 +246,12 @@ def test_the_metrics_listener_has_a_table_of_its_own(
 
 class Transport:
     """A transport that records the written bytes; the client disconnects at write number
-    `leaves`.
+    `lost_after`.
     """
 
     def __init__(self, lost_after: int = -1) -> None:
         self.written: list[bytes] = []
-        self.leaves = lost_after
+        self.lost_after = lost_after
         self.writing_paused = False
         self.transport = self
 
@@ -260,7 +260,7 @@ class Transport:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
-        self.writing_paused = len(self.written) == self.leaves
+        self.writing_paused = len(self.written) == self.lost_after
 
     async def drain(self) -> None:
         raise ConnectionResetError("the client has disconnected")

@@ -30,7 +30,7 @@ from tests.support.messages import inference_of
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, join_bytes, read_reply
 
-REPEAT = {
+REPEAT_MODEL = {
     **model_config(
         "repeat",
         0,
@@ -39,7 +39,7 @@ REPEAT = {
     ),
     "model_transaction_policy": {"decoupled": True},
 }
-EVENTS = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 LINES = "application/x-ndjson"
 NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
@@ -59,7 +59,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
     scheduler.held = True
-    gateway.publish(REPEAT, scheduler)
+    gateway.publish(REPEAT_MODEL, scheduler)
     return scheduler
 
 
@@ -290,14 +290,14 @@ def test_errors_before_the_submission(gateway: Rig, scheduler: Scheduler, verb: 
         reply = http.post(path, body, headers)
         assert (reply.status, reply.error) == (status, text)
         assert reply.headers["Content-Type"] == "application/json"
-    for duplicated in (b'{"IN": 1, "parameters": {"IN": 1}}', b'{"IN": 1, "IN": 1}'):
-        reply = http.post(path, duplicated)
+    for duplicated_body in (b'{"IN": 1, "parameters": {"IN": 1}}', b'{"IN": 1, "IN": 1}'):
+        reply = http.post(path, duplicated_body)
         assert (reply.status, reply.error) == (
             400,
             "[request id: <id_unknown>] input 'IN' already exists in request",
         )
-    unknown = http.post(f"/v2/models/nope/{verb}", {"IN": 1})
-    assert (unknown.status, unknown.error) == (
+    unknown_reply = http.post(f"/v2/models/nope/{verb}", {"IN": 1})
+    assert (unknown_reply.status, unknown_reply.error) == (
         404,
         "Request for unknown model: 'nope' is not found",
     )
@@ -326,7 +326,7 @@ def test_infer_as_events_and_as_lines(send: Any) -> None:
         }
         for data in ([1], [2], [3], [4, 5])
     ]
-    for accept in (EVENTS, LINES):
+    for accept in (EVENT_STREAM, LINES):
         call = send("infer", accept=accept)
         responses = [response(call.number, *entry["outputs"][0]["data"]) for entry in expected]  # type: ignore[index]
         call.respond(*responses, end(call.number))
@@ -359,11 +359,11 @@ def test_infer_as_a_stream_of_an_ordinary_model(gateway: Rig) -> None:
 
 
 def test_errors_of_infer_as_a_stream(send: Any) -> None:
-    call = send("infer", accept=EVENTS)
+    call = send("infer", accept=EVENT_STREAM)
     call.respond(error(call.number, "bad", final=True))
     reply = call.reply()
     assert (reply.status, reply.error) == (404, "bad")
-    call = send("infer", accept=EVENTS)
+    call = send("infer", accept=EVENT_STREAM)
     call.respond(response(call.number, 1), error(call.number, "bad", final=True))
     assert events(call.reply().ok())[1] == {"error": "bad"}
 
@@ -433,7 +433,7 @@ def test_unread_outputs_are_released(send: Any, scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("verb", ["generate", "generate_stream", "infer"])
 def test_a_disconnect_cancels_the_request(send: Any, verb: str, response_count: int) -> None:
     """Before the first response, and after it."""
-    call = send(verb, accept=EVENTS)
+    call = send(verb, accept=EVENT_STREAM)
     for value in range(response_count):
         call.respond(response(call.number, value))
         if verb != "generate":
@@ -444,24 +444,25 @@ def test_a_disconnect_cancels_the_request(send: Any, verb: str, response_count: 
 
 def test_credit_is_returned_for_responses_that_are_read(send: Any) -> None:
     call = send("generate_stream")
-    sent = 0
-    while sent < 500:
-        count = FIRST_CREDIT + call.granted - sent
-        call.respond(*(response(call.number, sent + k) for k in range(count)))
-        sent += count
-        until("there is credit", lambda min_granted=sent - FIRST_CREDIT: call.granted > min_granted)  # type: ignore[misc]
+    sent_count = 0
+    while sent_count < 500:
+        count = FIRST_CREDIT + call.granted - sent_count
+        call.respond(*(response(call.number, sent_count + k) for k in range(count)))
+        sent_count += count
+        unread = sent_count - FIRST_CREDIT
+        until("there is credit", lambda unread=unread: call.granted > unread)  # type: ignore[misc]
     call.respond(end(call.number))
-    assert [event["OUT"] for event in events(call.reply().ok())] == list(range(sent))
+    assert [event["OUT"] for event in events(call.reply().ok())] == list(range(sent_count))
 
 
 def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(send: Any) -> None:
     """The client is disconnected after the stall timeout; its unread responses use bounded
     memory."""
     call = send("infer", accept=LINES)
-    sent = 0
-    while not call.cancelled and sent < 10_000:
-        count = FIRST_CREDIT + call.granted - sent
+    sent_count = 0
+    while not call.cancelled and sent_count < 10_000:
+        count = FIRST_CREDIT + call.granted - sent_count
         call.respond(*(response(call.number, *range(4000)) for _ in range(count)))
-        sent += count
+        sent_count += count
     until("it is given up", lambda: call.cancelled)
-    assert sent * 16_000 < 64 << 20
+    assert sent_count * 16_000 < 64 << 20

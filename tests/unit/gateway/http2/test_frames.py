@@ -88,26 +88,29 @@ def _describe_state(engine: Engine) -> Any:
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
 )
 def test_events_are_equal_for_any_split(
-    sent: list[bytes], incomplete_frame: bytes, steps: list[int]
+    sent_frames: list[bytes], incomplete_frame: bytes, steps: list[int]
 ) -> None:
     """Nor how many frames are handled in a turn."""
-    stream = wire.OPENED + b"".join(sent) + incomplete_frame
+    stream = wire.CLIENT_OPENING + b"".join(sent_frames) + incomplete_frame
     limits = Limits(frame=16384, window=70000)
-    uncut = Engine(limits).take(stream)
-    split_engine, slow = Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1))
+    whole_engine = Engine(limits).take(stream)
+    split_engine, limited_engine = (
+        Engine(limits),
+        Engine(Limits(frame=16384, window=70000, frames=1)),
+    )
     offset = count = 0
     while offset < len(stream):
         step = steps[count % len(steps)]
         split_engine.take(stream[offset : offset + step])
         offset, count = offset + step, count + 1
-    slow.take(stream)
-    assert _describe_state(split_engine) == _describe_state(uncut)
-    assert _describe_state(slow) == _describe_state(uncut)
+    limited_engine.take(stream)
+    assert _describe_state(split_engine) == _describe_state(whole_engine)
+    assert _describe_state(limited_engine) == _describe_state(whole_engine)
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
     """The bytes are frames, or the connection is closed with an error."""
-    engine = Engine().take(wire.OPENED + data)
+    engine = Engine().take(wire.CLIENT_OPENING + data)
     assert engine.gone is None or engine.http2.closing
     assert Engine().take(data).http2.received_frames == 0

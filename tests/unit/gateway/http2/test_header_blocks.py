@@ -20,7 +20,7 @@ from shmserve.gateway.http2.header_blocks import (
 from tests.support.wire.http2_engine import RequestFields
 
 REQUEST = b"\x83\x86\x84"
-_LARGEST = 65536
+_MAX_LIST_SIZE = 65536
 
 names = st.sampled_from([b"a", b"b", b"te", b"grpc-timeout", b"x" * 50])
 values = st.sampled_from([b"", b"b", b"trailers", b"1S", b"y" * 60, b"z" * 200])
@@ -54,7 +54,10 @@ blocks = st.builds(
 @settings(max_examples=300)
 @given(st.lists(blocks, min_size=1, max_size=4), st.lists(st.integers(0, 11), max_size=25))
 def test_cached_blocks_equal_decoded_blocks(known_blocks: list[bytes], order: list[int]) -> None:
-    own_decoder, hpack_decoder = HeaderDecoder(RequestFields, _LARGEST), Decoder(_LARGEST)
+    own_decoder, hpack_decoder = (
+        HeaderDecoder(RequestFields, _MAX_LIST_SIZE),
+        Decoder(_MAX_LIST_SIZE),
+    )
     for number in order:
         block, change = known_blocks[number % len(known_blocks)], number % 3
         try:
@@ -81,36 +84,36 @@ def test_cached_blocks_equal_decoded_blocks(known_blocks: list[bytes], order: li
 @given(st.integers(0), st.lists(st.lists(st.tuples(names, values), max_size=4), max_size=30))
 def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, bytes]]]) -> None:
     """Header blocks of an encoder whose table size changes at times are decoded correctly."""
-    chance = random.Random(seed)
-    encoder, own_decoder = Encoder(), HeaderDecoder(RequestFields, _LARGEST)
-    start = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")]
+    rng = random.Random(seed)
+    encoder, own_decoder = Encoder(), HeaderDecoder(RequestFields, _MAX_LIST_SIZE)
+    pseudo_fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")]
     for fields in requests:
         fields = [(name, b"trailers" if name == b"te" else value) for name, value in fields]
-        if chance.random() < 0.2:
-            encoder.header_table_size = chance.choice([0, 40, 100, 4096])
+        if rng.random() < 0.2:
+            encoder.header_table_size = rng.choice([0, 40, 100, 4096])
         for _ in range(3):
-            block = encoder.encode([*start, *fields], huffman=chance.random() < 0.5)
-            assert list(own_decoder.decode_request(block)) == [*start, *fields]
+            block = encoder.encode([*pseudo_fields, *fields], huffman=rng.random() < 0.5)
+            assert list(own_decoder.decode_request(block)) == [*pseudo_fields, *fields]
 
 
 def test_a_repeated_block_is_decoded_once() -> None:
-    reads: list[object] = []
+    read_fields: list[object] = []
 
     def record_read(fields: Fields) -> RequestFields:
-        reads.append(fields)
+        read_fields.append(fields)
         return RequestFields(fields)
 
-    decoder = HeaderDecoder(record_read, _LARGEST)
+    decoder = HeaderDecoder(record_read, _MAX_LIST_SIZE)
     first_fields = decoder.decode_request(REQUEST)
     assert decoder.decode_request(REQUEST) is first_fields
-    assert len(reads) == 1
+    assert len(read_fields) == 1
     decoder.skip_block(b"\x40\x01a\x01b")  # the table is another
     assert decoder.decode_request(REQUEST) is not first_fields
 
 
 def test_a_change_of_the_table_is_detected_at_equal_length() -> None:
     """A new field replaces an evicted one, so that the same bytes have another meaning."""
-    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    decoder = HeaderDecoder(RequestFields, _MAX_LIST_SIZE)
     newest = REQUEST + b"\xbe"
     # The table has space for one field.
     decoder.decode_request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")
@@ -123,7 +126,7 @@ def test_a_change_of_the_table_is_detected_at_equal_length() -> None:
 
 
 def test_a_malformed_request_stays_malformed() -> None:
-    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    decoder = HeaderDecoder(RequestFields, _MAX_LIST_SIZE)
     for _ in range(3):
         with pytest.raises(StreamFault):
             decoder.decode_request(REQUEST[:2])
@@ -131,7 +134,7 @@ def test_a_malformed_request_stays_malformed() -> None:
 
 def test_the_cache_is_bounded() -> None:
     """Long blocks are not cached, since the memory is meant for frequent ones."""
-    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    decoder = HeaderDecoder(RequestFields, _MAX_LIST_SIZE)
     for number in range(1000):
         decoder.decode_request(REQUEST + encode_block(((b"a", b"%d" % number),)))
         assert len(decoder._heads) <= 64
@@ -141,7 +144,7 @@ def test_the_cache_is_bounded() -> None:
 
 
 def test_nothing_is_cached_without_access_to_the_table() -> None:
-    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    decoder = HeaderDecoder(RequestFields, _MAX_LIST_SIZE)
     decoder._can_cache = False
     assert decoder.decode_request(REQUEST) is not decoder.decode_request(REQUEST)
 

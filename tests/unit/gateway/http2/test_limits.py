@@ -15,13 +15,13 @@ from shmserve.gateway.http2.incoming import Budget, Limits
 from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     PING,
     PRIORITY,
     RESET,
@@ -32,11 +32,11 @@ from tests.support.wire.http2 import (
 )
 from tests.support.wire.http2_engine import Engine
 
-PADDED, UNKNOWN = 0x8, 0x16
+PADDED_FLAG, UNKNOWN_TYPE = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
-FORM = ResponseBlocks(b"\x88", b"\x88")
-SMALL = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
-_ENOUGH = 200  # more frames than any small limit allows
+RESPONSE_BLOCKS = ResponseBlocks(b"\x88", b"\x88")
+SMALL_LIMITS = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
+_FLOOD_SIZE = 200  # more frames than any small limit allows
 
 
 def begin(stream: int, *, end: bool = False, block: bytes = REQUEST) -> bytes:
@@ -54,7 +54,7 @@ class Clock:
 
 # --- resets by the client and resets that it provokes
 
-GIVEN_UP: dict[str, Callable[[int], bytes]] = {
+CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
     "rapid reset": lambda n: begin(n) + frame(RESET, 0, n, bytes(4)),
     "rapid reset of whole requests": lambda n: begin(n, end=True) + frame(RESET, 0, n, bytes(4)),
     "a window by nothing": lambda n: begin(n, end=True) + window(n, 0),
@@ -68,7 +68,7 @@ GIVEN_UP: dict[str, Callable[[int], bytes]] = {
         n, end=True, block=REQUEST + encode_block([(b"content-length", b"1")])
     ),
     "more data than was granted": lambda n: (
-        begin(n) + frame(DATA, 0, n, bytes(SMALL.window)) + frame(DATA, 0, n, b"1")
+        begin(n) + frame(DATA, 0, n, bytes(SMALL_LIMITS.window)) + frame(DATA, 0, n, b"1")
     ),
     "a malformed request": lambda n: begin(n, block=REQUEST[:2]),
     "malformed trailers": lambda n: begin(n) + begin(n, end=True, block=REQUEST),
@@ -76,17 +76,17 @@ GIVEN_UP: dict[str, Callable[[int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", GIVEN_UP)
+@pytest.mark.parametrize("name", CLIENT_RESETS)
 def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     """By the client, or by us because it has us do so: a number of them at once ends it."""
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED)
+    engine = Engine(SMALL_LIMITS, clock).take(CLIENT_OPENING)
     streams = iter(range(1, 100_000, 2))
-    for _ in range(SMALL.resets):
-        engine.take(GIVEN_UP[name](next(streams)))
+    for _ in range(SMALL_LIMITS.resets):
+        engine.take(CLIENT_RESETS[name](next(streams)))
         assert engine.gone is None
         assert not engine.http2.streams
-    engine.take(GIVEN_UP[name](next(streams)))
+    engine.take(CLIENT_RESETS[name](next(streams)))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) < 100
 
@@ -94,20 +94,20 @@ def test_too_many_stream_resets_end_the_connection(name: str) -> None:
 def test_resets_are_refilled_over_time() -> None:
     """A client that resets streams more slowly stays connected."""
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED)
+    engine = Engine(SMALL_LIMITS, clock).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
-        engine.take(GIVEN_UP["rapid reset"](number))
-        clock.now += 1 / SMALL.resets_per_s
+        engine.take(CLIENT_RESETS["rapid reset"](number))
+        clock.now += 1 / SMALL_LIMITS.resets_per_s
     assert engine.gone is None
 
 
 def test_responses_earn_stream_resets() -> None:
     """As clients with deadlines do, at any rate; and when their ends cross ours."""
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
-        engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
-        engine.take(GIVEN_UP["rapid reset of whole requests"](number + 2))
+        engine.http2.sending.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
+        engine.take(CLIENT_RESETS["rapid reset of whole requests"](number + 2))
         if number % 3 == 0:
             engine.take(frame(RESET, 0, number, bytes(4)))
     assert engine.gone is None
@@ -116,8 +116,8 @@ def test_responses_earn_stream_resets() -> None:
 # --- frames that carry nothing
 
 
-def _repeat(sent: bytes) -> Callable[[int], bytes]:
-    return lambda _: sent
+def _repeat(sent_data: bytes) -> Callable[[int], bytes]:
+    return lambda _: sent_data
 
 
 CONTROL: dict[str, Callable[[int], bytes]] = {
@@ -130,12 +130,12 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
     "PRIORITY": _repeat(frame(PRIORITY, 0, 7, bytes(5))),
     "PRIORITY of many streams": lambda n: frame(PRIORITY, 0, n + 1000, bytes(5)),
     "GOAWAY": _repeat(frame(GO_AWAY, 0, 0, bytes(8))),
-    "frames of no known kind": _repeat(frame(UNKNOWN, 0, 1, b"x")),
+    "frames of no known kind": _repeat(frame(UNKNOWN_TYPE, 0, 1, b"x")),
     "windows of all": _repeat(window(0, 1)),
     "windows of a stream": _repeat(window(1, 1)),
     "windows of a stream that is over": _repeat(window(3, 1)),
     "empty DATA": _repeat(frame(DATA, 0, 1)),
-    "DATA of nothing but padding": _repeat(frame(DATA, PADDED, 1, b"\x05" + bytes(5))),
+    "DATA of nothing but padding": _repeat(frame(DATA, PADDED_FLAG, 1, b"\x05" + bytes(5))),
     "DATA of a stream that we have ended": _repeat(frame(DATA, 0, 5, b"x")),
     "trailers of a stream that we have ended": _repeat(begin(5, block=b"")),
 }
@@ -147,42 +147,46 @@ def test_floods_end_the_connection(name: str) -> None:
     frames.
     """
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.send_response(engine.stream(3), FORM, ())
+    engine = Engine(SMALL_LIMITS, clock).take(
+        CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5)
+    )
+    engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
     sent_before = len(engine.sent)
-    for number in range(_ENOUGH):
+    for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= SMALL.control + 1
+    assert len(engine.sent) - sent_before <= SMALL_LIMITS.control + 1
 
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
-    engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.send_response(engine.stream(3), FORM, ())
+    engine = Engine(SMALL_LIMITS, clock).take(
+        CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5)
+    )
+    engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
-    for number in range(_ENOUGH):
+    for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
-        clock.now += 1 / SMALL.control_per_s
+        clock.now += 1 / SMALL_LIMITS.control_per_s
     assert engine.gone is None
 
 
 def test_calls_earn_control_frames() -> None:
     """A PING and a WINDOW_UPDATE for each call, as some clients send, at any rate."""
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 2000, 2):
         control_frames = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + control_frames)
-        engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
+        engine.http2.sending.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
     assert engine.gone is None
 
 
 def test_sent_data_earns_window_updates() -> None:
-    engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
     for _ in range(1000):
         engine.http2.sending.send_data(engine.stream(1), b"token")
         engine.take(window(0, 5) + window(1, 5))
@@ -191,14 +195,14 @@ def test_sent_data_earns_window_updates() -> None:
 
 def test_messages_in_one_frame_earn_window_updates_each() -> None:
     """A client may grant more for each message that its program takes, when all have come."""
-    engine = Engine(SMALL, Clock()).take(
-        OPENED + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
+    engine = Engine(SMALL_LIMITS, Clock()).take(
+        CLIENT_OPENING + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
     )
     engine.http2.sending.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
-    for _ in range(SMALL.control + 200):
+    for _ in range(SMALL_LIMITS.control + 200):
         engine.take(window(1, 32))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
 
@@ -208,7 +212,7 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
 
 def test_endless_continuations_are_refused() -> None:
     for piece in (b"", b"\x84"):
-        engine = Engine().take(OPENED + frame(HEADERS, END_STREAM, 1, REQUEST))
+        engine = Engine().take(CLIENT_OPENING + frame(HEADERS, END_STREAM, 1, REQUEST))
         for _ in range(Limits().continuations):
             assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is None
         assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is FaultCode.ENHANCE_YOUR_CALM
@@ -217,17 +221,17 @@ def test_endless_continuations_are_refused() -> None:
 def test_an_endless_header_block_is_refused() -> None:
     """By its bytes on the wire, before they are here."""
     limits = Limits(header_block=20000)
-    engine = Engine(limits).take(OPENED + frame(HEADERS, 0, 1, bytes(15000)))
+    engine = Engine(limits).take(CLIENT_OPENING + frame(HEADERS, 0, 1, bytes(15000)))
     assert engine.take(frame(CONTINUATION, 0, 1, bytes(5000))).gone is None
     assert engine.take(frame(CONTINUATION, 0, 1, b"x")).gone is FaultCode.ENHANCE_YOUR_CALM
     head = frame(HEADERS, END_HEADERS, 1, bytes(20001))[:9]
-    assert Engine(limits).take(OPENED + head).gone is FaultCode.ENHANCE_YOUR_CALM
+    assert Engine(limits).take(CLIENT_OPENING + head).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_a_header_list_is_limited_while_it_is_decoded() -> None:
     """The table has a large field, of which each reference takes one byte."""
     field = b"\x40\x01a\x7f\xc1\x1e" + b"x" * 4032
-    engine = Engine().take(OPENED + begin(1, block=REQUEST + field))
+    engine = Engine().take(CLIENT_OPENING + begin(1, block=REQUEST + field))
     tracemalloc.start()
     engine.take(begin(3, block=REQUEST + b"\xbe" * 50_000))
     peak = tracemalloc.get_traced_memory()[1]
@@ -237,7 +241,7 @@ def test_a_header_list_is_limited_while_it_is_decoded() -> None:
 
 
 def test_many_small_fields_are_refused() -> None:
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     assert engine.take(begin(1, block=REQUEST + b"\x90" * 3000)).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
@@ -248,37 +252,37 @@ def test_too_many_streams_are_refused() -> None:
     """Streams beyond the limit are refused; a client that continues to open them is
     disconnected.
     """
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(begin(number))
-    assert len(engine.requests) == SMALL.streams
+    assert len(engine.requests) == SMALL_LIMITS.streams
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.resets) == SMALL.resets
+    assert len(engine.resets) == SMALL_LIMITS.resets
 
 
 def test_data_beyond_the_window_is_refused() -> None:
     """Data beyond the granted window ends the stream."""
-    engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
-    for _ in range(SMALL.window // 16384 + 1):
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
+    for _ in range(SMALL_LIMITS.window // 16384 + 1):
         engine.take(frame(DATA, 0, 1, bytes(16384)))
     assert engine.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
-    assert len(engine.requests[1].data) <= SMALL.window
+    assert len(engine.requests[1].data) <= SMALL_LIMITS.window
 
 
 def test_incomplete_frames_are_bounded() -> None:
     """Data is not buffered; of any other incomplete frame at most its maximum size is."""
-    engine = Engine().take(OPENED + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
+    engine = Engine().take(CLIENT_OPENING + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
     for _ in range(60):
         engine.take(bytes(16384))
         assert not engine.http2._buffer
-    for kind in (PING, SETTINGS, RESET, WINDOW, PRIORITY, GO_AWAY, UNKNOWN):
+    for kind in (PING, SETTINGS, RESET, WINDOW, PRIORITY, GO_AWAY, UNKNOWN_TYPE):
         head = frame(kind, 0, 0, bytes(16385))[:9]
-        assert Engine().take(OPENED + head).gone is FaultCode.FRAME_SIZE_ERROR
+        assert Engine().take(CLIENT_OPENING + head).gone is FaultCode.FRAME_SIZE_ERROR
 
 
 def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
-    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
     engine.http2.sending.paused = True
     sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
@@ -286,16 +290,16 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
         if number in engine.requests:
             engine.http2.sending.send_head(engine.stream(number), b"\x88", end=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= SMALL.resets + 1
+    assert len(engine.sent) - sent_before <= SMALL_LIMITS.resets + 1
 
 
 # --- work
 
 
-def _frames_per_turn(engine: Engine, sent: bytes) -> Iterator[int]:
+def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
     """Return the number of frames handled in each turn for these bytes."""
     frames_before = engine.http2.received_frames
-    engine.http2.receive(sent)
+    engine.http2.receive(sent_data)
     while True:
         yield engine.http2.received_frames - frames_before
         if not engine.http2.pending:
@@ -316,44 +320,44 @@ def _frames_per_turn(engine: Engine, sent: bytes) -> Iterator[int]:
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
-    engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
+    engine = Engine(Limits(frames=100, control=10**6)).take(CLIENT_OPENING + begin(1))
     handled = list(_frames_per_turn(engine, piece * 1000))
-    turns = [frames_per_turn] * (1000 // frames_per_turn)
-    assert handled in (turns, [*turns, 0])
+    expected_turns = [frames_per_turn] * (1000 // frames_per_turn)
+    assert handled in (expected_turns, [*expected_turns, 0])
 
 
 @pytest.mark.parametrize(("size", "requests_per_turn"), [(0, 10), (70, 8), (5000, 1)])
 def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
     """Long header blocks more than short ones, in one frame or in several."""
     field = encode_block([(b"a", b"x" * size)])
-    for sent in (
+    for sent_frames in (
         [begin(number, block=REQUEST + field) for number in range(1, 81, 2)],
         [
             frame(HEADERS, 0, number, REQUEST) + frame(CONTINUATION, END_HEADERS, number, field)
             for number in range(1, 81, 2)
         ],
     ):
-        engine = Engine(Limits(frames=100, stream_cost=9)).take(OPENED)
-        handled = list(_frames_per_turn(engine, b"".join(sent)))
+        engine = Engine(Limits(frames=100, stream_cost=9)).take(CLIENT_OPENING)
+        handled = list(_frames_per_turn(engine, b"".join(sent_frames)))
         assert max(handled) <= 2 * requests_per_turn
         assert len(engine.http2.streams) == 40
 
 
 def test_frames_received_meanwhile_stay_in_order() -> None:
     limits = Limits(frames=10)
-    engine = Engine(limits).take(OPENED)
+    engine = Engine(limits).take(CLIENT_OPENING)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
     while engine.http2.pending:
         engine.http2.receive(b"")
-    answers = [sent.payload for sent in engine.flush()]
+    answers = [sent_frame.payload for sent_frame in engine.flush()]
     assert answers == [struct.pack(">Q", number) for number in range(40)]
 
 
 def test_nothing_is_pending_after_the_connection_failed() -> None:
     engine = Engine(Limits(frames=10))
-    engine.http2.receive(OPENED + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
+    engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
     assert engine.http2.closing
     assert not engine.http2.pending
     assert not engine.http2._buffer
@@ -367,7 +371,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
         nonlocal look_count
         look_count += 1
 
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     streams = range(1, 1001, 2)
     for number in streams:
         engine.take(begin(number, end=True))
@@ -415,7 +419,7 @@ def test_a_refill_does_not_exceed_the_capacity(actions: list[tuple[str, int]]) -
     """The sum is bounded by the capacity and the refill, and a burst by twice the capacity."""
     clock = Clock()
     budget = Budget(10, 2.0, clock, "things")
-    spent, available = 0, 10.0
+    spent_budget, available = 0, 10.0
     for action, count in actions:
         if action == "earn":
             budget.add_tokens(count)
@@ -429,6 +433,6 @@ def test_a_refill_does_not_exceed_the_capacity(actions: list[tuple[str, int]]) -
                 while at_once < count:
                     budget.take_token()
                     at_once += 1
-            spent += at_once
-            assert spent <= available
+            spent_budget += at_once
+            assert spent_budget <= available
             assert at_once <= 2 * 10 + 1

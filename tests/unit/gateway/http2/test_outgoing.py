@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     RESET,
     SETTINGS,
     frame,
@@ -23,7 +23,7 @@ from tests.support.wire.http2 import (
 from tests.support.wire.http2_engine import Engine, Frame
 
 HEAD, TRAILERS = b"\x88", b"\x00\x01t\x01t"
-FORM = ResponseBlocks(HEAD, TRAILERS)
+RESPONSE_BLOCKS = ResponseBlocks(HEAD, TRAILERS)
 INITIAL_WINDOW, MAX_FRAME = 4, 5
 _STREAMS = (1, 3, 5)
 
@@ -43,21 +43,21 @@ class Client:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        self.engine.take(OPENED + begin(*_STREAMS))
+        self.engine.take(CLIENT_OPENING + begin(*_STREAMS))
         self.sending = self.engine.http2.sending
-        self.window, self.initial, self.frame = 65535, 65535, 16384
+        self.window, self.initial_window, self.frame = 65535, 65535, 16384
         self.windows = dict.fromkeys(_STREAMS, 65535)
         self.queued = dict.fromkeys(_STREAMS, b"")
         self.received = dict.fromkeys(_STREAMS, b"")
         self.trailers: set[int] = set()
         self.ended: set[int] = set()
-        self.given_up: set[int] = set()
-        self.seen = len(self.engine.sent)
+        self.reset_streams: set[int] = set()
+        self.seen_count = len(self.engine.sent)
 
-    def look(self) -> None:
+    def check_frames(self) -> None:
         """Check the frames sent since the last call."""
         self.engine.flush()
-        new_frames, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
+        new_frames, self.seen_count = self.engine.sent[self.seen_count :], len(self.engine.sent)
         for item in new_frames:
             if item.kind == DATA:
                 assert item.stream not in self.ended
@@ -73,29 +73,29 @@ class Client:
         for stream in _STREAMS:
             queued_bytes = self.queued[stream][len(self.received[stream]) :]
             assert self.queued[stream].startswith(self.received[stream])
-            if stream in self.given_up or self.sending.paused:
+            if stream in self.reset_streams or self.sending.paused:
                 continue
             if queued_bytes:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
             elif stream in self.trailers:
                 assert stream in self.ended
 
-    def do(self, action: str, stream: int, size: int) -> None:
-        target = self.engine.stream(stream)
-        server = stream not in self.trailers | self.given_up
+    def perform(self, action: str, stream: int, size: int) -> None:
+        sent_stream = self.engine.stream(stream)
+        server = stream not in self.trailers | self.reset_streams
         if action == "data" and server:
             piece = bytes((size & 0xFF,)) * size
             self.queued[stream] += piece
-            self.sending.send_data(target, piece)
+            self.sending.send_data(sent_stream, piece)
         elif action == "trailers" and server:
             self.trailers.add(stream)
-            self.sending.send_trailers(target, TRAILERS)
+            self.sending.send_trailers(sent_stream, TRAILERS)
         elif action == "respond" and server and not self.queued[stream]:
             self.trailers.add(stream)
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
-            self.sending.send_response(target, FORM, pieces)
-        elif action == "grant" and stream not in self.ended | self.given_up:
+            self.sending.send_response(sent_stream, RESPONSE_BLOCKS, pieces)
+        elif action == "grant" and stream not in self.ended | self.reset_streams:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
         elif action == "grant all":
@@ -103,8 +103,8 @@ class Client:
             self.engine.take(window(0, size + 1))
         elif action == "initial":
             for number in self.windows:
-                self.windows[number] += size - self.initial
-            self.initial = size
+                self.windows[number] += size - self.initial_window
+            self.initial_window = size
             self.engine.take(settings_frame(INITIAL_WINDOW, size))
         elif action == "frame":
             self.frame = 16384 + size
@@ -115,9 +115,9 @@ class Client:
             self.sending.paused = False
             self.sending.resume()
         elif action == "give up" and size < 1000:
-            self.given_up.add(stream)
+            self.reset_streams.add(stream)
             self.engine.take(frame(RESET, 0, stream, bytes(4)))
-        self.look()
+        self.check_frames()
 
 
 action_strategy = st.tuples(
@@ -138,31 +138,31 @@ def test_data_is_sent_within_any_windows(actions: list[tuple[str, int, int]]) ->
     """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
     client = Client()
     for action, stream, size in actions:
-        client.do(action, stream, size)
-    client.do("resume", 1, 0)
+        client.perform(action, stream, size)
+    client.perform("resume", 1, 0)
     for stream in _STREAMS:
-        client.do("trailers", stream, 0)
-    client.do("initial", 1, 2**24)
-    client.do("grant all", 1, 2**25)
-    assert client.ended | client.given_up == set(_STREAMS)
+        client.perform("trailers", stream, 0)
+    client.perform("initial", 1, 2**24)
+    client.perform("grant all", 1, 2**25)
+    assert client.ended | client.reset_streams == set(_STREAMS)
     assert not client.engine.http2.streams
     assert not client.sending.waiting_streams
     assert client.engine.gone is None
 
 
 def test_a_response_is_three_frames() -> None:
-    engine = Engine().take(OPENED + begin(1))
+    engine = Engine().take(CLIENT_OPENING + begin(1))
     completions: list[int] = []
     stream = engine.stream(1)
     stream.on_sent = lambda: completions.append(1)
-    engine.http2.sending.send_response(stream, FORM, (b"01", b"23"))
+    engine.http2.sending.send_response(stream, RESPONSE_BLOCKS, (b"01", b"23"))
     assert engine.flush() == [
         Frame(HEADERS, END_HEADERS, 1, HEAD),
         Frame(DATA, 0, 1, b"0123"),
         Frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
     ]
     assert completions == [1]
-    engine.http2.sending.send_response(stream, FORM, (b"again",))
+    engine.http2.sending.send_response(stream, RESPONSE_BLOCKS, (b"again",))
     engine.http2.sending.send_head(stream, HEAD)
     engine.http2.sending.send_data(stream, b"more")
     engine.http2.sending.send_trailers(stream, TRAILERS)
@@ -172,27 +172,31 @@ def test_a_response_is_three_frames() -> None:
 
 def test_a_response_before_the_end_of_the_request() -> None:
     """8.1: the rest of the request is not wanted."""
-    engine = Engine().take(OPENED + begin(1, end=False))
-    engine.http2.sending.send_response(engine.stream(1), FORM, (b"no",))
+    engine = Engine().take(CLIENT_OPENING + begin(1, end=False))
+    engine.http2.sending.send_response(engine.stream(1), RESPONSE_BLOCKS, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
 def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     """None of them has all of a window that is given in small pieces."""
-    engine = Engine().take(OPENED + begin(1, 3, 5, 7) + settings_frame(INITIAL_WINDOW, 2**20))
+    engine = Engine().take(
+        CLIENT_OPENING + begin(1, 3, 5, 7) + settings_frame(INITIAL_WINDOW, 2**20)
+    )
     sending = engine.http2.sending
     for number in (1, 3, 5, 7):
         sending.send_data(engine.stream(number), bytes(100_000))
     sent_before = {number: engine.stream(number).sent_bytes for number in (1, 3, 5, 7)}
     for _ in range(40):
         engine.take(window(0, 100))
-    gained = [engine.stream(number).sent_bytes - sent for number, sent in sent_before.items()]
-    assert gained == [1000] * 4
+    gained_bytes = [
+        engine.stream(number).sent_bytes - sent_bytes for number, sent_bytes in sent_before.items()
+    ]
+    assert gained_bytes == [1000] * 4
 
 
 def test_a_long_response_does_not_block_other_streams() -> None:
     """Of a window for all of them each has a turn, not the first all of it."""
-    engine = Engine().take(OPENED + begin(1, 3) + settings_frame(INITIAL_WINDOW, 2**30))
+    engine = Engine().take(CLIENT_OPENING + begin(1, 3) + settings_frame(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(2**23))
     sending.send_data(engine.stream(3), bytes(2**16))
@@ -202,7 +206,7 @@ def test_a_long_response_does_not_block_other_streams() -> None:
 
 
 def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1, 3))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(100))
     sending.send_data(engine.stream(3), bytes(10))
@@ -216,7 +220,7 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     """While the socket accepts no bytes, a stream is not finished, even if little is left to
     send.
     """
-    engine = Engine().take(OPENED + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     sending = engine.http2.sending
     sending.paused = True
     sending.send_head(engine.stream(1), HEAD + TRAILERS, end=True)
@@ -233,12 +237,12 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
 
 
 def test_trailers_need_no_window() -> None:
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
-    sending.send_response(engine.stream(1), FORM, ())
+    sending.send_response(engine.stream(1), RESPONSE_BLOCKS, ())
     sending.paused = True
-    sending.send_response(engine.stream(3), FORM, ())
+    sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     sending.paused = False
     sending.resume()
     assert not engine.http2.streams
@@ -246,7 +250,7 @@ def test_trailers_need_no_window() -> None:
 
 def test_progress_is_reported() -> None:
     """A task that waits for the client to read written data is woken."""
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
     engine.http2.sending.send_data(stream, bytes(25))
     queued_sizes: list[int] = []
@@ -258,14 +262,14 @@ def test_progress_is_reported() -> None:
 
 def test_a_long_header_block_is_split() -> None:
     """4.2, 6.10: a client need not take frames of more than 16 KiB."""
-    engine = Engine().take(OPENED + begin(1, 3))
+    engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     block = bytes(40000)
     sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, HEAD)
     sending.send_data(stream, b"x")
     sending.send_trailers(stream, block)
-    sent = engine.flush()
-    assert [(item.kind, item.flags, len(item.payload)) for item in sent] == [
+    sent_frames = engine.flush()
+    assert [(item.kind, item.flags, len(item.payload)) for item in sent_frames] == [
         (HEADERS, END_HEADERS, 1),
         (DATA, 0, 1),
         (HEADERS, END_STREAM, 16384),
@@ -275,7 +279,7 @@ def test_a_long_header_block_is_split() -> None:
 
 
 def test_a_dropped_stream_is_released() -> None:
-    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     engine.http2.sending.send_data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))
     assert not engine.http2.sending.waiting_streams

@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.gateway.http2.frames import FaultCode
-from tests.support.wire.http2 import END_HEADERS, END_STREAM, HEADERS, OPENED, frame
+from tests.support.wire.http2 import CLIENT_OPENING, END_HEADERS, END_STREAM, HEADERS, frame
 from tests.support.wire.http2_engine import Case, Engine
 
 BROKEN = (FaultCode.COMPRESSION_ERROR,)
@@ -20,14 +20,21 @@ def headers_frame(block: bytes, stream: int = 1) -> bytes:
 
 def broken_case(section: str, title: str, *blocks: bytes) -> Case:
     """Check that the last of these blocks is malformed."""
-    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
-    return Case(section, title, sent, ends=BROKEN)
+    sent_frames = b"".join(
+        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
+    )
+    return Case(section, title, sent_frames, ends=BROKEN)
 
 
 def valid_case(section: str, title: str, *blocks: bytes) -> Case:
-    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
+    sent_frames = b"".join(
+        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
+    )
     return Case(
-        section, title, sent, served=tuple((2 * index + 1, b"") for index in range(len(blocks)))
+        section,
+        title,
+        sent_frames,
+        served=tuple((2 * index + 1, b"") for index in range(len(blocks))),
     )
 
 
@@ -143,7 +150,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("section", EXAMPLES)
 def test_the_examples(section: str) -> None:
     """Three requests in a row, without and with Huffman's code."""
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     for index, block in enumerate(EXAMPLES[section]):
         engine.take(headers_frame(bytes.fromhex(block), 2 * index + 1))
     host = (b":authority", b"www.example.com")

@@ -8,13 +8,13 @@ from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.incoming import Limits
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     GO_AWAY,
     HEADERS,
-    OPENED,
     PING,
     PREFACE,
     PRIORITY,
@@ -32,9 +32,9 @@ FLOW = (FaultCode.FLOW_CONTROL_ERROR,)
 PUSH_PROMISE, UNKNOWN = 5, 0x16
 PADDED = 0x8
 
-GET = post("/x")
-BEGUN = frame(HEADERS, END_HEADERS, 1, GET)
-WHOLE = frame(HEADERS, END_HEADERS | END_STREAM, 1, GET)
+POST = post("/x")
+BEGUN = frame(HEADERS, END_HEADERS, 1, POST)
+WHOLE = frame(HEADERS, END_HEADERS | END_STREAM, 1, POST)
 LAST = frame(DATA, END_STREAM, 1, b"data")
 SERVED = ((1, b"data"),)
 NO_SETTINGS = frame(SETTINGS, 0, 0)
@@ -67,7 +67,7 @@ CASES = [
     Case("4.1", "unknown flags of PING", frame(PING, 0xFE, 0, bytes(8))),
     Case("4.1", "unknown flags of SETTINGS", frame(SETTINGS, 0xFE, 0)),
     Case(
-        *("4.1", "unknown flags of HEADERS", frame(HEADERS, END_HEADERS | 0xD2, 1, GET) + LAST),
+        *("4.1", "unknown flags of HEADERS", frame(HEADERS, END_HEADERS | 0xD2, 1, POST) + LAST),
         served=SERVED,
     ),
     Case(
@@ -80,7 +80,8 @@ CASES = [
     Case(
         "4.1",
         "the reserved bit of a stream's frames",
-        frame(HEADERS, END_HEADERS, 0x80000001, GET) + frame(DATA, END_STREAM, 0x80000001, b"data"),
+        frame(HEADERS, END_HEADERS, 0x80000001, POST)
+        + frame(DATA, END_STREAM, 0x80000001, b"data"),
         served=SERVED,
     ),
     Case(
@@ -100,18 +101,21 @@ CASES = [
     Case(
         "4.3",
         "a block that PRIORITY interrupts",
-        frame(HEADERS, 0, 1, GET) + frame(PRIORITY, 0, 1, bytes(5)),
+        frame(HEADERS, 0, 1, POST) + frame(PRIORITY, 0, 1, bytes(5)),
         PROTOCOL,
     ),
     Case(
         "4.3",
         "a block that HEADERS of another stream interrupts",
-        frame(HEADERS, 0, 1, GET) + frame(HEADERS, END_HEADERS, 3, GET),
+        frame(HEADERS, 0, 1, POST) + frame(HEADERS, END_HEADERS, 3, POST),
         PROTOCOL,
     ),
-    Case(*("4.3", "a block that DATA interrupts", frame(HEADERS, 0, 1, GET) + LAST), PROTOCOL),
+    Case(*("4.3", "a block that DATA interrupts", frame(HEADERS, 0, 1, POST) + LAST), PROTOCOL),
     Case(
-        "4.3", "a block that SETTINGS interrupts", frame(HEADERS, 0, 1, GET) + NO_SETTINGS, PROTOCOL
+        "4.3",
+        "a block that SETTINGS interrupts",
+        frame(HEADERS, 0, 1, POST) + NO_SETTINGS,
+        PROTOCOL,
     ),
     Case(
         "4.3",
@@ -125,7 +129,7 @@ CASES = [
     Case(
         "5.5",
         "an unknown frame in a header block",
-        frame(HEADERS, 0, 1, GET) + frame(UNKNOWN, 0, 1, bytes(4)),
+        frame(HEADERS, 0, 1, POST) + frame(UNKNOWN, 0, 1, bytes(4)),
         PROTOCOL,
     ),
     Case("5.5", "an unknown setting", settings_frame((0xFF, 1))),
@@ -148,7 +152,7 @@ CASES = [
     ),
     Case("6.5.3", "the first of two is wrong", settings_frame((5, 1), (5, 2**14)), PROTOCOL),
     # --- PUSH_PROMISE
-    Case("6.6", "a PUSH_PROMISE", BEGUN + frame(PUSH_PROMISE, 4, 1, bytes(4) + GET), PROTOCOL),
+    Case("6.6", "a PUSH_PROMISE", BEGUN + frame(PUSH_PROMISE, 4, 1, bytes(4) + POST), PROTOCOL),
     Case("6.6", "a PUSH_PROMISE of no stream", frame(PUSH_PROMISE, 4, 0, bytes(4)), PROTOCOL),
     # --- PING
     Case("6.7", "a PING", frame(PING, 0, 0, b"12345678")),
@@ -166,7 +170,7 @@ CASES = [
     Case("7", "an unknown code of GOAWAY", frame(GO_AWAY, 0, 0, bytes(4) + b"\0\0\0\xff")),
     Case("7", "an unknown code of RST_STREAM", BEGUN + frame(RESET, 0, 1, b"\0\0\0\xff")),
     # --- CONTINUATION of nothing, in general
-    Case("6.10", "of no stream", frame(CONTINUATION, END_HEADERS, 0, GET), PROTOCOL),
+    Case("6.10", "of no stream", frame(CONTINUATION, END_HEADERS, 0, POST), PROTOCOL),
 ]
 
 
@@ -187,15 +191,17 @@ def test_the_servers_settings_are_its_first_frame() -> None:
 
 def test_a_ping_is_acknowledged_with_its_payload() -> None:
     """6.7: once, and no answer is answered."""
-    engine = Engine().take(OPENED + frame(PING, 0, 0, b"12345678") + frame(PING, ACK, 0, b"x" * 8))
-    answers = [sent for sent in engine.sent if sent.kind == PING]
+    engine = Engine().take(
+        CLIENT_OPENING + frame(PING, 0, 0, b"12345678") + frame(PING, ACK, 0, b"x" * 8)
+    )
+    answers = [sent_frame for sent_frame in engine.sent if sent_frame.kind == PING]
     assert answers == [Frame(PING, ACK, 0, b"12345678")]
     assert engine.acknowledged == [b"x" * 8]
 
 
 def test_each_settings_frame_is_acknowledged() -> None:
     """6.5.3."""
-    engine = Engine().take(OPENED + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
+    engine = Engine().take(CLIENT_OPENING + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
     assert engine.http2.sending.initial_window == 2
     assert not engine.http2.settings_acknowledged
@@ -204,27 +210,29 @@ def test_each_settings_frame_is_acknowledged() -> None:
 
 def test_goaway_names_the_last_stream() -> None:
     """6.8, 5.4.1: the highest that may have been served; and nothing is handled behind it."""
-    engine = Engine().take(OPENED + BEGUN + frame(HEADERS, END_HEADERS, 7, GET) + frame(PING, 0, 0))
+    engine = Engine().take(
+        CLIENT_OPENING + BEGUN + frame(HEADERS, END_HEADERS, 7, POST) + frame(PING, 0, 0)
+    )
     assert engine.sent[-1].payload[:8] == struct.pack(">II", 7, FaultCode.FRAME_SIZE_ERROR)
     sent_before = len(engine.sent)
-    engine.take(frame(HEADERS, END_HEADERS, 9, GET) + frame(PING, 0, 0, bytes(8)))
+    engine.take(frame(HEADERS, END_HEADERS, 9, POST) + frame(PING, 0, 0, bytes(8)))
     assert 9 not in engine.requests
     assert len(engine.sent) == sent_before
 
 
 def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:
     """6.8: the last stream of a GOAWAY is never higher than that of the one before."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     engine.http2.send_goaway(final=False)
-    engine.take(frame(HEADERS, END_HEADERS, 3, GET))
+    engine.take(frame(HEADERS, END_HEADERS, 3, POST))
     assert 3 in engine.requests
     engine.http2.send_goaway(final=True)
-    engine.take(frame(HEADERS, END_HEADERS, 5, GET))
+    engine.take(frame(HEADERS, END_HEADERS, 5, POST))
     engine.http2.send_goaway(final=True)
     assert 5 not in engine.requests
     engine.take(frame(PING, 0, 0))
-    named = [
+    last_stream_ids = [
         struct.unpack_from(">I", item.payload)[0] for item in engine.sent if item.kind == GO_AWAY
     ]
-    assert named == [2**31 - 1, 3, 3, 3]
+    assert last_stream_ids == [2**31 - 1, 3, 3, 3]
     assert engine.resets[5] is FaultCode.REFUSED_STREAM

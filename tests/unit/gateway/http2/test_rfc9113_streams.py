@@ -9,12 +9,12 @@ from shmserve.gateway.http2.incoming import Limits
 from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     ACK,
+    CLIENT_OPENING,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    OPENED,
     PING,
     PRIORITY,
     RESET,
@@ -33,16 +33,16 @@ FLOW = (FaultCode.FLOW_CONTROL_ERROR,)
 PADDED, HAS_PRIORITY = 0x8, 0x20
 WHOLE = END_HEADERS | END_STREAM
 
-GET = post("/x")
-FORM = ResponseBlocks(b"\x88", b"\x88")
-BEGUN = frame(HEADERS, END_HEADERS, 1, GET)
-ASKED = frame(HEADERS, WHOLE, 1, GET)
+POST = post("/x")
+BLOCKS = ResponseBlocks(b"\x88", b"\x88")
+BEGUN = frame(HEADERS, END_HEADERS, 1, POST)
+REQUEST = frame(HEADERS, WHOLE, 1, POST)
 LAST = frame(DATA, END_STREAM, 1, b"data")
 SERVED = ((1, b"data"),)
 EMPTY = ((1, b""),)
-GIVEN_UP = BEGUN + frame(RESET, 0, 1, b"\0\0\0\x08")
+ABORTED = BEGUN + frame(RESET, 0, 1, b"\0\0\0\x08")
 TRAILERS = frame(HEADERS, WHOLE, 1, b"")
-SIGN = frame(PING, 0, 0, bytes(8))
+PING_FRAME = frame(PING, 0, 0, bytes(8))
 
 
 def priority_frame(stream: int, dependency: int = 0) -> bytes:
@@ -64,8 +64,8 @@ CASES = [
     Case("5.1", "idle: DATA", LAST, PROTOCOL),
     Case("5.1", "idle: RST_STREAM", frame(RESET, 0, 1, bytes(4)), PROTOCOL),
     Case("5.1", "idle: WINDOW_UPDATE", window(1, 1), PROTOCOL),
-    Case("5.1", "idle: CONTINUATION", frame(CONTINUATION, END_HEADERS, 1, GET), PROTOCOL),
-    Case("5.1", "idle: PRIORITY", priority_frame(1) + ASKED, served=EMPTY),
+    Case("5.1", "idle: CONTINUATION", frame(CONTINUATION, END_HEADERS, 1, POST), PROTOCOL),
+    Case("5.1", "idle: PRIORITY", priority_frame(1) + REQUEST, served=EMPTY),
     Case("5.1", "idle: DATA of a stream of ours", frame(DATA, 0, 2, b"x"), PROTOCOL),
     Case("5.1", "idle: RST_STREAM of a stream of ours", frame(RESET, 0, 2, bytes(4)), PROTOCOL),
     # --- open
@@ -76,42 +76,42 @@ CASES = [
         served=SERVED,
     ),
     # --- half closed
-    Case("5.1", "half closed: DATA", ASKED + LAST, CLOSED),
+    Case("5.1", "half closed: DATA", REQUEST + LAST, CLOSED),
     Case("5.1", "half closed by DATA: DATA", BEGUN + LAST + frame(DATA, 0, 1), CLOSED),
-    Case("5.1", "half closed: HEADERS", ASKED + BEGUN, CLOSED),
-    Case("5.1", "half closed: trailers", ASKED + TRAILERS, CLOSED),
+    Case("5.1", "half closed: HEADERS", REQUEST + BEGUN, CLOSED),
+    Case("5.1", "half closed: trailers", REQUEST + TRAILERS, CLOSED),
     Case(
-        *("5.1", "half closed: CONTINUATION", ASKED + frame(CONTINUATION, END_HEADERS, 1, b"")),
+        *("5.1", "half closed: CONTINUATION", REQUEST + frame(CONTINUATION, END_HEADERS, 1, b"")),
         (*PROTOCOL, *CLOSED),
     ),
-    Case("5.1", "half closed: WINDOW_UPDATE", ASKED + window(1, 1), served=EMPTY),
-    Case("5.1", "half closed: PRIORITY", ASKED + priority_frame(1), served=EMPTY),
-    Case("5.1", "half closed: RST_STREAM", ASKED + frame(RESET, 0, 1, bytes(4))),
+    Case("5.1", "half closed: WINDOW_UPDATE", REQUEST + window(1, 1), served=EMPTY),
+    Case("5.1", "half closed: PRIORITY", REQUEST + priority_frame(1), served=EMPTY),
+    Case("5.1", "half closed: RST_STREAM", REQUEST + frame(RESET, 0, 1, bytes(4))),
     # --- closed by the client's RST_STREAM
-    Case("5.1", "given up: DATA", GIVEN_UP + LAST, CLOSED),
-    Case("5.1", "given up: HEADERS", GIVEN_UP + BEGUN, CLOSED),
+    Case("5.1", "given up: DATA", ABORTED + LAST, CLOSED),
+    Case("5.1", "given up: HEADERS", ABORTED + BEGUN, CLOSED),
     Case(
-        *("5.1", "given up: CONTINUATION", GIVEN_UP + frame(CONTINUATION, 4, 1, b"")),
+        *("5.1", "given up: CONTINUATION", ABORTED + frame(CONTINUATION, 4, 1, b"")),
         (*PROTOCOL, *CLOSED),
     ),
-    Case("5.1", "given up: WINDOW_UPDATE", GIVEN_UP + window(1, 1)),
-    Case("5.1", "given up: PRIORITY", GIVEN_UP + priority_frame(1)),
-    Case("5.1", "given up: RST_STREAM", GIVEN_UP + frame(RESET, 0, 1, bytes(4))),
+    Case("5.1", "given up: WINDOW_UPDATE", ABORTED + window(1, 1)),
+    Case("5.1", "given up: PRIORITY", ABORTED + priority_frame(1)),
+    Case("5.1", "given up: RST_STREAM", ABORTED + frame(RESET, 0, 1, bytes(4))),
     # --- identifiers
-    Case("5.1.1", "an even stream", frame(HEADERS, WHOLE, 2, GET), PROTOCOL),
+    Case("5.1.1", "an even stream", frame(HEADERS, WHOLE, 2, POST), PROTOCOL),
     Case(
-        *("5.1.1", "a lower stream than before", frame(HEADERS, WHOLE, 5, GET) + ASKED),
+        *("5.1.1", "a lower stream than before", frame(HEADERS, WHOLE, 5, POST) + REQUEST),
         (*PROTOCOL, *CLOSED),
     ),
     Case(
         "5.1.1",
         "DATA of a stream that was passed over",
-        frame(HEADERS, WHOLE, 5, GET) + LAST,
+        frame(HEADERS, WHOLE, 5, POST) + LAST,
         CLOSED,
     ),
-    Case("5.1.1", "the same stream again", ASKED + ASKED, CLOSED),
+    Case("5.1.1", "the same stream again", REQUEST + REQUEST, CLOSED),
     Case(
-        *("5.1.1", "streams that are passed over", ASKED + frame(HEADERS, WHOLE, 9, GET)),
+        *("5.1.1", "streams that are passed over", REQUEST + frame(HEADERS, WHOLE, 9, POST)),
         served=((1, b""), (9, b"")),
     ),
     # --- priorities
@@ -126,7 +126,7 @@ CASES = [
     Case(
         "5.3",
         "HEADERS that depend on themselves",
-        frame(HEADERS, WHOLE | HAS_PRIORITY, 1, struct.pack(">IB", 1, 0) + GET),
+        frame(HEADERS, WHOLE | HAS_PRIORITY, 1, struct.pack(">IB", 1, 0) + POST),
         served=EMPTY,
     ),
     # --- DATA
@@ -150,19 +150,22 @@ CASES = [
         served=SERVED,
     ),
     # --- HEADERS
-    Case("6.2", "HEADERS of no stream", frame(HEADERS, WHOLE, 0, GET), PROTOCOL),
+    Case("6.2", "HEADERS of no stream", frame(HEADERS, WHOLE, 0, POST), PROTOCOL),
     Case(
-        *("6.2", "padding", frame(HEADERS, WHOLE | PADDED, 1, b"\x03" + GET + bytes(3))),
+        *("6.2", "padding", frame(HEADERS, WHOLE | PADDED, 1, b"\x03" + POST + bytes(3))),
         served=EMPTY,
     ),
     Case(
         "6.2",
         "padding and a priority",
-        frame(HEADERS, WHOLE | PADDED | HAS_PRIORITY, 1, b"\x03" + bytes(5) + GET + bytes(3)),
+        frame(HEADERS, WHOLE | PADDED | HAS_PRIORITY, 1, b"\x03" + bytes(5) + POST + bytes(3)),
         served=EMPTY,
     ),
     Case(
-        "6.2", "more padding than frame", frame(HEADERS, WHOLE | PADDED, 1, b"\xff" + GET), PROTOCOL
+        "6.2",
+        "more padding than frame",
+        frame(HEADERS, WHOLE | PADDED, 1, b"\xff" + POST),
+        PROTOCOL,
     ),
     Case(
         *("6.2", "padding over the priority", frame(HEADERS, WHOLE | 0x28, 1, b"\x04" + bytes(8))),
@@ -211,25 +214,25 @@ CASES = [
         FLOW,
     ),
     # --- CONTINUATION
-    Case("6.10", "several", continuation_frames(GET[:5], b"", GET[5:9], GET[9:]), served=EMPTY),
+    Case("6.10", "several", continuation_frames(POST[:5], b"", POST[5:9], POST[9:]), served=EMPTY),
     Case("6.10", "of trailers", BEGUN + continuation_frames(b"", b"", b""), served=EMPTY),
-    Case("6.10", "another frame between", frame(HEADERS, 0, 1, GET) + SIGN, PROTOCOL),
+    Case("6.10", "another frame between", frame(HEADERS, 0, 1, POST) + PING_FRAME, PROTOCOL),
     Case("6.10", "behind the end of HEADERS", BEGUN + frame(CONTINUATION, 4, 1, b""), PROTOCOL),
     Case(
         *(
             "6.10",
             "behind the end of a CONTINUATION",
-            continuation_frames(GET, b"") + frame(CONTINUATION, 4, 1),
+            continuation_frames(POST, b"") + frame(CONTINUATION, 4, 1),
         ),
         PROTOCOL,
     ),
     Case("6.10", "behind DATA", BEGUN + LAST + frame(CONTINUATION, 4, 1), PROTOCOL),
     Case(
-        *("6.10", "of another stream", frame(HEADERS, 0, 1, GET) + frame(CONTINUATION, 4, 3)),
+        *("6.10", "of another stream", frame(HEADERS, 0, 1, POST) + frame(CONTINUATION, 4, 3)),
         PROTOCOL,
     ),
     Case(
-        *("6.10", "of no stream", frame(HEADERS, 0, 1, GET) + frame(CONTINUATION, 4, 0)), PROTOCOL
+        *("6.10", "of no stream", frame(HEADERS, 0, 1, POST) + frame(CONTINUATION, 4, 0)), PROTOCOL
     ),
 ]
 
@@ -258,7 +261,7 @@ def test_frames_for_a_stream_that_the_server_has_ended(
     name: str, late_frame: bytes, ending: str
 ) -> None:
     """5.1, closed: frames that the client sent before it received the end are ignored."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     if ending == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
@@ -270,7 +273,7 @@ def test_frames_for_a_stream_that_the_server_has_ended(
 
 def test_a_stream_that_is_reset_within_a_frame() -> None:
     """5.1, closed: the rest of its data is passed over, and the next frame is found."""
-    engine = Engine().take(OPENED + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
+    engine = Engine().take(CLIENT_OPENING + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     engine.take(frame(DATA, END_STREAM, 1, bytes(100))[50:])
     assert len(engine.requests[1].data) == 41
@@ -280,10 +283,10 @@ def test_a_stream_that_is_reset_within_a_frame() -> None:
 
 def test_header_blocks_of_ended_streams_are_decoded() -> None:
     """4.3: their fields are in the table for the blocks that follow."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     indexed_field = b"\x40\x01a\x01b"  # in the table from now on
-    engine.take(frame(HEADERS, WHOLE, 1, indexed_field) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
+    engine.take(frame(HEADERS, WHOLE, 1, indexed_field) + frame(HEADERS, WHOLE, 3, POST + b"\xbe"))
     assert engine.requests[3].fields[-1] == (b"a", b"b")
 
 
@@ -294,35 +297,38 @@ def test_frames_for_a_completed_stream() -> None:
         (LAST, FaultCode.STREAM_CLOSED),
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
-        engine = Engine().take(OPENED + ASKED)
-        engine.http2.sending.send_response(engine.stream(1), FORM, (b"data",))
+        engine = Engine().take(CLIENT_OPENING + REQUEST)
+        engine.http2.sending.send_response(engine.stream(1), BLOCKS, (b"data",))
         assert not engine.http2.streams
         assert engine.take(late_frame).gone is is_fatal
 
 
 def test_too_many_concurrent_streams_are_refused() -> None:
     """5.1.2: they are refused, and may be tried again when others are done."""
-    engine = Engine(Limits(streams=2)).take(OPENED)
+    engine = Engine(Limits(streams=2)).take(CLIENT_OPENING)
     for stream in (1, 3, 5):
-        engine.take(frame(HEADERS, END_HEADERS, stream, GET))
+        engine.take(frame(HEADERS, END_HEADERS, stream, POST))
     assert list(engine.requests) == [1, 3]
     assert engine.resets == {5: FaultCode.REFUSED_STREAM}
     engine.take(frame(DATA, END_STREAM, 5, b"on its way") + LAST)
-    engine.http2.sending.send_response(engine.stream(1), FORM, ())
+    engine.http2.sending.send_response(engine.stream(1), BLOCKS, ())
     engine.check_goes_on()
 
 
 def test_a_response_may_overlap_its_request() -> None:
     """5.1, half closed: sending does not depend on receiving."""
-    engine = Engine().take(OPENED + BEGUN)
+    engine = Engine().take(CLIENT_OPENING + BEGUN)
     sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, b"\x88")
     sending.send_data(stream, b"some")
     engine.take(LAST + window(1, 5) + priority_frame(1))
     sending.send_data(stream, b"more")
     sending.send_trailers(stream, b"\x88")
-    sent = engine.flush()
-    assert [(item.kind, item.payload) for item in sent] == [(DATA, b"more"), (HEADERS, b"\x88")]
+    sent_frames = engine.flush()
+    assert [(item.kind, item.payload) for item in sent_frames] == [
+        (DATA, b"more"),
+        (HEADERS, b"\x88"),
+    ]
     assert not engine.http2.streams
 
 
@@ -330,26 +336,26 @@ def test_data_beyond_the_window_is_refused() -> None:
     """6.9.1: the window of a stream; window updates and padding count."""
     limits = Limits(window=65535, frame=16384)
     full_window = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
-    assert Engine(limits).take(OPENED + BEGUN + full_window).resets == {}
-    one_more = Engine(limits).take(OPENED + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
+    assert Engine(limits).take(CLIENT_OPENING + BEGUN + full_window).resets == {}
+    one_more = Engine(limits).take(CLIENT_OPENING + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
     assert one_more.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
     assert one_more.requests[1].cancelled
-    granted = Engine(limits).take(OPENED + BEGUN + full_window)
-    granted.http2.send_window_update(granted.stream(1), 6)
-    assert granted.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
-    granted.take(frame(DATA, PADDED, 1, b"\0"))
-    assert granted.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
+    granted_engine = Engine(limits).take(CLIENT_OPENING + BEGUN + full_window)
+    granted_engine.http2.send_window_update(granted_engine.stream(1), 6)
+    assert granted_engine.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
+    granted_engine.take(frame(DATA, PADDED, 1, b"\0"))
+    assert granted_engine.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
 
 
 def test_padding_is_returned_to_the_window() -> None:
     """6.9.1: padding uses the window, and the receiver of the data does not see it."""
     limits = Limits(window=65535, frame=16384)
-    engine = Engine(limits).take(OPENED + BEGUN)
+    engine = Engine(limits).take(CLIENT_OPENING + BEGUN)
     for _ in range(2000):
         engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
     assert engine.resets == {}
-    granted = [item for item in engine.sent if item.kind == WINDOW and item.stream == 1]
-    assert 0 < len(granted) < 40
+    window_updates = [item for item in engine.sent if item.kind == WINDOW and item.stream == 1]
+    assert 0 < len(window_updates) < 40
 
 
 def test_the_window_of_the_connection_is_refilled() -> None:
@@ -359,7 +365,7 @@ def test_the_window_of_the_connection_is_refilled() -> None:
     assert [(item.stream, item.payload) for item in window_updates] == [
         (0, struct.pack(">I", 2**31 - 65536))
     ]
-    engine.take(OPENED + BEGUN)
+    engine.take(CLIENT_OPENING + BEGUN)
     piece = frame(DATA, 0, 1, bytes(2**20))
     for _ in range(1100):
         engine.http2.send_window_update(engine.stream(1), 2**20)
@@ -371,7 +377,7 @@ def test_the_window_of_the_connection_is_refilled() -> None:
 
 def test_acknowledgements_are_no_requests() -> None:
     """6.5: an acknowledgement of ours is answered by nothing."""
-    engine = Engine().take(OPENED)
+    engine = Engine().take(CLIENT_OPENING)
     sent_before = len(engine.sent)
     engine.take(frame(SETTINGS, ACK, 0))
     assert len(engine.sent) == sent_before

@@ -1,4 +1,4 @@
-"""An ensemble's decisions, message by message (section 3.7)."""
+"""An ensemble's decisions, message by message."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ from tests.support.messages import inference_of, inferred_of
 from tests.support.texts import Beginning
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
-FORK = [
+FORKED_STEPS = [
     step("a", {"X": "IN"}, "m"),
     step("b", {"X": "IN"}, "n"),
     step("c", {"X": "m", "Z": "n"}, "OUT"),
 ]
 MODELS = [model("a"), model("b"), model("c")]
 
-_EXPIRED = Beginning("in ensemble 'e', Request timeout expired (")
+_EXPIRED_ERROR = Beginning("in ensemble 'e', Request timeout expired (")
 
 
 def only_message(messages: list[Any], kind: type[Any]) -> Any:
@@ -37,7 +37,7 @@ def only_message(messages: list[Any], kind: type[Any]) -> Any:
     return message
 
 
-def test_one_step_after_the_other() -> None:
+def test_steps_run_one_after_the_other() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((endpoint, first_step),) = rig.sent()
@@ -52,7 +52,7 @@ def test_one_step_after_the_other() -> None:
 
 
 def test_every_step_has_the_priority_of_the_request() -> None:
-    """Section 3.7: a step receives any priority, even if its model has no such level."""
+    """A step receives any priority, even if its model has no such level."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit(priority=7)
     for endpoint in ("a", "b"):
@@ -62,16 +62,16 @@ def test_every_step_has_the_priority_of_the_request() -> None:
 
 
 def test_an_error_waits_for_the_steps_that_run() -> None:
-    """Section 3.7: the error is sent once all running steps have ended; no new step begins."""
-    rig = EnsembleRig(FORK, MODELS)
+    """The error is sent once all running steps have ended; no new step begins."""
+    rig = EnsembleRig(FORKED_STEPS, MODELS)
     rig.submit()
-    runs = rig.runs()
-    rig.from_step("a", m.Failed(runs["a"], "INTERNAL", "boom", 0, False))
+    running_steps = rig.runs()
+    rig.from_step("a", m.Failed(running_steps["a"], "INTERNAL", "boom", 0, False))
     assert rig.client_messages() == []
-    rig.finish("b", runs["b"])
-    failed = only_message(rig.client_messages(), m.Failed)
-    assert (failed.code, failed.message) == ("INTERNAL", "in ensemble 'e', boom")
-    assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
+    rig.finish("b", running_steps["b"])
+    failed_message = only_message(rig.client_messages(), m.Failed)
+    assert (failed_message.code, failed_message.message) == ("INTERNAL", "in ensemble 'e', boom")
+    assert {reason: n for reason, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
     assert rig.runs() == {}
 
 
@@ -84,30 +84,30 @@ def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
     rig.submit()
     text = "[request id: <id_unknown>] Exceeds maximum queue size"
     rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", text, 2, False))
-    failed = only_message(rig.client_messages(), m.Failed)
-    assert (failed.code, failed.retry_after_s) == ("UNAVAILABLE", 2)
-    assert failed.message == f"in ensemble 'e', {text}"
-    assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
+    failed_message = only_message(rig.client_messages(), m.Failed)
+    assert (failed_message.code, failed_message.retry_after_s) == ("UNAVAILABLE", 2)
+    assert failed_message.message == f"in ensemble 'e', {text}"
+    assert {reason: n for reason, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
 
 
 def test_the_first_error_counts() -> None:
-    rig = EnsembleRig(FORK, MODELS)
+    rig = EnsembleRig(FORKED_STEPS, MODELS)
     rig.submit()
-    runs = rig.runs()
+    running_steps = rig.runs()
     for name in ("b", "a"):
-        rig.from_step(name, m.Failed(runs[name], "INTERNAL", name, 0, False))
+        rig.from_step(name, m.Failed(running_steps[name], "INTERNAL", name, 0, False))
     assert only_message(rig.client_messages(), m.Failed).message == "in ensemble 'e', b"
 
 
 def test_a_cancelled_request_begins_no_step() -> None:
-    """Section 3.7: cancellation is checked before each step. Running steps are cancelled."""
+    """Cancellation is checked before each step. Running steps are cancelled."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    runs = rig.runs()
+    running_steps = rig.runs()
     rig.from_client(m.Cancel(1))
-    assert rig.sent(m.Cancel) == [("a", m.Cancel(runs["a"]))]
+    assert rig.sent(m.Cancel) == [("a", m.Cancel(running_steps["a"]))]
     assert rig.client_messages() == []
-    rig.finish("a", runs["a"])
+    rig.finish("a", running_steps["a"])
     assert only_message(rig.client_messages(), m.Failed).code == "CANCELLED"
     assert rig.runs() == {}
 
@@ -118,8 +118,8 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     ((_, submit),) = rig.sent()
     assert submit.deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
-    failed = only_message(rig.client_messages(), m.Failed)
-    assert (failed.early, failed.message) == (True, _EXPIRED)
+    failed_message = only_message(rig.client_messages(), m.Failed)
+    assert (failed_message.early, failed_message.message) == (True, _EXPIRED_ERROR)
     assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
     only_message(rig.client_messages(), m.Settled)
@@ -127,7 +127,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
 
 
 def test_a_missing_output_is_a_deadlock() -> None:
-    """Section 3.7: the error text is Triton's."""
+    """The error text is Triton's."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
     plain_rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     for core in (rig, plain_rig):
@@ -151,7 +151,7 @@ def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFix
     assert caplog.messages == ["Composing models did not output tensor OUT"]
 
 
-def test_an_output_that_a_condition_left_out_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_conditionally_omitted_output_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], conditions={0: "IN"})
     rig.submit(data=b"")
     assert only_message(rig.client_messages(), m.Finished) and not caplog.messages
@@ -183,8 +183,8 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
     assert rig.core.live_requests == 0
 
 
-def test_only_so_many_requests_of_a_step_at_a_time() -> None:
-    """Section 3.7: max_inflight_requests limits all requests together, in order.
+def test_requests_of_a_step_are_limited() -> None:
+    """`max_inflight_requests` limits all requests together, in order.
 
     Unlike in Triton, a request waits without a time limit.
     """
@@ -241,7 +241,7 @@ def test_endpoints_of_withdrawn_models_are_removed() -> None:
     assert len(rig.core._endpoints) == endpoint_count
 
 
-def test_a_stream_is_granted_as_its_client_reads() -> None:
+def test_a_stream_receives_credit_as_its_client_reads() -> None:
     """A producer receives credit only as fast as the slowest reader of its responses."""
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
     rig.submit()
@@ -258,18 +258,18 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
 
 def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     """Its responses waited for an output of the failed step, so they are discarded."""
-    rig = EnsembleRig(FORK, [model("a", decoupled=True), model("b"), model("c")])
+    rig = EnsembleRig(FORKED_STEPS, [model("a", decoupled=True), model("b"), model("c")])
     rig.submit()
-    runs = rig.runs()
+    running_steps = rig.runs()
     for index in range(FIRST_CREDIT):
-        rig.respond("a", runs["a"], b"%04d" % index)
+        rig.respond("a", running_steps["a"], b"%04d" % index)
     assert rig.sent(m.Credit) == []
-    rig.from_step("b", m.Failed(runs["b"], "INTERNAL", "boom", 0, False))
-    assert rig.sent(m.Credit) == [("a", m.Credit(runs["a"], 1))] * FIRST_CREDIT
-    rig.respond("a", runs["a"], b"more")
-    assert rig.sent(m.Credit) == [("a", m.Credit(runs["a"], 1))]
+    rig.from_step("b", m.Failed(running_steps["b"], "INTERNAL", "boom", 0, False))
+    assert rig.sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))] * FIRST_CREDIT
+    rig.respond("a", running_steps["a"], b"more")
+    assert rig.sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))]
     assert rig.client_messages() == []
-    rig.respond("a", runs["a"], b"", final=True)
+    rig.respond("a", running_steps["a"], b"", final=True)
     assert only_message(rig.client_messages(), m.Failed).message == "in ensemble 'e', boom"
 
 
@@ -359,8 +359,8 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
     A release identifies a block by its offset.
     """
     elements = 10_000
-    shape = [model("a", dims=(elements,))]
-    rig = EnsembleRig(CHAIN[:1], shape, ["m"], dims=(elements,), cache_bytes=1 << 20)
+    model_list = [model("a", dims=(elements,))]
+    rig = EnsembleRig(CHAIN[:1], model_list, ["m"], dims=(elements,), cache_bytes=1 << 20)
     for number, (byte, is_hit) in enumerate([(b"x", False), (b"x", True), (b"y", False)], 1):
         rig.submit(number, data=byte * 4 * elements)
         for _, submit in rig.sent():
@@ -385,7 +385,7 @@ def place_output(memory_range: Range) -> Packed:
     return pack_inferred(Inferred((tensor,)))
 
 
-def test_a_scheduler_that_is_lost() -> None:
+def test_steps_of_a_lost_scheduler_are_resubmitted() -> None:
     """Its steps are resubmitted to the successor. Without a successor they fail."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
@@ -437,11 +437,15 @@ def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     assert kinds[-1] is Drained
 
 
-def test_times_are_the_steps_together() -> None:
+def test_compute_times_are_summed_over_steps() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
         rig.from_step(name, m.Finished(number, *packed_output(b"\0" * 4), 1, 20, 300))
-    (finished,) = rig.client_messages()
-    assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)
+    (finished_message,) = rig.client_messages()
+    assert (finished_message.input_ns, finished_message.infer_ns, finished_message.output_ns) == (
+        2,
+        40,
+        600,
+    )

@@ -105,7 +105,7 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
         gpu_model("b", backend="python"),
     ],
 )
-def test_other_tensors_go_by_the_host(second_config: dict[str, Any]) -> None:
+def test_other_tensors_are_copied_through_the_host(second_config: dict[str, Any]) -> None:
     """The second model is on another device, on two devices, on none, or has its inputs in host
     memory.
     """
@@ -115,7 +115,7 @@ def test_other_tensors_go_by_the_host(second_config: dict[str, Any]) -> None:
     assert memory_range is not None and memory_range.memory.cuda is None
 
 
-def test_a_python_model_that_takes_tensors_on_its_device() -> None:
+def test_a_python_model_receives_tensors_on_its_device() -> None:
     parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}}
     rig = make_rig(
         gpu_model("a"), gpu_model("b", backend="python", parameters=parameters), gpu_model("c")

@@ -11,12 +11,12 @@ from shmserve.ipc.memory.lent import Holding
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Graph, ModelProperties, Plan, StepNode
 from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
 
-KIND = TensorKind("BYTES", (1,))
+TENSOR_KIND = TensorKind("BYTES", (1,))
 
 
-def value(text: str, freed: list[str] | None = None, holds_value: bool = True) -> Value:
-    memory = None if freed is None else Holding(lambda: freed.append(text))
-    return Value(KIND, text.encode(), memory, holds_value)
+def value(text: str, freed_values: list[str] | None = None, holds_value: bool = True) -> Value:
+    memory = None if freed_values is None else Holding(lambda: freed_values.append(text))
+    return Value(TENSOR_KIND, text.encode(), memory, holds_value)
 
 
 @st.composite
@@ -67,51 +67,58 @@ def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
 
 def expected_results(graph: Graph, false_tensors: set[str]) -> tuple[set[int], set[str]]:
     """Return the steps that run and the outputs that exist, computed from the definition."""
-    needed = graph.needed_steps(graph.outputs)
-    runs: set[int] = set()
-    skipped: set[str] = set()
+    needed_steps = graph.needed_steps(graph.outputs)
+    expected_steps: set[int] = set()
+    skipped_tensors: set[str] = set()
     for step in graph.sorted_steps():
-        if step.index not in needed:
+        if step.index not in needed_steps:
             continue
-        lacks = any(tensor in skipped for tensor in step.inputs.values())
-        if lacks or (step.condition and step.condition in skipped | false_tensors):
-            skipped.update(step.outputs.values())
+        lacks_input = any(tensor in skipped_tensors for tensor in step.inputs.values())
+        if lacks_input or (step.condition and step.condition in skipped_tensors | false_tensors):
+            skipped_tensors.update(step.outputs.values())
         else:
-            runs.add(step.index)
-    return runs, set(graph.outputs) - skipped
+            expected_steps.add(step.index)
+    return expected_steps, set(graph.outputs) - skipped_tensors
 
 
 @given(graphs(), st.data())
 def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
-    """Section 3.7: holds for every order in which steps end; each value is released once."""
+    """In every order in which steps end, each value is released once."""
     tensor_names = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
     false_tensors = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
-    freed: list[str] = []
+    freed_values: list[str] = []
     flow = Flow(plan(graph))
-    flow.begin([("IN", value("IN", freed, "IN" not in false_tensors))])
+    flow.begin([("IN", value("IN", freed_values, "IN" not in false_tensors))])
     started_steps: list[int] = []
-    created = ["IN"]
-    running: list[Firing] = []
+    created_tensors = ["IN"]
+    running_firings: list[Firing] = []
     while True:
-        running += flow.firings
+        running_firings += flow.firings
         flow.firings.clear()
-        if not running:
+        if not running_firings:
             break
-        firing = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        firing = running_firings.pop(data.draw(st.integers(0, len(running_firings) - 1)))
         started_steps.append(firing.step.index)
-        routed = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
-        created += routed.values()
+        routed_tensors = {
+            n: tensor for n, tensor in firing.step.outputs.items() if tensor in flow.plan.routes
+        }
+        created_tensors += routed_tensors.values()
         respond(
-            flow, firing, {n: value(t, freed, t not in false_tensors) for n, t in routed.items()}
+            flow,
+            firing,
+            {
+                n: value(tensor, freed_values, tensor not in false_tensors)
+                for n, tensor in routed_tensors.items()
+            },
         )
-        for used in firing.inputs.values():
-            used.release()
-    runs, outputs = expected_results(graph, false_tensors)
-    assert sorted(started_steps) == sorted(runs)
+        for used_value in firing.inputs.values():
+            used_value.release()
+    expected_steps, outputs = expected_results(graph, false_tensors)
+    assert sorted(started_steps) == sorted(expected_steps)
     (response,) = flow.responses
     assert response.keys() == outputs
     flow.close()
-    assert sorted(freed) == sorted(created)
+    assert sorted(freed_values) == sorted(created_tensors)
 
 
 STREAM = Graph(
@@ -154,9 +161,9 @@ def test_a_step_that_waits_for_one_tensor_runs_in_the_order_of_the_outputs() -> 
     for names, order in ((("L", "R"), [1, 2]), (("R", "L"), [2, 1])):
         flow = Flow(plan(Graph("e", steps, ("IN",), ("a", "b"))))
         flow.begin([("IN", value("IN"))])
-        (fork,) = flow.firings
+        (fork_firing,) = flow.firings
         flow.firings.clear()
-        respond(flow, fork, {name: value(name) for name in names})
+        respond(flow, fork_firing, {name: value(name) for name in names})
         assert [firing.step.index for firing in flow.firings] == order
 
 
@@ -172,10 +179,10 @@ def test_a_skipped_stream_is_one_response_without_it() -> None:
 def test_a_skipped_tensor_is_omitted_for_an_optional_input() -> None:
     step = StepNode(0, "m", "", {"X": "IN", "Z": "Z"}, {"Y": "OUT"})
     graph = Graph("e", (step,), ("IN", "Z"), ("OUT",))
-    for optional, runs in (((), False), (("Z",), True)):
+    for optional, must_run in (((), False), (("Z",), True)):
         flow = Flow(plan(graph, optional=optional))
         flow.begin([("IN", value("IN")), ("Z", SKIPPED)])
-        assert bool(flow.firings) is runs
+        assert bool(flow.firings) is must_run
 
 
 @given(graphs(), st.dictionaries(st.integers(0, 6), st.integers(0, 1)))
@@ -192,8 +199,13 @@ def test_only_tensors_with_one_reader_stay_on_a_device(
             readers = [
                 reader.index for reader in plan.steps.values() if (tensor, True) in reader.reads
             ]
-            around = {devices.get(index) for index in readers}
-            around.add(devices.get(step.index) if step.index in plan.steps else None)
-            free = tensor in graph.outputs or tensor in graph.conditions
-            stays_on_device = readers and not free and len(around) == 1 and None not in around
-            assert plan.devices.get(tensor) == (around.pop() if stays_on_device else None)
+            devices_around = {devices.get(index) for index in readers}
+            devices_around.add(devices.get(step.index) if step.index in plan.steps else None)
+            leaves_device = tensor in graph.outputs or tensor in graph.conditions
+            stays_on_device = (
+                readers
+                and not leaves_device
+                and len(devices_around) == 1
+                and None not in devices_around
+            )
+            assert plan.devices.get(tensor) == (devices_around.pop() if stays_on_device else None)

@@ -12,7 +12,7 @@ from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.ensemble.runner import StepSchedulers
 from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
 
-READ = Release(1, [0], 2)
+READ_RELEASE = Release(1, [0], 2)
 
 
 class Neighbour:
@@ -34,26 +34,26 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
         with contextlib.closing(steps):
             client: SchedulerClient[Any] = SchedulerClient(steps)
             neighbour = Neighbour(links, "s1")
-            client.release("s1", [READ])
-            assert neighbour.received == [READ]
+            client.release("s1", [READ_RELEASE])
+            assert neighbour.received == [READ_RELEASE]
             links.remove("s1")
             client.successors.add("s1", new_endpoint)
             client.handle_loss("s1")
-            client.release("s1", [READ])
+            client.release("s1", [READ_RELEASE])
             steps.flush()
             received: list[Any] = []
             # The first frame contains only the peer's identity.
             while not received and router.wait(5.0):
                 received += [message for _, message in router.receive()]
-            assert received == [READ]
+            assert received == [READ_RELEASE]
 
 
 def test_a_client_is_served_at_once_and_answered_later() -> None:
     """No handler of a scheduler is called from within another scheduler's handler."""
     links = InProcessLinks()
     step, client = Neighbour(links, "s1"), Neighbour(links, "1.1")
-    assert links.call("s1", "1.1", READ) and step.received == [READ]
-    assert links.post("1.1", "s1", READ) and not client.received
+    assert links.call("s1", "1.1", READ_RELEASE) and step.received == [READ_RELEASE]
+    assert links.post("1.1", "s1", READ_RELEASE) and not client.received
     links.deliver()
-    assert client.received == [READ] and not links.queued
-    assert not links.call("s2", "1.1", READ) and not links.post("s2", "1.1", READ)
+    assert client.received == [READ_RELEASE] and not links.queued
+    assert not links.call("s2", "1.1", READ_RELEASE) and not links.post("s2", "1.1", READ_RELEASE)

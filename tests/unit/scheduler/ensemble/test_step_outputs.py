@@ -15,7 +15,7 @@ from tests.support.messages import inferred_of
 STREAM = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 STREAM_MODELS = [model("a", decoupled=True), model("b")]
 # The pid of no process.
-GONE = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True)
+GONE_MEMORY = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True)
 
 
 def only_failure(rig: EnsembleRig) -> m.Failed:
@@ -32,7 +32,7 @@ def begin_stream(**settings: Any) -> tuple[EnsembleRig, int]:
     return rig, rig.runs()["a"]
 
 
-def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
+def test_a_producer_waits_for_the_client_behind_another_step() -> None:
     """Credit-based flow control works end to end, so the outputs of later steps are bounded."""
     rig, number = begin_stream()
     for index in range(FIRST_CREDIT):
@@ -44,7 +44,7 @@ def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))] * 2
 
 
-def test_a_producer_behind_a_failure_is_granted_on() -> None:
+def test_a_producer_receives_credit_after_a_failure() -> None:
     """The failed request ends when the producer has ended, so its discarded responses are
     credited at once.
     """
@@ -60,7 +60,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
     assert rig.ensemble.live_requests == 0
 
 
-def test_a_response_that_is_an_error_is_granted_on() -> None:
+def test_an_error_response_returns_credit() -> None:
     rig, number = begin_stream()
     rig.from_step("a", m.Responded(number, "INTERNAL", "boom", b"", [], False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
@@ -70,7 +70,7 @@ def test_an_output_of_an_exited_worker_fails_its_request() -> None:
     """The worker has exited right after its response. Other requests continue."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
-    tensor = TensorRef("Y", "FP32", (1,), Range(GONE, 0, 4))
+    tensor = TensorRef("Y", "FP32", (1,), Range(GONE_MEMORY, 0, 4))
     rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert only_failure(rig).code == "UNAVAILABLE"
     assert (rig.ensemble.live_requests, rig.memory.held_count) == (0, 0)
@@ -94,15 +94,15 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     second_step = {**STREAM[1], "input_map": {"X": "IN"}}
     rig = EnsembleRig([STREAM[0], second_step], [model("a"), model("b")], conditions={1: "m"})
     rig.submit()
-    unsealed = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
-    tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed, 0, 4))
+    unsealed_memory = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
+    tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed_memory, 0, 4))
     rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert only_failure(rig).code == "INVALID_ARG"
     assert rig.ensemble.live_requests == 0
 
 
 def test_no_step_that_waited_begins_after_a_failure() -> None:
-    """Section 3.7: no new step begins; the failed request frees its place for another request."""
+    """No new step begins; the failed request frees its place for another request."""
     rig, number = begin_stream(max_inflight=1)
     rig.respond("a", number, b"0000")
     rig.respond("a", number, b"0001")
@@ -113,7 +113,7 @@ def test_no_step_that_waited_begins_after_a_failure() -> None:
     assert only_failure(rig).code == "INTERNAL"
 
 
-def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
+def test_deadlines_of_completed_requests_are_removed() -> None:
     """The timer of a long deadline does not keep a completed request and its tensors alive."""
     rig = EnsembleRig(STREAM[:1], [model("a")], ["m"])
     for number in range(5000):
@@ -152,14 +152,14 @@ def test_clients_read_memory_of_the_ensemble() -> None:
     """
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     rig.submit()
-    elsewhere = WorkerArena(b"abcd" * 5000)
-    rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
-    assert rig.sent(m.Release) == [("a", elsewhere.release)]
-    elsewhere.reuse()
-    (finished,) = rig.client_messages()
-    (output,) = inferred_of(finished).outputs
+    worker_arena = WorkerArena(b"abcd" * 5000)
+    rig.from_step("a", m.Finished(rig.runs()["a"], *worker_arena.packed))
+    assert rig.sent(m.Release) == [("a", worker_arena.release)]
+    worker_arena.reuse()
+    (finished_message,) = rig.client_messages()
+    (output,) = inferred_of(finished_message).outputs
     assert isinstance(output.data, Range)
-    assert output.data.memory.id != elsewhere.memory_range.memory.id
+    assert output.data.memory.id != worker_arena.memory_range.memory.id
     mappings = Mappings()
     assert bytes(mappings.view(output.data)) == b"abcd" * 5000
     mappings.unmap_all()
@@ -175,32 +175,32 @@ def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
         rig.finish("a", rig.runs()["a"])
         rig.finish("b", rig.runs()["b"])
     (plan,) = rig.core._plans.values()
-    assert [len(planned.kinds) for planned in plan.steps.values()] == [5, 1]
+    assert [len(planned_step.kinds) for planned_step in plan.steps.values()] == [5, 1]
 
 
 def test_tensors_between_two_steps_are_not_copied() -> None:
     """The next step's worker reads the tensor in place."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
-    elsewhere = WorkerArena(b"abcd" * 5000)
-    rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
+    worker_arena = WorkerArena(b"abcd" * 5000)
+    rig.from_step("a", m.Finished(rig.runs()["a"], *worker_arena.packed))
     ((_, submit),) = rig.sent()
     data = inputs_of(submit)["X"]
     assert (data.memory.id, data.offset) == (
-        elsewhere.memory_range.memory.id,
-        elsewhere.memory_range.offset,
+        worker_arena.memory_range.memory.id,
+        worker_arena.memory_range.offset,
     )
     assert rig.memory.used == 0
     rig.finish("b", submit.id)
-    assert rig.sent(m.Release) == [("a", elsewhere.release)]
+    assert rig.sent(m.Release) == [("a", worker_arena.release)]
 
 
 def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     """The worker's block is released, too."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()
-    elsewhere = WorkerArena(b"abcd" * 5000)
-    rig.from_step("a", m.Finished(rig.runs()["a"], *elsewhere.packed))
-    assert rig.sent(m.Release) == [("a", elsewhere.release)]
+    worker_arena = WorkerArena(b"abcd" * 5000)
+    rig.from_step("a", m.Finished(rig.runs()["a"], *worker_arena.packed))
+    assert rig.sent(m.Release) == [("a", worker_arena.release)]
     assert only_failure(rig).code == "INVALID_ARG"
     assert rig.memory.used == 0

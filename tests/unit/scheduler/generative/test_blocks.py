@@ -20,18 +20,22 @@ def seal_blocks(pool: BlockPool, count: int) -> list[int]:
 
 def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> None:
     pool = BlockPool(4)
-    free, shared = pool.allocate(2)
-    pool.share([shared])
-    (keyed,) = seal_blocks(pool, 1)
-    assert [pool.writable(block) for block in (free, shared, keyed)] == [True, False, False]
+    free_block, shared_block = pool.allocate(2)
+    pool.share([shared_block])
+    (keyed_block,) = seal_blocks(pool, 1)
+    assert [pool.writable(block) for block in (free_block, shared_block, keyed_block)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 def test_released_blocks_merge_to_one_extent(order: tuple[int, ...]) -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(4)
-    for memory_range in order:
-        pool.release([blocks[memory_range]])
+    for block_index in order:
+        pool.release([blocks[block_index]])
     assert pool.allocate(4) == [0, 1, 2, 3]
 
 
@@ -52,7 +56,7 @@ def test_a_cached_block_in_the_way_is_evicted() -> None:
     assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first_block, None)
 
 
-def test_the_least_recently_used_is_evicted_first_and_of_a_table_the_last() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     pool = BlockPool(4)
     blocks = seal_blocks(pool, 4)
     pool.release(blocks[:2])
@@ -74,7 +78,7 @@ def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
     assert pool.find(KEYS[0]) == sealed_blocks[0]
 
 
-def test_the_first_of_two_with_one_content_is_found() -> None:
+def test_the_first_of_two_equal_blocks_is_found() -> None:
     pool = BlockPool(4)
     (first_block,), (second_block,) = seal_blocks(pool, 1), seal_blocks(pool, 1)
     assert pool.find(KEYS[0]) == first_block

@@ -44,9 +44,9 @@ class FakeLlmWorker:
         self.open: dict[int, int] = {}
 
     def receive(self) -> list[Any]:
-        posted = self.rig.workers.take()
-        self.rig.workers.posted = [item for item in posted if item[0] != self.peer]
-        self.inbox += [message for peer, message in posted if peer == self.peer]
+        posted_messages = self.rig.workers.take()
+        self.rig.workers.posted = [item for item in posted_messages if item[0] != self.peer]
+        self.inbox += [message for peer, message in posted_messages if peer == self.peer]
         return self.inbox
 
     def turn(self) -> bool:
@@ -69,26 +69,32 @@ class FakeLlmWorker:
         self.worker.prompts[request.key] = PROMPT
         self.worker.most[request.key] = self.most
         replays = self.replays and bool(message.resumed)
-        for resumed in message.resumed if not replays else ():
-            self.worker.resumed[request.key, resumed.sample] = array("i", resumed.tokens)
+        for resumed_sample in message.resumed if not replays else ():
+            self.worker.resumed[request.key, resumed_sample.sample] = array(
+                "i", resumed_sample.tokens
+            )
         finished_count = (
-            0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
+            0
+            if replays
+            else sum(bool(resumed_sample.finish_reason) for resumed_sample in message.resumed)
         )
         self.open[request.key] = self.samples - finished_count
-        prepared = g.Prepared(
+        prepared_message = g.Prepared(
             request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays
         )
-        self.rig.worker(self.peer, prepared)
+        self.rig.worker(self.peer, prepared_message)
 
     def _step(self, message: g.Step) -> None:
-        ofs = {begin.sequence: (begin.key, begin.sample) for begin in message.new_sequences}
+        known_sequences = {
+            begin.sequence: (begin.key, begin.sample) for begin in message.new_sequences
+        }
         sequences = {
             n: (sequence.key, sequence.sample) for n, sequence in self.worker.known.items()
-        } | ofs
-        stepped = self.worker.step(message)
+        } | known_sequences
+        stepped_message = self.worker.step(message)
         self.rig.now += MS
-        self.rig.worker(self.peer, stepped)
-        for result in stepped.results:
+        self.rig.worker(self.peer, stepped_message)
+        for result in stepped_message.results:
             key, sample = sequences[result.sequence]
             tokens = self.worker.known[result.sequence].slots[len(PROMPT) :]
             self.rig.worker(self.peer, g.ResponseSent(key, sample, len(tokens)))
@@ -179,10 +185,10 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
     assert (refusal.id, refusal.code, refusal.early) == (too_long, "INVALID_ARG", True)
     assert "the prompt has 8 tokens, and up to 20 follow" in refusal.message
     llm.most = 4
-    (fitting,) = submit(rig)
+    (fitting_request,) = submit(rig)
     while llm.turn():
         pass
-    assert take_ended(rig) == {fitting: ""}
+    assert take_ended(rig) == {fitting_request: ""}
 
 
 @pytest.mark.parametrize("turns", range(12))
@@ -209,8 +215,8 @@ def test_a_burst_fills_the_batch_and_the_queue() -> None:
     numbers = submit(rig, 8)
     assert take_ended(rig) == dict.fromkeys(numbers[6:], "UNAVAILABLE")
     llm.turn()
-    (surplus,) = submit(rig)
-    assert take_ended(rig) == {surplus: "UNAVAILABLE"}
+    (surplus_request,) = submit(rig)
+    assert take_ended(rig) == {surplus_request: "UNAVAILABLE"}
     while llm.turn():
         pass
     assert take_ended(rig) == dict.fromkeys(numbers[:6], "")
@@ -228,9 +234,11 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     ended_before = take_ended(rig)
     rig.supervisor(ProcessExited(100, "killed"))
     successor = FakeLlmWorker(rig, settings, pid=101, samples=samples)
-    resumed = [message for message in successor.receive() if isinstance(message, g.Prepare)]
+    prepare_messages = [
+        message for message in successor.receive() if isinstance(message, g.Prepare)
+    ]
     if not ended_before:
-        (prepare,) = resumed
+        (prepare,) = prepare_messages
         for resumed_sample in prepare.resumed:
             expected, _ = generate_alone(PROMPT, resumed_sample.sample, llm.most)
             tokens = list(array("i", resumed_sample.tokens))
@@ -255,9 +263,11 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
     for pid, turns in enumerate((first_turns, second_turns, 10_000), 100):
         llm = FakeLlmWorker(rig, settings, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
-            for resumed in prepare.resumed:
-                assert resumed.tokens.startswith(known_tokens.get(resumed.sample, b""))
-                known_tokens[resumed.sample] = resumed.tokens
+            for resumed_sample in prepare.resumed:
+                assert resumed_sample.tokens.startswith(
+                    known_tokens.get(resumed_sample.sample, b"")
+                )
+                known_tokens[resumed_sample.sample] = resumed_sample.tokens
         for _ in range(turns):
             if not llm.turn():
                 break
@@ -267,7 +277,7 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
     assert codes == {number: ""}
 
 
-def test_a_sample_that_was_over_does_not_begin_again() -> None:
+def test_a_finished_sample_is_not_restarted() -> None:
     settings = engine_settings()
     rig = make_rig(settings)
     llm = FakeLlmWorker(rig, settings, most=20, samples=2)
@@ -277,7 +287,9 @@ def test_a_sample_that_was_over_does_not_begin_again() -> None:
     rig.supervisor(ProcessExited(100, "killed"))
     successor = FakeLlmWorker(rig, settings, pid=101, most=20, samples=2)
     (prepare,) = successor.receive()
-    assert {resumed.sample: resumed.finish_reason for resumed in prepare.resumed} == {
+    assert {
+        resumed_sample.sample: resumed_sample.finish_reason for resumed_sample in prepare.resumed
+    } == {
         0: "stop",
         1: "",
     }
@@ -298,13 +310,16 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     assert {peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)} == {
         first_requests
     }
-    stay = [rig.start(index, 100 + index) for index in (0, 1)]
+    remaining_peers = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
     peers = [peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)]
-    assert sorted(peers) in ([*stay, stay[1]], [stay[0], *stay])
+    assert sorted(peers) in (
+        [*remaining_peers, remaining_peers[1]],
+        [remaining_peers[0], *remaining_peers],
+    )
 
 
-def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() -> None:
+def test_a_replacement_instance_has_no_cached_blocks() -> None:
     """The kernel reuses pids, so a new worker may have the address of a dead one."""
     settings = engine_settings()
     rig = make_rig(settings)
@@ -317,7 +332,7 @@ def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() ->
         rig.supervisor(ProcessExited(100, "killed"))
 
 
-def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
+def test_a_request_that_kills_workers_fails_eventually() -> None:
     settings = engine_settings()
     rig = make_rig(settings)
     (number,) = submit(rig)

@@ -11,7 +11,7 @@ import pytest
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.sequences import Generation, SequenceStatus
 from tests.simulation.generative import VARIANTS, EngineRig, Schedule, engine_settings
-from tests.support.generative_worker import END, VOCABULARY
+from tests.support.generative_worker import END_TOKEN, VOCABULARY_SIZE
 
 
 def make_rig(**settings: Any) -> EngineRig:
@@ -24,7 +24,7 @@ def submit(rig: EngineRig, prompt: list[int], max_tokens: int, **settings: Any) 
     return generation
 
 
-def test_one_request_has_its_tokens() -> None:
+def test_a_request_receives_its_tokens() -> None:
     rig = make_rig()
     generation = submit(rig, list(range(1, 10)), 20)
     rig.drain()
@@ -41,14 +41,14 @@ def test_any_schedule_generates_the_tokens_of_each_request_alone(seed: int) -> N
         assert schedule.rig.engine.counts.preemptions["recompute"]
 
 
-@pytest.mark.parametrize(("blocks", "seats"), [(14, 4), (20, 4), (20, 8), (64, 8)])
+@pytest.mark.parametrize(("blocks", "row_count"), [(14, 4), (20, 4), (20, 8), (64, 8)])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
-    rig = make_rig(kv_cache_blocks=blocks, max_batch_size=seats, preemption_mode=mode)
-    search = BeamSearch(3, 0.7, "false", [END, 7, 19])
+def test_beam_searches_side_by_side(blocks: int, row_count: int, mode: str) -> None:
+    rig = make_rig(kv_cache_blocks=blocks, max_batch_size=row_count, preemption_mode=mode)
+    search = BeamSearch(3, 0.7, "false", [END_TOKEN, 7, 19])
     random_ = random.Random(blocks)
     for _ in range(8):
-        prompt = [random_.randint(1, VOCABULARY) for _ in range(random_.randint(1, 12))]
+        prompt = [random_.randint(1, VOCABULARY_SIZE) for _ in range(random_.randint(1, 12))]
         submit(rig, prompt, random_.randint(1, 14), beams=search)
         submit(rig, prompt, 10)
     rig.drain()
@@ -56,9 +56,9 @@ def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
         rig.verify(generation, [0])
 
 
-def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
+def test_beams_without_a_free_row_take_none_from_other_sequences() -> None:
     rig = make_rig(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
-    search = BeamSearch(2, 0.7, "false", [END, 7, 19])
+    search = BeamSearch(2, 0.7, "false", [END_TOKEN, 7, 19])
     submit(rig, [1] * 4, 11, beams=search)
     submit(rig, [2] * 8, 13)
     submit(rig, [3] * 9, 13)
@@ -97,10 +97,10 @@ def test_swapped_blocks_are_found_by_other_sequences() -> None:
     rig.drain()
     assert rig.engine.counts.swapped_in
     tokens, _ = rig.ended[second_generation.key, 0]
-    repeated = submit(rig, [*second_generation.prompt, *tokens], 1)
+    repeated_generation = submit(rig, [*second_generation.prompt, *tokens], 1)
     rig.drain()
     assert len(tokens) == 12
-    assert repeated.cached == 20
+    assert repeated_generation.cached == 20
 
 
 def test_a_generation_that_can_never_run_is_rejected() -> None:
@@ -133,14 +133,21 @@ def test_without_preemption_all_samples_must_fit_together() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: str) -> None:
     rig = make_rig(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
-    waiting = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
+    waiting_generations = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
     start_order: list[int] = []
-    while rig.turn():
-        going = [generation for generation in waiting if generation.sequences]
-        running = [generation.sequences[0].status is SequenceStatus.RUNNING for generation in going]
-        assert running == sorted(running, reverse=True)
+    while rig.run_turn():
+        started_generations = [
+            generation for generation in waiting_generations if generation.sequences
+        ]
+        running_states = [
+            generation.sequences[0].status is SequenceStatus.RUNNING
+            for generation in started_generations
+        ]
+        assert running_states == sorted(running_states, reverse=True)
         start_order += [
-            generation.key for generation in going if generation.sequences[0].generated == 1
+            generation.key
+            for generation in started_generations
+            if generation.sequences[0].generated == 1
         ]
     assert start_order == sorted(start_order)
     assert rig.engine.counts.preemptions[mode]
@@ -149,7 +156,7 @@ def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: st
 def test_the_last_sequence_in_order_is_preempted() -> None:
     rig = make_rig(kv_cache_blocks=8, scheduling_policy="priority")
     later_generation = submit(rig, [1] * 12, 12, priority=3)
-    rig.turn()
+    rig.run_turn()
     first_generation = submit(rig, [2] * 12, 12)
     rig.drain()
     assert (first_generation.preemptions, later_generation.preemptions) == (0, 1)
@@ -160,7 +167,7 @@ def test_a_step_that_preempted_admits_no_request() -> None:
     _, second_generation, third_generation = (
         submit(rig, [token] * length, 12) for token, length in ((1, 12), (2, 16), (3, 4))
     )
-    while rig.turn():
+    while rig.run_turn():
         if (
             second_generation.sequences
             and second_generation.sequences[0].status is not SequenceStatus.RUNNING
@@ -190,19 +197,19 @@ def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
     assert rig.rows == 5 or proposals < 3
     assert rig.engine.counts.prefilled == 5
     assert not rig.engine.counts.copied_on_write
-    repeated = submit(rig, [*first_generation.prompt, *tokens], 1)
+    repeated_generation = submit(rig, [*first_generation.prompt, *tokens], 1)
     rig.drain()
-    assert repeated.cached == 24
+    assert repeated_generation.cached == 24
 
 
 def test_prompts_do_not_delay_decoding_sequences() -> None:
     rig = make_rig(prefill_chunk_size=16, max_prefill_tokens=16, max_tokens_per_batch=16)
     first_generation = submit(rig, [1] * 5, 12)
-    rig.turn()
+    rig.run_turn()
     long_generation = submit(rig, [2] * 100, 2)
-    for generated in range(2, 8):
-        rig.turn()
-        assert first_generation.sequences[0].generated == generated
+    for generated_count in range(2, 8):
+        rig.run_turn()
+        assert first_generation.sequences[0].generated == generated_count
     # Beside a decoded token, 15 tokens of the budget remain. A chunk below 16 may be cut anywhere.
     assert long_generation.sequences[0].computed == 6 * 15
 
@@ -210,37 +217,40 @@ def test_prompts_do_not_delay_decoding_sequences() -> None:
 def test_prompts_are_cut_at_multiples_of_16() -> None:
     rig = make_rig(prefill_chunk_size=32, max_prefill_tokens=40)
     first_generation, second_generation = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
-    rig.turn()
-    computed = [
+    rig.run_turn()
+    computed_counts = [
         submitted.sequences[0].computed for submitted in (first_generation, second_generation)
     ]
-    assert computed == [32, 0]  # the remaining 8 tokens of the step are no multiple of the chunk
+    assert computed_counts == [
+        32,
+        0,
+    ]  # the remaining 8 tokens of the step are no multiple of the chunk
     rig = make_rig(prefill_chunk_size=29)
     generation = submit(rig, [1] * 70, 1)
-    rig.turn()
+    rig.run_turn()
     assert generation.sequences[0].computed == 16
 
 
 def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
     rig = make_rig(target_itl_ms=2.0)
     submit(rig, [1] * 5, 20)
-    rig.turn()
+    rig.run_turn()
     long_generation = submit(rig, [2] * 100, 2)
-    rig.turn()
+    rig.run_turn()
     assert long_generation.sequences[0].computed == 16
 
 
-@pytest.mark.parametrize(("token_ms", "computed"), [(0.1, 200), (1.0, 64)])
+@pytest.mark.parametrize(("token_ms", "computed_count"), [(0.1, 200), (1.0, 64)])
 def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
-    token_ms: float, computed: int
+    token_ms: float, computed_count: int
 ) -> None:
     rig = make_rig(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
     submit(rig, [1] * 5, 20)
-    rig.turn()
+    rig.run_turn()
     rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
     long_generation = submit(rig, [2] * 200, 2)
-    rig.turn()
-    assert long_generation.sequences[0].computed == computed
+    rig.run_turn()
+    assert long_generation.sequences[0].computed == computed_count
 
 
 def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
@@ -250,7 +260,7 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
         submit(rig, [1] * 5, 9)
         submit(rig, [1] * 5, 9, samples=2)
         submit(rig, [1] * 5, 9, beams=search)
-    rig.turn()
+    rig.run_turn()
     for generation in list(rig.generations.values())[:3]:
         rig.engine.cancel(generation)
     rig.drain()
@@ -261,15 +271,15 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:
     rig = make_rig(scheduling_policy="sjf", max_batch_size=2, max_wait_time_ms=50.0)
     long_generation = submit(rig, [1] * 40, 20)
-    for turn in range(200):
+    for iteration in range(200):
         for _ in range(2):
-            submit(rig, [2 + turn % 40], 3)
-        rig.turn()
+            submit(rig, [2 + iteration % 40], 3)
+        rig.run_turn()
         if (
             long_generation.sequences
             and long_generation.sequences[0].status is SequenceStatus.RUNNING
         ):
-            assert turn > 40
+            assert iteration > 40
             break
     else:
         raise AssertionError("it never ran")

@@ -11,14 +11,14 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.scheduler.generative.sequences import Generation, Sequence, ranking
 from shmserve.scheduler.generative.steps import Acceptance, StepTimes, StepWork
 
-S = 1_000_000_000
-NOW = 100 * S
+SECOND_NS = 1_000_000_000
+NOW = 100 * SECOND_NS
 
 
 def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -> Sequence[None]:
     """Return a sequence that arrived before NOW and computes `tokens` tokens in all."""
     prompt = array("i", [1] * (tokens // 2))
-    arrived = NOW - int(waited_s * S)
+    arrived = NOW - int(waited_s * SECOND_NS)
     max_tokens = tokens - len(prompt)
     generation: Generation[None] = Generation(None, number, arrived, prompt, max_tokens)
     generation.priority = priority
@@ -26,7 +26,7 @@ def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -
 
 
 # The policy, the attributes of the sequence that runs first, and those of the other sequence.
-FIRST: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+FIRST_SEQUENCES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("fcfs", {"waited_s": 2, "tokens": 900, "priority": 3}, {"waited_s": 1, "tokens": 9}),
     ("sjf", {"tokens": 9, "priority": 3}, {"tokens": 10}),
     ("sjf", {"tokens": 200, "waited_s": 2}, {"tokens": 100, "waited_s": 1}),
@@ -40,7 +40,7 @@ FIRST: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("policy", "first_values", "second_values"), FIRST)
+@pytest.mark.parametrize(("policy", "first_values", "second_values"), FIRST_SEQUENCES)
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
 def test_the_order_of_sequences(
     policy: str,
@@ -49,11 +49,11 @@ def test_the_order_of_sequences(
     numbers: tuple[int, int],
 ) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy}), NOW)
-    lower, higher = (
+    earlier_sequence, later_sequence = (
         sequence(number, **{"tokens": 9, **policy_value})
         for number, policy_value in zip(numbers, (first_values, second_values), strict=True)
     )
-    assert rank(lower) < rank(higher)
+    assert rank(earlier_sequence) < rank(later_sequence)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
@@ -75,37 +75,37 @@ def learn_step_times(steps: int = 400) -> StepTimes:
     """Return estimates learned from steps of 4 ms, plus 1 ms per decoded and 0.25 ms per prompt
     token.
     """
-    times = StepTimes()
+    step_times = StepTimes()
     for step in range(steps):
         load = StepWork(step % 9, step % 7 * 16, step % 5 * 1000)
-        times.observe(load, 4 + load.decoded + load.prefilled / 4)
-    return times
+        step_times.observe(load, 4 + load.decoded + load.prefilled / 4)
+    return step_times
 
 
 def test_the_time_of_a_step_is_learned() -> None:
-    times = learn_step_times()
-    assert times.expected_ms(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
-    assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
+    step_times = learn_step_times()
+    assert step_times.expected_ms(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
+    assert step_times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
 
 
 def test_similar_steps_do_not_distort_the_estimate() -> None:
     """A realistic load: one request for a long time, empty steps, prompts, and cheap draft
     tokens.
     """
-    times = StepTimes()
+    step_times = StepTimes()
     for _ in range(3):
         for keys in range(300):
-            times.observe(StepWork(1, 0, keys), 11.3)
-        times.observe(StepWork(), 0.07)
-        assert times.expected_ms(StepWork(1, 0, 300)) == pytest.approx(11.3, rel=0.05)
-        assert times.draft_length(1, 0.8, 4)
-        times.observe(StepWork(0, 174, 30_000), 100.0)
+            step_times.observe(StepWork(1, 0, keys), 11.3)
+        step_times.observe(StepWork(), 0.07)
+        assert step_times.expected_ms(StepWork(1, 0, 300)) == pytest.approx(11.3, rel=0.05)
+        assert step_times.draft_length(1, 0.8, 4)
+        step_times.observe(StepWork(0, 174, 30_000), 100.0)
         for keys in range(174, 230):
-            times.observe(StepWork(5, 0, keys), 10.0)
-            assert times.draft_length(1, 0.8, 4)
-        assert times.expected_ms(StepWork(5, 0, 230)) == pytest.approx(10.0, rel=0.05)
-        times.observe(StepWork(3, 0, 231), 10.5)
-        assert times.draft_length(1, 0.8, 4)
+            step_times.observe(StepWork(5, 0, keys), 10.0)
+            assert step_times.draft_length(1, 0.8, 4)
+        assert step_times.expected_ms(StepWork(5, 0, 230)) == pytest.approx(10.0, rel=0.05)
+        step_times.observe(StepWork(3, 0, 231), 10.5)
+        assert step_times.draft_length(1, 0.8, 4)
 
 
 @given(
@@ -119,23 +119,25 @@ def test_similar_steps_do_not_distort_the_estimate() -> None:
     st.floats(0.5, 200),
 )
 def test_the_estimate_converges_to_repeated_observations(
-    observations: list[tuple[int, int, int, float]], decoded: int, took_ms: float
+    observations: list[tuple[int, int, int, float]], decoded_count: int, took_ms: float
 ) -> None:
-    times = StepTimes()
+    step_times = StepTimes()
     for *step_work, observed_ms in observations:
-        times.observe(StepWork(*step_work), observed_ms)
+        step_times.observe(StepWork(*step_work), observed_ms)
     for _ in range(600):
-        times.observe(StepWork(decoded), took_ms)
-    assert times.expected_ms(StepWork(decoded)) == pytest.approx(took_ms, rel=0.05)
-    assert times.prompt_token_ms > 0
+        step_times.observe(StepWork(decoded_count), took_ms)
+    assert step_times.expected_ms(StepWork(decoded_count)) == pytest.approx(took_ms, rel=0.05)
+    assert step_times.prompt_token_ms > 0
 
 
 def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
-    times = learn_step_times()
-    assert times.fitting_tokens(StepWork(8, 0), 0, 31.0) == 64  # 19 ms remain, enough for 76 tokens
-    assert times.fitting_tokens(StepWork(0, 0), 0, 33.0) == 112
-    assert times.fitting_tokens(StepWork(8, 0), 0, 5.0) == 16
-    assert times.fitting_tokens(StepWork(8, 16), 0, 5.0) == 0
+    step_times = learn_step_times()
+    assert (
+        step_times.fitting_tokens(StepWork(8, 0), 0, 31.0) == 64
+    )  # 19 ms remain, enough for 76 tokens
+    assert step_times.fitting_tokens(StepWork(0, 0), 0, 33.0) == 112
+    assert step_times.fitting_tokens(StepWork(8, 0), 0, 5.0) == 16
+    assert step_times.fitting_tokens(StepWork(8, 16), 0, 5.0) == 0
 
 
 def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
@@ -144,18 +146,18 @@ def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
     def step_ms(load: StepWork) -> float:
         return 5 + load.decoded + load.prefilled / 5 + load.pairs * 20e-5
 
-    times, chunks = StepTimes(), []
+    step_times, chunks = StepTimes(), []
     for _ in range(2):  # the estimates are learned in the first round
         for keys in range(100, 200):
             load = StepWork(4, 0, 4 * keys)
-            times.observe(load, step_ms(load))
-        begin, steps = 0, []
-        while begin < 900:
-            count = times.fitting_tokens(StepWork(4, 0, 800), begin, 50.0)
-            load = StepWork(4, count, 800 + count * (begin + count))
-            begin += count
+            step_times.observe(load, step_ms(load))
+        chunk_start, steps = 0, []
+        while chunk_start < 900:
+            count = step_times.fitting_tokens(StepWork(4, 0, 800), chunk_start, 50.0)
+            load = StepWork(4, count, 800 + count * (chunk_start + count))
+            chunk_start += count
             steps.append(step_ms(load))
-            times.observe(load, steps[-1])
+            step_times.observe(load, steps[-1])
             chunks.append(count)
     assert max(steps) < 53
     assert min(steps[:-1]) > 40  # the prompt makes progress in every step
@@ -163,36 +165,36 @@ def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
 
 
 def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
-    times = learn_step_times()
+    step_times = learn_step_times()
     for _ in range(100):
-        times.observe_copies(10, 20.0)
-    assert times.copy_ms == pytest.approx(2.0, rel=0.05)
-    assert not times.swap_pays(1, 15)  # a swap takes 4 ms, a recomputation 3.75 ms
-    assert times.swap_pays(1, 17)
+        step_times.observe_copies(10, 20.0)
+    assert step_times.copy_ms == pytest.approx(2.0, rel=0.05)
+    assert not step_times.swap_pays(1, 15)  # a swap takes 4 ms, a recomputation 3.75 ms
+    assert step_times.swap_pays(1, 17)
 
 
 def test_drafts_are_as_long_as_pays() -> None:
-    times = learn_step_times()
+    step_times = learn_step_times()
     for _ in range(100):
-        times.observe_drafts(4, 0.4)
-    assert times.draft_length(1, 0.9, 4) == 4
-    assert times.draft_length(1, 0.1, 4) == 0
-    assert 0 < times.draft_length(1, 0.5, 8) < 8
+        step_times.observe_drafts(4, 0.4)
+    assert step_times.draft_length(1, 0.9, 4) == 4
+    assert step_times.draft_length(1, 0.1, 4) == 0
+    assert 0 < step_times.draft_length(1, 0.5, 8) < 8
     for _ in range(100):
-        times.observe_drafts(4, 400.0)
-    assert times.draft_length(1, 0.9, 4) == 0
+        step_times.observe_drafts(4, 400.0)
+    assert step_times.draft_length(1, 0.9, 4) == 0
 
 
 def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
-    times = learn_step_times()
+    step_times = learn_step_times()
     for _ in range(100):
-        times.observe_drafts(4, 4.0)
-    assert times.draft_ms == pytest.approx(1.0, rel=0.05)
-    times.observe_drafts(2, 100.0)
-    assert times.draft_ms < 1.4
+        step_times.observe_drafts(4, 4.0)
+    assert step_times.draft_ms == pytest.approx(1.0, rel=0.05)
+    step_times.observe_drafts(2, 100.0)
+    assert step_times.draft_ms < 1.4
     for _ in range(100):
-        times.observe_drafts(4, 400.0)
-    assert times.draft_ms == pytest.approx(100.0, rel=0.05)
+        step_times.observe_drafts(4, 400.0)
+    assert step_times.draft_ms == pytest.approx(100.0, rel=0.05)
 
 
 def test_rejected_drafts_cause_a_pause() -> None:

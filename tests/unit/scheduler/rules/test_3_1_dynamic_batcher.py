@@ -11,19 +11,19 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
-DELAY = {"max_queue_delay_microseconds": 1000}
+DELAYED_BATCHING = {"max_queue_delay_microseconds": 1000}
 
 
 def batch_sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
     """Complete up to `batches` batches; return the number of requests in each."""
-    sent: list[int] = []
-    while len(sent) < batches and (executes := rig.executes()):
-        for _, batch in executes:
-            sent.append(len(batch.requests))
+    sent_sizes: list[int] = []
+    while len(sent_sizes) < batches and (execute_messages := rig.executes()):
+        for _, batch in execute_messages:
+            sent_sizes.append(len(batch.requests))
             rig.finish(peer, batch)
-    return sent
+    return sent_sizes
 
 
 def count_closed(rig: Rig) -> dict[str, int]:
@@ -58,11 +58,11 @@ def test_batch_sizes_are_summed_and_no_request_is_split(
     assert batch_sizes(rig, queue_requests(rig, *units)) == expected
 
 
-def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
+def test_batching_stops_at_the_first_incompatible_request() -> None:
     """Rule 3.1.2: a request that does not fit or has other shapes closes the batch; later
     requests are not pulled ahead. Shapes are compared with those of the first request.
     """
-    rig = Rig(DELAY)
+    rig = Rig(DELAYED_BATCHING)
     for key in (b"a", b"a", b"b", b"a"):
         rig.submit(shape_key=key)
     peer = rig.start()
@@ -74,14 +74,14 @@ def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
 
 def test_beyond_the_largest_preferred_size_any_size_counts_as_preferred() -> None:
     """Rule 3.1.3: 3 and 4 with a preferred 6 run as 3, immediately."""
-    rig = Rig({**DELAY, "preferred_batch_size": [6]})
+    rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [6]})
     assert batch_sizes(rig, queue_requests(rig, 3, 4)) == [1]
     assert count_closed(rig) == {CloseReason.PREFERRED: 1}
 
 
 def test_the_largest_preferred_size_reached_is_taken() -> None:
     """Rule 3.1.3."""
-    rig = Rig({**DELAY, "preferred_batch_size": [2, 4]})
+    rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [2, 4]})
     assert batch_sizes(rig, queue_requests(rig, 1, 1, 1, 1)) == [4]
 
 
@@ -94,7 +94,7 @@ def test_a_preferred_size_runs_exactly_and_the_rest_waits() -> None:
 
 def test_after_the_delay_all_requests_run_even_past_a_preferred_size() -> None:
     """Rule 3.1.5."""
-    rig = Rig({**DELAY, "preferred_batch_size": [4]})
+    rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [4]})
     rig.submit(5)
     rig.pass_time(MS)
     assert batch_sizes(rig, rig.start()) == [5]
@@ -110,7 +110,7 @@ def test_without_a_delay_queued_requests_run_at_once() -> None:
 
 def test_the_delay_counts_from_the_oldest_that_waits() -> None:
     """Rule 3.1.6: the oldest request need not be the first of the batch."""
-    rig = Rig({**DELAY, "priority_levels": 2, "default_priority_level": 2})
+    rig = Rig({**DELAYED_BATCHING, "priority_levels": 2, "default_priority_level": 2})
     rig.submit()
     rig.pass_time(400_000)
     rig.submit(priority=1)
@@ -123,23 +123,23 @@ def test_the_delay_counts_from_the_oldest_that_waits() -> None:
 def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
     """Rule 3.1.6: the wait ends after the rest of the delay, or at a request's timeout."""
     policy = {"default_timeout_microseconds": 300}
-    rig, _ = ready_rig({**DELAY, "default_queue_policy": policy})
+    rig, _ = ready_rig({**DELAYED_BATCHING, "default_queue_policy": policy})
     (number,) = rig.submit()
     assert rig.wake_ns == rig.now + 300_001
     rig.pass_time(300_001)
-    assert rig.answers() == [m.Failed(number, "UNAVAILABLE", EXPIRED, 0, False)]
+    assert rig.answers() == [m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, False)]
 
 
 @pytest.mark.parametrize("preferred", [[4], [], [2, 4]])
 def test_the_largest_preferred_size_runs_at_once(preferred: list[int]) -> None:
     """Rule 3.1.7: the default preferred size is the maximum size."""
-    rig = Rig({**DELAY, "preferred_batch_size": preferred}, max_batch_size=4)
+    rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": preferred}, max_batch_size=4)
     assert batch_sizes(rig, queue_requests(rig, 1, 1, 2)) == [3]
 
 
 def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
     """Rule 3.1.8: requests that arrive while the instance is busy join the next batch."""
-    rig, peer = ready_rig(DELAY)
+    rig, peer = ready_rig(DELAYED_BATCHING)
     rig.submit()
     rig.pass_time(MS)
     _, batch = rig.execute()
@@ -152,7 +152,7 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "sent"),
+    ("block", "sent_sizes"),
     [
         ({}, [8]),
         ({"default_queue_policy": {"default_timeout_microseconds": 1000}}, []),
@@ -160,8 +160,8 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
         ({"priority_levels": 2, "default_priority_level": 1}, []),
     ],
 )
-def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
-    block: dict[str, Any], sent: list[int]
+def test_with_a_policy_no_batch_is_sent_before_an_instance_is_free(
+    block: dict[str, Any], sent_sizes: list[int]
 ) -> None:
     """Rule 3.1.8: without a queue policy, a batch that cannot grow may be sent ahead to a busy
     instance.
@@ -171,7 +171,7 @@ def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
     rig.submit()
     rig.execute()
     rig.submit(9)
-    assert [len(batch.requests) for _, batch in rig.executes()] == sent
+    assert [len(batch.requests) for _, batch in rig.executes()] == sent_sizes
 
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
@@ -211,21 +211,21 @@ def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:
     rig.submit(2, priority=0)
     rig.submit(2, priority=1)
     order = []
-    while executes := rig.executes():
-        ((_, batch),) = executes
+    while execute_messages := rig.executes():
+        ((_, batch),) = execute_messages
         order += [request.data[0] for request in batch.requests]
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
     assert order == [b"w1", b"w2", b"w3", b"w4"]
 
 
-def test_requests_are_numbered_as_they_come() -> None:
+def test_requests_are_numbered_by_arrival() -> None:
     """Rule 3.1.1: requests run in order of arrival, whatever their sizes."""
     rig = Rig({})
     peer = queue_requests(rig, 3, 8, 1, 1, 7)
     contents = []
-    while executes := rig.executes():
-        for _, batch in executes:
+    while execute_messages := rig.executes():
+        for _, batch in execute_messages:
             contents += [request.data[0] for request in batch.requests]
             rig.finish(peer, batch)
     assert contents == [b"w%d" % number for number in itertools.islice(itertools.count(1), 5)]

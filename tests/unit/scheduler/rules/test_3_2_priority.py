@@ -6,10 +6,10 @@ import pytest
 
 from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
-from tests.support.texts import EXPIRED
+from tests.support.texts import EXPIRED_TEXT
 
-LEVELS = {"priority_levels": 3, "default_priority_level": 2}
-DELAYED = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
+PRIORITY_LEVELS = {"priority_levels": 3, "default_priority_level": 2}
+DELAY_POLICY = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
 
 
 def refusal_message(number: int, text: str, retry_s: int = 0) -> m.Failed:
@@ -19,23 +19,23 @@ def refusal_message(number: int, text: str, retry_s: int = 0) -> m.Failed:
 def execution_order(rig: Rig, peer: bytes) -> list[list[int]]:
     """Complete the batches one by one; return the numbers of the requests in each."""
     batches: list[list[int]] = []
-    while executes := rig.executes():
-        for _, batch in executes:
+    while execute_messages := rig.executes():
+        for _, batch in execute_messages:
             batches.append([int(request.data[0][1:]) for request in batch.requests])
             rig.finish(peer, batch)
     return batches
 
 
-def busy_rig(dynamic: dict[str, Any], **settings: Any) -> tuple[Rig, bytes, m.Execute]:
+def busy_rig(dynamic_batching: dict[str, Any], **settings: Any) -> tuple[Rig, bytes, m.Execute]:
     """Return a rig whose only instance executes request 1."""
-    rig, peer = ready_rig(dynamic, **settings)
+    rig, peer = ready_rig(dynamic_batching, **settings)
     rig.submit()
     return rig, peer, rig.execute()[1]
 
 
 def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
     """Rule 3.2.1: level 1 is the highest. 0 and invalid levels mean the default level."""
-    rig = Rig(LEVELS, max_batch_size=1)
+    rig = Rig(PRIORITY_LEVELS, max_batch_size=1)
     for priority in (3, 0, 1, 2**40, 2, 3, 1):
         rig.submit(priority=priority)
     assert execution_order(rig, rig.start()) == [[3], [7], [2], [4], [5], [1], [6]]
@@ -43,7 +43,7 @@ def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
 
 def test_a_batch_may_span_levels() -> None:
     """Rule 3.2.1."""
-    rig = Rig(LEVELS, max_batch_size=4)
+    rig = Rig(PRIORITY_LEVELS, max_batch_size=4)
     for priority in (3, 2, 1, 3, 2):
         rig.submit(priority=priority)
     assert execution_order(rig, rig.start()) == [[3, 2, 5, 1], [4]]
@@ -51,7 +51,9 @@ def test_a_batch_may_span_levels() -> None:
 
 def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
     """Rule 3.2.1."""
-    rig, peer = ready_rig({**LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4)
+    rig, peer = ready_rig(
+        {**PRIORITY_LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4
+    )
     rig.submit(3, priority=3)
     assert rig.executes() == []
     rig.submit(batch_size=4, priority=1)
@@ -62,7 +64,7 @@ def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
 
 def test_a_low_level_may_starve() -> None:
     """Rule 3.2.1: strict priority, no ageing."""
-    rig, peer, batch = busy_rig(LEVELS, max_batch_size=1)
+    rig, peer, batch = busy_rig(PRIORITY_LEVELS, max_batch_size=1)
     rig.submit(priority=3)
     for _ in range(50):
         rig.submit(priority=1)
@@ -78,12 +80,12 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
     Running requests do not count.
     """
     policies = {"1": {"max_queue_size": 2}, "3": {"max_queue_size": 1}}
-    dynamic = {
-        **LEVELS,
+    dynamic_batching = {
+        **PRIORITY_LEVELS,
         "priority_queue_policy": policies,
         "default_queue_policy": {"max_queue_size": 3},
     }
-    rig, peer, batch = busy_rig(dynamic)
+    rig, peer, batch = busy_rig(dynamic_batching)
     for priority, max_queued in ((3, 1), (1, 2), (2, 3)):
         rig.submit(max_queued, priority=priority)
         assert rig.answers() == []
@@ -97,16 +99,16 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
     assert rig.answers() == []
 
 
-def test_a_bound_of_zero_is_none_but_the_servers() -> None:
+def test_a_bound_of_zero_leaves_only_the_servers_bound() -> None:
     """Rule 3.2.2."""
     rig, _, _ = busy_rig({})
     rig.submit(10_000)
     assert rig.answers() == []
 
 
-def test_delayed_requests_count_for_their_levels_bound() -> None:
+def test_delayed_requests_count_towards_the_bound_of_their_level() -> None:
     """Rule 3.2.2."""
-    rig, _, _ = busy_rig({"default_queue_policy": {**DELAYED, "max_queue_size": 2}})
+    rig, _, _ = busy_rig({"default_queue_policy": {**DELAY_POLICY, "max_queue_size": 2}})
     rig.submit(1)
     rig.pass_time(MS + 1)
     rig.submit(1)
@@ -119,17 +121,17 @@ def test_delayed_requests_count_for_their_levels_bound() -> None:
 def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
     """Rule 3.2.3."""
     policies = {"1": {"default_timeout_microseconds": 1000}}
-    dynamic = {
-        **LEVELS,
+    dynamic_batching = {
+        **PRIORITY_LEVELS,
         "priority_queue_policy": policies,
         "default_queue_policy": {"default_timeout_microseconds": 3000},
     }
-    rig, _, _ = busy_rig(dynamic)
+    rig, _, _ = busy_rig(dynamic_batching)
     high_priority, low_priority = rig.submit(priority=1) + rig.submit(priority=3)
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(high_priority, EXPIRED)]
+    assert rig.answers() == [refusal_message(high_priority, EXPIRED_TEXT)]
     rig.pass_time(2 * MS)
-    assert rig.answers() == [refusal_message(low_priority, EXPIRED)]
+    assert rig.answers() == [refusal_message(low_priority, EXPIRED_TEXT)]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
         ({}, 40, None),
     ],
 )
-def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
+def test_a_requests_timeout_applies_if_allowed_and_shorter(
     policy: dict[str, Any], own_us: int, limit_us: int | None
 ) -> None:
     """Rule 3.2.3: `allow_timeout_override`."""
@@ -159,7 +161,7 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     rig.pass_time(limit_us * 1000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
 
 
 def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
@@ -167,13 +169,15 @@ def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
     rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     (number,) = rig.submit(request_id="r")
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
     assert rig.report()["shmserve"]["failures"]["REJECTED"] == 1
 
 
 def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
     """Rule 3.2.4: DELAY. Delayed requests no longer time out."""
-    rig, peer, batch = busy_rig({**LEVELS, "default_queue_policy": DELAYED}, max_batch_size=1)
+    rig, peer, batch = busy_rig(
+        {**PRIORITY_LEVELS, "default_queue_policy": DELAY_POLICY}, max_batch_size=1
+    )
     rig.submit(2, priority=2)  # the requests 2 and 3 will be delayed
     rig.pass_time(MS + 1)
     rig.submit(priority=3)  # request 4
@@ -186,7 +190,7 @@ def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
 
 def test_delayed_requests_may_wait_for_ever() -> None:
     """Rule 3.2.4."""
-    rig, peer, batch = busy_rig({"default_queue_policy": DELAYED}, max_batch_size=1)
+    rig, peer, batch = busy_rig({"default_queue_policy": DELAY_POLICY}, max_batch_size=1)
     (delayed,) = rig.submit()
     for _ in range(20):
         rig.pass_time(MS + 1)
@@ -199,18 +203,18 @@ def test_delayed_requests_may_wait_for_ever() -> None:
 
 @pytest.mark.parametrize("limit_us", [0, 5000])
 @pytest.mark.parametrize("is_deadline", [False, True])
-def test_a_requests_own_timeout_delays_it_too(limit_us: int, is_deadline: bool) -> None:
+def test_a_requests_own_timeout_also_delays_it(limit_us: int, is_deadline: bool) -> None:
     """Rule 3.2.4: with DELAY, a timeout that overrides the policy's is no deadline, even with
     --request-timeout-is-deadline. Other deadlines still apply.
     """
-    policy = {**DELAYED, "allow_timeout_override": True}
+    policy = {**DELAY_POLICY, "allow_timeout_override": True}
     rig, _, _ = busy_rig({"default_queue_policy": policy}, request_timeout_is_deadline=is_deadline)
     (number,) = rig.submit(timeout_us=400, timeout_ns=limit_us * 1000)
     rig.submit(timeout_us=400, arrived_ns=rig.now - MS)
     rig.pass_time(MS)
     assert rig.answers() == []
     rig.pass_time(3_600_000 * MS)
-    assert rig.answers() == ([refusal_message(number, EXPIRED)] if limit_us else [])
+    assert rig.answers() == ([refusal_message(number, EXPIRED_TEXT)] if limit_us else [])
 
 
 @pytest.mark.parametrize("is_deadline", [False, True])
@@ -250,9 +254,9 @@ def test_an_expired_request_names_the_limit_and_its_origin(
     assert rig.answers() == [refusal_message(number, f"Request timeout expired ({text})")]
 
 
-def test_cancelling_a_delayed_request_takes_it_out() -> None:
+def test_cancelling_a_delayed_request_removes_it() -> None:
     """Rule 3.2.4."""
-    rig, peer, batch = busy_rig({"default_queue_policy": DELAYED})
+    rig, peer, batch = busy_rig({"default_queue_policy": DELAY_POLICY})
     delayed, remaining = rig.submit(2)
     rig.pass_time(MS + 1)
     rig.client(m.Cancel(delayed))
@@ -260,7 +264,7 @@ def test_cancelling_a_delayed_request_takes_it_out() -> None:
     assert execution_order(rig, peer) == [[remaining]]
 
 
-@pytest.mark.parametrize("policy", [{}, DELAYED])
+@pytest.mark.parametrize("policy", [{}, DELAY_POLICY])
 def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) -> None:
     """Rule 3.2.5: the request is rejected at once, even while the instance is busy."""
     policy = {"default_timeout_microseconds": 1000, **policy}
@@ -269,7 +273,7 @@ def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) ->
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
     assert rig.answers() == (
-        [] if "timeout_action" in policy else [refusal_message(number, EXPIRED)]
+        [] if "timeout_action" in policy else [refusal_message(number, EXPIRED_TEXT)]
     )
 
 
@@ -280,4 +284,4 @@ def test_a_timeout_expires_after_its_microseconds() -> None:
     rig.pass_time(7_000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED)]
+    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]

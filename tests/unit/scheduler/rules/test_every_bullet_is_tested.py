@@ -1,6 +1,4 @@
-"""The unnumbered rules of the schedulers (sections 3.3 to 3.7 of the reference) and the tests
-of each.
-"""
+"""The unnumbered rules of the schedulers and the tests of each."""
 
 import re
 from functools import cache
@@ -53,18 +51,18 @@ BULLETS = """
     TABLE test_3_3_an_id_that_has_ended_may_start_while_its_end_runs
 3.3.6 the backlog is first in, first out; a whole one stays a unit, and its id may come again
     TABLE test_3_3_the_backlog_is_first_in_first_out
-    TABLE test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more
+    TABLE test_3_3_an_ended_sequence_in_the_backlog_may_be_restarted
 3.3.7 an idle one loses its slot, without an END for the model; not those in the backlog
     TABLE test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model
-    TABLE test_3_3_who_runs_or_waits_is_not_idle
+    TABLE test_3_3_running_and_waiting_sequences_are_not_idle
     TABLE test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits
-    MANY test_each_of_many_runs_once_and_is_forgotten
+    MANY test_many_sequences_run_once_and_are_removed
 3.3.8 a timeout holds in the backlog, for the whole sequence
     TABLE test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence
 3.3.9 shutdown refuses START alone; what runs may finish
-    TABLE test_3_3_while_it_stops_only_new_sequences_are_refused
+    TABLE test_3_3_a_drain_refuses_only_new_sequences
     ENDING test_3_3_a_server_that_ends_waits_for_open_sequences
-    ENDING test_3_3_it_waits_no_longer_than_for_the_idle_time
+    ENDING test_3_3_a_drain_waits_at_most_for_the_idle_time
 3.3.10 controls: pairs of three types, ids of five; READY is false in null rows alone
     WORKER test_3_3_pairs
     WORKER test_3_3_ids_are_cut_to_their_low_bytes
@@ -76,9 +74,9 @@ BULLETS = """
     WHOLE test_sequence_parameters_of_a_step_hold_for_later_steps
 3.4.1 a row a slot, up to the highest with a request; null rows for those without
     STRATEGIES test_3_4_rows_are_slots_up_to_the_highest_with_a_request
-    STRATEGIES test_3_4_shapes_of_who_waited_longest
+    STRATEGIES test_3_4_the_longest_waiting_request_sets_the_shape
     STRATEGIES test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch
-    WORKED test_direct_lone_requests_beside_an_idle_sequence
+    WORKED test_direct_strategy_with_requests_beside_an_idle_sequence
 3.4.2 the next batch is made when the last has returned
     STRATEGIES test_3_4_the_next_batch_is_made_when_the_last_has_returned
 3.4.3 delay and minimum utilization hold only together
@@ -95,9 +93,9 @@ BULLETS = """
     STRATEGIES test_the_worked_example
 3.5.2 implicit state: reset at START, zeros or a file, kept where it is not given back
     WORKER test_3_5_a_state_begins_with_zero_at_each_start
-    WORKER test_3_5_a_file_and_zeros_to_begin_with
-    WORKER test_3_5_files_that_will_not_do
-    WORKER test_3_5_what_the_model_does_not_give_back_or_fails_at_stays
+    WORKER test_3_5_initial_states_come_from_a_file_or_zeros
+    WORKER test_3_5_invalid_initial_state_files_are_refused
+    WORKER test_3_5_missing_and_failed_updates_keep_the_state
     WORKER test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output
     WORKER test_3_5_state_outputs_are_returned_only_if_they_are_outputs
     STATES test_3_5_states_of_a_batch_stay_apart
@@ -119,7 +117,7 @@ BULLETS = """
     RAGGED test_a_ragged_batch_runs_flat_and_its_output_is_scattered
     RULES test_each_rule_has_tritons_text
 3.6.3 optional inputs: how many there may be, who shares a batch, what flows in an ensemble
-    SHAPES test_the_count_must_be_between_required_and_total
+    SHAPES test_the_input_count_must_be_between_required_and_total
     SHAPES test_requests_with_other_optional_inputs_are_separated
     RAGGED_SERVED test_requests_with_other_inputs_do_not_share_a_batch
     SERVED test_an_output_that_a_model_left_out
@@ -136,8 +134,8 @@ BULLETS = """
     ENSEMBLE test_every_step_has_the_priority_of_the_request
     WHOLE test_sequence_parameters_of_a_step_hold_for_later_steps
 3.7.4 steps with and without a batch dimension mix; none allows smaller batches
-    SERVED test_batch_dimensions_are_added_and_taken_away
-    GRAPH test_models_that_batch_and_models_that_do_not_may_mix
+    SERVED test_batch_dimensions_are_added_and_removed
+    GRAPH test_batching_models_and_other_models_may_be_mixed
     GRAPH test_steps_that_do_not_fit_are_refused
 3.7.5 errors have the ensemble's prefix once, and wait for steps that run; a deadlock is told
     SERVED test_errors_are_prefixed_by_each_ensemble
@@ -149,15 +147,15 @@ BULLETS = """
     ENSEMBLE test_a_cancelled_request_begins_no_step
     WHOLE test_a_disconnecting_client_cancels_the_running_step
 3.7.7 max_inflight_requests: a step has only so many of all requests
-    ENSEMBLE test_only_so_many_requests_of_a_step_at_a_time
-    WHOLE test_only_so_many_requests_of_a_step_at_a_time
+    ENSEMBLE test_requests_of_a_step_are_limited
+    WHOLE test_the_requests_in_flight_of_a_step_are_limited
 3.7.8 what is checked at load
     GRAPH test_steps_that_do_not_fit_are_refused
     CONFIG test_ensembles_are_checked
-    CONFIG test_a_graph_that_is_a_circle_or_lacks_an_edge
+    CONFIG test_cyclic_and_incomplete_graphs_are_refused
 3.7.9 compute times are the steps' sums, one execution a request, never pending
     SERVED test_statistics_are_sums_of_steps
-    ENSEMBLE test_times_are_the_steps_together
+    ENSEMBLE test_compute_times_are_summed_over_steps
 """
 
 
@@ -172,5 +170,5 @@ def _find_tests(file: str) -> set[str]:
 )
 def test_a_bullet_has_tests(bullet: str) -> None:
     tests = [line.split() for line in bullet.splitlines()[1:]]
-    missing = [f"{file}::{name}" for file, name in tests if name not in _find_tests(file)]
-    assert tests and not missing
+    missing_tests = [f"{file}::{name}" for file, name in tests if name not in _find_tests(file)]
+    assert tests and not missing_tests

@@ -36,17 +36,6 @@ RULES = {
     "3.9.4": "warm-up before ready, by instance: N requests of one, count times; 0 is skipped",
     "3.9.5": "a sample that fails, or has a variable dimension, fails the load",
 }
-# Sections without numbered rules: the names of their tests contain the section.
-SECTIONS = {
-    "3.3": "sequences: ids, slots, backlog, idle ones, controls",
-    "3.4": "the direct strategy",
-    "3.5": "the oldest strategy, implicit state, iterative sequences",
-    "3.6": "ragged batches, batch inputs, optional inputs",
-    "3.7": "ensembles",
-    "3.8": "the response cache",
-    "3.9": "the rate limiter, warm-up",
-    "3.10": "decoupled models, cancellation",
-}
 
 
 def _tested_rules() -> set[str]:
@@ -54,24 +43,10 @@ def _tested_rules() -> set[str]:
     return {number for text in texts for number in re.findall(r"Rule (\d+\.\d+(?:\.\d+)?)\b", text)}
 
 
-def _tested_sections() -> set[str]:
-    """Return the sections of the reference that docstrings of tests name."""
-    texts = (path.read_text() for path in TESTS.rglob("test_*.py") if path != Path(__file__))
-    lines = (
-        line for text in texts for line in text.splitlines() if re.search("[Ss]ection|refer", line)
-    )
-    return {number for line in lines for number in re.findall(r"\b3\.\d+\b", line)}
-
-
-@pytest.mark.parametrize("number", SECTIONS)
-def test_a_section_has_a_test_that_names_it(number: str) -> None:
-    assert number in _tested_sections()
-
-
 @pytest.mark.parametrize("number", RULES)
 def test_a_rule_has_a_test_that_names_it(number: str) -> None:
     assert number in _tested_rules()
 
 
-def test_no_test_names_a_rule_that_there_is_not() -> None:
+def test_tests_name_only_existing_rules() -> None:
     assert _tested_rules() <= set(RULES)

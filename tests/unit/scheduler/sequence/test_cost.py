@@ -13,7 +13,7 @@ import pytest
 from shmserve.ipc.messages import inference as m
 from tests.rigs.sequence_rig import START, SequenceRig
 
-FEW, MANY = 200, 4_000
+FEW_REQUESTS, MANY_REQUESTS = 200, 4_000
 
 
 def count_operations(action: Callable[[], None]) -> int:
@@ -38,17 +38,17 @@ def count_operations(action: Callable[[], None]) -> int:
 count_operations(lambda: None)
 
 
-def cancellation_cost(numbers: slice, waiting: int, new_count: int = 0) -> int:
+def cancellation_cost(numbers: slice, waiting_count: int, new_count: int = 0) -> int:
     """Return the cost of cancelling the requests in a slice of one sequence.
 
     Args:
         numbers: The requests to cancel.
-        waiting: The number of requests of the sequence.
+        waiting_count: The number of requests of the sequence.
         new_count: The number of requests after a START that restarts the sequence.
     """
     rig = SequenceRig(rows=1)
     rig.request(1, START)
-    requests = [rig.request(1) for _ in range(waiting)]
+    requests = [rig.request(1) for _ in range(waiting_count)]
     for index in range(new_count):
         rig.request(1, 0 if index else START)
 
@@ -62,15 +62,18 @@ def cancellation_cost(numbers: slice, waiting: int, new_count: int = 0) -> int:
 @pytest.mark.parametrize("adds_new", [False, True])
 def test_a_cancellation_costs_no_more_with_many_waiting(adds_new: bool) -> None:
     """The last requests of the sequence are cancelled, so that no later request ends with them."""
-    tail = slice(None, -20, -1)
+    tail_slice = slice(None, -20, -1)
     few_cost, many_cost = (
-        cancellation_cost(tail, count, count if adds_new else 0) for count in (FEW, MANY)
+        cancellation_cost(tail_slice, count, count if adds_new else 0)
+        for count in (FEW_REQUESTS, MANY_REQUESTS)
     )
     assert many_cost < few_cost * 1.1
 
 
-def test_all_that_is_behind_costs_once_for_each() -> None:
-    few_cost, many_cost = (cancellation_cost(slice(0, 1), count) / count for count in (FEW, MANY))
+def test_cancelling_all_later_requests_takes_linear_time() -> None:
+    few_cost, many_cost = (
+        cancellation_cost(slice(0, 1), count) / count for count in (FEW_REQUESTS, MANY_REQUESTS)
+    )
     assert many_cost < few_cost * 1.1
 
 

@@ -1,4 +1,4 @@
-"""Very many sequences that are begun and never ended (reference 3.3, idle sequences).
+"""Very many sequences that are begun and never ended.
 
 The table of sequences stays bounded, and other clients are served.
 """
@@ -14,14 +14,14 @@ from shmserve.scheduler.batchers.sequences import InstanceSlots, Sequences
 from shmserve.scheduler.requests.request import Client, ScheduledRequest
 from tests.rigs.sequence_rig import END, START
 
-MANY, SLOTS, MOST, IDLE_NS = 100_000, 64, 1000, 1000
+MANY_SEQUENCES, SLOTS, MAX_SEQUENCES, IDLE_NS = 100_000, 64, 1000, 1000
 
 
 class Table:
     """A sequence table with one instance of `slots` slots."""
 
     def __init__(self) -> None:
-        self.sequences = Sequences("m", IDLE_NS, MOST)
+        self.sequences = Sequences("m", IDLE_NS, MAX_SEQUENCES)
         self.slots = InstanceSlots(b"0.100", (0, 0), SLOTS)
         self.sequences.join(self.slots)
         self.now = 0
@@ -53,48 +53,52 @@ class Table:
     def count_kept(self) -> int:
         """Return the number of sequences, slots and ids in the table."""
         table = self.sequences
-        waiting = sum(1 for _ in table.backlog)
+        waiting_count = sum(1 for _ in table.backlog)
         return (
-            table.open_count + waiting + len(table._free) + len(table._idle) + len(table._lost_ids)
+            table.open_count
+            + waiting_count
+            + len(table._free)
+            + len(table._idle)
+            + len(table._lost_ids)
         )
 
 
-def test_each_of_many_runs_once_and_is_forgotten() -> None:
+def test_many_sequences_run_once_and_are_removed() -> None:
     """Each sequence has a slot until it has been idle for too long."""
     table = Table()
-    greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
+    greedy_client: Client[ScheduledRequest] = Client(b"7001.a", print)
     other_client: Client[ScheduledRequest] = Client(b"7002.a", print)
-    opened = 0
-    while opened < MANY:
+    opened_count = 0
+    while opened_count < MANY_SEQUENCES:
         for _ in range(SLOTS):
-            opened += 1
-            table.submit(greedy, opened, START)
-        if opened % (SLOTS * 1000) == 0:
-            submitted = table.submit(other_client, -1, START | END)
+            opened_count += 1
+            table.submit(greedy_client, opened_count, START)
+        if opened_count % (SLOTS * 1000) == 0:
+            request = table.submit(other_client, -1, START | END)
             table.turn()
             table.turn()  # the new request runs after the requests that were already queued
-            assert submitted in table.executed
+            assert request in table.executed
         else:
             table.turn()
         assert table.count_kept() <= 3 * SLOTS
     with pytest.raises(InvalidArgument, match="must specify the START flag"):
-        table.submit(greedy, 5, 0)
+        table.submit(greedy_client, 5, 0)
 
 
-def test_of_many_that_find_no_slot_so_many_wait() -> None:
+def test_the_number_of_waiting_sequences_is_bounded() -> None:
     """Further sequences are rejected and leave no state. Another client still has its turn."""
     table = Table()
-    greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
+    greedy_client: Client[ScheduledRequest] = Client(b"7001.a", print)
     other_client: Client[ScheduledRequest] = Client(b"7002.a", print)
     refusal_count = 0
-    for sequence in range(MANY):
+    for sequence in range(MANY_SEQUENCES):
         try:
-            table.submit(greedy, sequence, START)
+            table.submit(greedy_client, sequence, START)
         except QueueFull:
             refusal_count += 1
-    assert refusal_count == MANY - SLOTS - MOST
-    assert table.count_kept() == SLOTS + MOST + MOST
-    submitted = table.submit(other_client, -1, START)
+    assert refusal_count == MANY_SEQUENCES - SLOTS - MAX_SEQUENCES
+    assert table.count_kept() == SLOTS + MAX_SEQUENCES + MAX_SEQUENCES
+    request = table.submit(other_client, -1, START)
     for _ in range(2):
         table.turn()
-    assert submitted in table.executed
+    assert request in table.executed

@@ -16,12 +16,15 @@ ROWS, INSTANCES = 2, 2
 
 FLAGS = [0, 0, START, END, START | END]
 requests = st.tuples(st.just("ask"), st.integers(1, 6), st.sampled_from(FLAGS))
-returns = st.tuples(st.just("done"), st.integers(0, INSTANCES - 1), st.just(0))
+return_steps = st.tuples(st.just("done"), st.integers(0, INSTANCES - 1), st.just(0))
 cancels = st.tuples(st.just("cancel"), st.integers(1, 40), st.just(0))
-times = st.tuples(st.just("time"), st.sampled_from([1, 400, 1100]), st.just(0))
+time_steps = st.tuples(st.just("time"), st.sampled_from([1, 400, 1100]), st.just(0))
 deaths = st.tuples(st.just("die"), st.integers(0, INSTANCES - 1), st.just(0))
 steps = st.lists(
-    st.one_of(requests, requests, requests, returns, returns, cancels, times, deaths), max_size=60
+    st.one_of(
+        requests, requests, requests, return_steps, return_steps, cancels, time_steps, deaths
+    ),
+    max_size=60,
 )
 
 
@@ -34,8 +37,8 @@ class WatchedRig(SequenceRig):
         self.answer_counts: Counter[int] = Counter()
         self.pids = 200
         self.sequences: dict[int, Any] = {}  # the sequence of each request, by the request's key
-        self.home: dict[Any, tuple[bytes, int]] = {}  # sequence -> its instance and slot
-        self.last: dict[Any, int] = {}  # sequence -> its last request
+        self.slot_of: dict[Any, tuple[bytes, int]] = {}  # sequence -> its instance and slot
+        self.last_request: dict[Any, int] = {}  # sequence -> its last request
 
     def executes(self) -> list[tuple[bytes, m.Execute]]:
         """Return the executed batches, like `Rig.executes`, after checking each."""
@@ -56,9 +59,9 @@ class WatchedRig(SequenceRig):
             sequence = self.sequences[row.key]
             assert sequence.id == row.correlation_id
             # All requests of a sequence run in the same slot, in order of arrival.
-            assert self.home.setdefault(sequence, (peer, row.slot)) == (peer, row.slot)
-            assert self.last.get(sequence, 0) < row.key
-            self.last[sequence] = row.key
+            assert self.slot_of.setdefault(sequence, (peer, row.slot)) == (peer, row.slot)
+            assert self.last_request.get(sequence, 0) < row.key
+            self.last_request[sequence] = row.key
         assert len({self.sequences[row.key] for row in used_rows}) == len(used_rows)
 
     def record_messages(self) -> None:
@@ -93,12 +96,12 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
     for event in events:
         rig.step(*event)
     for _ in range(400):
-        busy = [index for index in range(INSTANCES) if rig.runs(index)]
-        if not busy:
+        busy_instances = [index for index in range(INSTANCES) if rig.runs(index)]
+        if not busy_instances:
             rig.step("time", 1100, 0)
             if not any(rig.runs(index) for index in range(INSTANCES)):
                 break
-        for index in busy:
+        for index in busy_instances:
             rig.step("done", index, 0)
     assert set(rig.answer_counts) == set(rig.sequence_of) and set(rig.answer_counts.values()) <= {1}
     assert rig.scheduler.live_requests == 0
@@ -115,20 +118,20 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
 def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
     """The cost is the number of executed lines of code."""
 
-    def count_lines(waiting: int) -> int:
+    def count_lines(waiting_count: int) -> int:
         rig = SequenceRig("oldest", rows=2)
-        for sequence in range(1, waiting + 1):
+        for sequence in range(1, waiting_count + 1):
             message = m.Submit(
                 *(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, "")
             )
             rig.scheduler.from_client(b"7009.ab", message, rig.now)
         rig.pass_time(0)
         rig._take()
-        counted = 0
+        line_count = 0
 
         def count_line(*_: Any) -> Any:
-            nonlocal counted
-            counted += 1
+            nonlocal line_count
+            line_count += 1
             return count_line
 
         sys.settrace(count_line)
@@ -136,7 +139,7 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
             rig.done()
         finally:
             sys.settrace(None)
-        return counted
+        return line_count
 
     few_lines, many_lines = count_lines(10), count_lines(10_000)
     assert many_lines < few_lines * 1.5

@@ -1,4 +1,4 @@
-"""Rules for both sequence strategies (reference 3.3): ids, slots, backlog, idle sequences."""
+"""Rules for both sequence strategies: ids, slots, backlog, idle sequences."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from tests.rigs.scheduler_rig import MS, Rig, schema_of
 from tests.rigs.sequence_rig import END, START, SequenceRig
-from tests.support.texts import EXPIRED, Beginning
+from tests.support.texts import EXPIRED_TEXT, Beginning
 
 US = 1_000
 STRATEGIES = ["direct", "oldest"]
@@ -121,18 +121,18 @@ def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
     while rig.runs():
         rig.done()
         answer_count += 1
-    served = rig.outcomes()
-    assert len(served) == 5  # requests of 1, 2 and 3 and the end of 1; sequence 4 still waits
+    outcomes = rig.outcomes()
+    assert len(outcomes) == 5  # requests of 1, 2 and 3 and the end of 1; sequence 4 still waits
     rig.request(2, END)
     while rig.runs():
         rig.done()
     assert len(rig.outcomes()) == 2
 
 
-def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: SequenceRig) -> None:
+def test_3_3_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig) -> None:
     for sequence in (1, 2):
         rig.request(sequence, START)
-    first_sequence = [rig.request(3, START), rig.request(3, END)]
+    first_requests = [rig.request(3, START), rig.request(3, END)]
     restarted = rig.request(3, START)
     rig.request(1, END)
     rig.request(2, END)
@@ -140,7 +140,7 @@ def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: Sequence
     while rig.runs():
         rig.done()
         order += list(rig.outcomes())
-    assert order.index(first_sequence[0]) < order.index(first_sequence[1]) and restarted in order
+    assert order.index(first_requests[0]) < order.index(first_requests[1]) and restarted in order
 
 
 def test_3_3_a_start_on_a_live_id_restarts_in_its_slot(rig: SequenceRig) -> None:
@@ -183,7 +183,7 @@ def test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     assert "must specify the START flag" in only_error(rig)
 
 
-def test_3_3_who_runs_or_waits_is_not_idle() -> None:
+def test_3_3_running_and_waiting_sequences_are_not_idle() -> None:
     """The idle time begins with the last response: a model may compute for any time."""
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
@@ -200,13 +200,13 @@ def test_3_3_who_runs_or_waits_is_not_idle() -> None:
 def test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
-    backlogged = rig.request(2, START)
+    backlogged_start = rig.request(2, START)
     rig.pass_time(60_000 * MS)
     rig.done()
     rig.outcomes()
     rig.pass_time(1000 * MS)
     rig.done()
-    assert rig.outcomes() == {backlogged: None}
+    assert rig.outcomes() == {backlogged_start: None}
 
 
 # --- 3.3: time and cancellation -------------------------------------------------------------------
@@ -226,17 +226,17 @@ def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
 
 def test_3_3_the_parameter_timeout_applies_in_the_backlog_only() -> None:
     rig = SequenceRig(rows=1)
-    running = [rig.request(1, START), rig.request(1, timeout_us=5000)]
+    running_requests = [rig.request(1, START), rig.request(1, timeout_us=5000)]
     numbers = [rig.request(2, START), rig.request(2, timeout_us=5000)]
     rig.pass_time(6 * MS)
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
     rig.done()
     rig.done()
-    assert rig.outcomes() == dict.fromkeys(running)
+    assert rig.outcomes() == dict.fromkeys(running_requests)
 
 
-def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
+def test_3_3_the_timeout_also_rejects_restarted_sequences() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     numbers = [
@@ -256,12 +256,12 @@ def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
 
 def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
-    expired = rig.request(1, timeout_ns=5 * MS)
-    later = rig.request(1)
+    expired_request = rig.request(1, timeout_ns=5 * MS)
+    later_request = rig.request(1)
     rig.pass_time(6 * MS)
     outcomes = rig.outcomes()
-    assert outcomes[expired] == EXPIRED
-    assert "an earlier request of the sequence" in outcomes[later]
+    assert outcomes[expired_request] == EXPIRED_TEXT
+    assert "an earlier request of the sequence" in outcomes[later_request]
     rig.done()
     assert not rig.runs()
     rig.answers()
@@ -318,7 +318,7 @@ def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -
 # --- 3.3: the end of a model ----------------------------------------------------------------------
 
 
-def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> None:
+def test_3_3_a_drain_refuses_only_new_sequences(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     rig.supervisor(Drain())
@@ -331,7 +331,7 @@ def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> 
     assert rig.outcomes() == {continuing: None}
 
 
-def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
+def test_3_3_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """A drained model waits until its last sequence has ended; an unloaded model does not."""
     rig.request(1, START)
     rig.done()
@@ -343,7 +343,7 @@ def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     assert Drained() in rig.to_supervisor()
 
 
-def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
+def test_3_3_an_idle_sequence_ends_the_drain(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     rig.supervisor(Drain(sequences=True))
@@ -359,22 +359,26 @@ def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
 def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     """Begun sequences fail with this reason. Others wait for another slot, and new ones start."""
     rig = SequenceRig(rows=2, instances=2)
-    runs = rig.request(1, START)
+    running_request = rig.request(1, START)
     rig.request(2, START)
     rig.done(1)
-    waiting = rig.request(1)
-    unstarted = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
+    waiting_request = rig.request(1)
+    unstarted_request = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
     rig.outcomes()
     rig.die(0)
     outcomes = rig.outcomes()
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
-    assert text in outcomes.pop(runs) and text in outcomes.pop(waiting) and not outcomes
+    assert (
+        text in outcomes.pop(running_request)
+        and text in outcomes.pop(waiting_request)
+        and not outcomes
+    )
     rig.request(1)
     assert "the state of this one was lost when the model's worker died" in only_error(rig)
     # The other instance runs it at once.
     assert rig.batches()[1] == [None, 3]
     rig.done(1)
-    assert rig.outcomes() == {unstarted: None}
+    assert rig.outcomes() == {unstarted_request: None}
     rig.peers[0] = rig.start(0, 200)
     rig.request(1, START)
     assert rig.batches() == {0: [1]}
@@ -417,15 +421,15 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
 def test_connections_of_a_gateway_take_turns() -> None:
     """Sequences of other connections run between those of a connection that opens many."""
     rig = SequenceRig(rows=1)
-    greedy = [rig.request(number, START | END, source=7) for number in range(1, 7)]
+    greedy_requests = [rig.request(number, START | END, source=7) for number in range(1, 7)]
     other_requests = [rig.request(number, START | END, source=8) for number in (11, 12)]
-    executed: list[Any] = []
+    executed_requests: list[Any] = []
     while rig.runs():
-        executed += rig.batches()[0]
+        executed_requests += rig.batches()[0]
         rig.done()
     # Sequence 2 had the slot, and 3 was next before 11 arrived.
-    assert executed == [1, 2, 3, 11, 4, 12, 5, 6]
-    assert rig.outcomes() == dict.fromkeys([*greedy, *other_requests])
+    assert executed_requests == [1, 2, 3, 11, 4, 12, 5, 6]
+    assert rig.outcomes() == dict.fromkeys([*greedy_requests, *other_requests])
 
 
 def submit_message(sequence: int) -> m.Submit:
@@ -448,12 +452,12 @@ def test_3_5_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) ->
     rig.done()
     assert rig.outcomes() == {number: None}
     # The sequence has ended, so its slot is free at once.
-    cancelled = rig.request(0)
+    cancelled_request = rig.request(0)
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
-    rig.client(m.Cancel(cancelled))
+    rig.client(m.Cancel(cancelled_request))
     rig.done(0, m.Reply(row.key, m.RESCHEDULED, ""))
-    assert rig.outcomes() == {cancelled: "request cancelled"}
+    assert rig.outcomes() == {cancelled_request: "request cancelled"}
     assert not rig.runs()
 
 
@@ -511,9 +515,11 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 
 def ended_slots(rig: SequenceRig) -> list[list[int]]:
     """Return the slots in each `EndSequences` message to the instance."""
-    sent = rig.workers.take()
-    rig.workers.posted[:0] = [item for item in sent if not isinstance(item[1], m.EndSequences)]
-    return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
+    sent_messages = rig.workers.take()
+    rig.workers.posted[:0] = [
+        item for item in sent_messages if not isinstance(item[1], m.EndSequences)
+    ]
+    return [message.slots for _, message in sent_messages if isinstance(message, m.EndSequences)]
 
 
 def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
@@ -531,8 +537,8 @@ def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
 def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
     begin_sequence(rig)
     rig.request(1)
-    ending = rig.request(1, END)
-    rig.client(m.Cancel(ending))
+    ending_request = rig.request(1, END)
+    rig.client(m.Cancel(ending_request))
     assert ended_slots(rig) == []  # the last request of the sequence still runs
     rig.done()
     assert ended_slots(rig) == [[0]]
@@ -556,8 +562,8 @@ def test_3_5_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -
     begin_sequence(rig)
     rig.request(2, START)
     rig.pass_time(5000 * US)
-    sent = [type(message) for _, message in rig.workers.take()]
-    assert sent == [m.EndSequences, m.Execute]
+    sent_types = [type(message) for _, message in rig.workers.take()]
+    assert sent_types == [m.EndSequences, m.Execute]
 
 
 def test_3_5_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> None:
@@ -573,6 +579,8 @@ def test_3_5_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> Non
 def test_3_5_no_notification_for_a_sequence_that_has_not_begun(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request(2, START)
-    waiting = rig.request(3, START)  # waits in the backlog or in a slot, depending on the strategy
-    rig.client(m.Cancel(waiting))
+    waiting_request = rig.request(
+        3, START
+    )  # waits in the backlog or in a slot, depending on the strategy
+    rig.client(m.Cancel(waiting_request))
     assert ended_slots(rig) == []

@@ -1,4 +1,4 @@
-"""The strategies "direct" and "oldest" (reference 3.3, 3.4, 3.5), without processes."""
+"""The strategies "direct" and "oldest", without processes."""
 
 import pytest
 
@@ -59,14 +59,19 @@ def test_3_4_rows_are_slots_up_to_the_highest_with_a_request() -> None:
             assert rig.batches() == {0: [1]}
     rig.done()
     assert rig.batches() == {0: [None, 2, 3]}
-    null = rig.rows()[0]
-    assert (null.key, null.flags, null.correlation_id, null.correlation_text) == (0, 0, 0, "")
+    null_row = rig.rows()[0]
+    assert (null_row.key, null_row.flags, null_row.correlation_id, null_row.correlation_text) == (
+        0,
+        0,
+        0,
+        "",
+    )
     rig.request(2)
     rig.done()
     assert rig.batches() == {0: [None, 2]}
 
 
-def test_3_4_shapes_of_who_waited_longest() -> None:
+def test_3_4_the_longest_waiting_request_sets_the_shape() -> None:
     rig = SequenceRig(rows=3)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
@@ -152,7 +157,7 @@ def test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch() -> None:
 
 
 def test_delay_scheduler_counts_slots_and_backlog() -> None:
-    """TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER (reference 3)."""
+    """Batches wait for the numbers of slots and of waiting requests that the settings demand."""
     rig = SequenceRig(rows=2, delay_scheduler=3, backlog_delay_scheduler=2)
     rig.request(1, START)
     rig.request(2, START)

@@ -41,11 +41,11 @@ UNUSED_OBJECT = memory.ShmObject("psm_1", 2 * GB, 1000, False)
 GPU = memory.DeviceList(
     "cuda", 2, 2, None, (), "580.1", ("0 GPU-a H100", "1 GPU-b H100"), 0, "2.13.0+cu130"
 )
-RUN = access.RunDirectoryFacts(Path("/run/s"), "", 0, GB)
+RUN_DIR_FACTS = access.RunDirectoryFacts(Path("/run/s"), "", 0, GB)
 PORTS = access.PortFacts(("127.0.0.1:8000",))
 TAKEN_PORTS = PORTS._replace(refused=(("127.0.0.1:80", "--http-port: taken", (7, 9)),))
 
-CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
+VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (host.judge_packages, {"aiohttp": ("3.14.5", "3.14.5")}, OK, "aiohttp 3.14.5"),
     (host.judge_packages, {"torch": ("2.13.0+cpu", "2.6")}, OK, "torch 2.13.0+cpu"),
     (host.judge_packages, {"aiohttp": ("3.9.1", "3.14.5")}, WRONG, "aiohttp 3.9.1"),
@@ -126,10 +126,20 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
         WARNING,
         "expandable_segments",
     ),
-    (access.judge_run_directory, RUN, OK, "/run/s"),
-    (access.judge_run_directory, RUN._replace(server_pid=7), OK, "pid 7"),
-    (access.judge_run_directory, RUN._replace(problem="'/run/s' is bad"), WRONG, "is bad"),
-    (access.judge_run_directory, RUN._replace(free_bytes=1 << 20), WARNING, "1 MB are free"),
+    (access.judge_run_directory, RUN_DIR_FACTS, OK, "/run/s"),
+    (access.judge_run_directory, RUN_DIR_FACTS._replace(server_pid=7), OK, "pid 7"),
+    (
+        access.judge_run_directory,
+        RUN_DIR_FACTS._replace(problem="'/run/s' is bad"),
+        WRONG,
+        "is bad",
+    ),
+    (
+        access.judge_run_directory,
+        RUN_DIR_FACTS._replace(free_bytes=1 << 20),
+        WARNING,
+        "1 MB are free",
+    ),
     (access.judge_ports, PORTS, OK, "127.0.0.1:8000: free"),
     (access.judge_ports, access.PortFacts(()), OK, "disabled"),
     (access.judge_ports, TAKEN_PORTS, WRONG, "--http-port: taken"),
@@ -148,11 +158,11 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("judge", "inspected", "state", "expected_text"), CASES)
-def test_judgement(
-    judge: Callable[[Any], Verdict], inspected: Any, state: str, expected_text: str
+@pytest.mark.parametrize(("judge", "facts", "state", "expected_text"), VERDICT_CASES)
+def test_a_check_judges_its_facts(
+    judge: Callable[[Any], Verdict], facts: Any, state: str, expected_text: str
 ) -> None:
-    verdict = judge(inspected)
+    verdict = judge(facts)
     assert verdict.state == state
     assert expected_text in verdict.found
     assert bool(verdict.fix) == (state != OK)
@@ -161,14 +171,14 @@ def test_judgement(
     assert all(len(line) <= 80 or line[24:] in verdict.fix for line in lines)
 
 
-_UPGRADE = "pip install --upgrade 'aiohttp>=3.11' 'pyzmq>=26' 'numpy>=1.26'"
+_UPGRADE_COMMAND = "pip install --upgrade 'aiohttp>=3.11' 'pyzmq>=26' 'numpy>=1.26'"
 
 
 @pytest.mark.parametrize(
     ("fix", "shown_lines"),
     [
         (f"chmod -R u=rX /{'a b/' * 30}", [f"chmod -R u=rX /{'a b/' * 30}"]),
-        (f"{_UPGRADE}, then start it", [f"{_UPGRADE},", "then start it"]),
+        (f"{_UPGRADE_COMMAND}, then start it", [f"{_UPGRADE_COMMAND},", "then start it"]),
         ("end it, or choose another port", ["end it, or choose another port"]),
     ],
 )
@@ -178,14 +188,14 @@ def test_a_command_is_never_broken(fix: str, shown_lines: list[str]) -> None:
 
 
 def test_every_check_is_tried_on_facts() -> None:
-    assert {check.judge for check in table.CHECKS} == {case[0] for case in CASES}
+    assert {check.judge for check in table.CHECKS} == {case[0] for case in VERDICT_CASES}
 
 
 def config(*flags: str) -> ServerConfig:
     return server.from_flags(command_line.parse(flags), {}, models_needed=False)
 
 
-def test_facts_of_this_machine(tmp_path: Path) -> None:
+def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
     """No check fails, and known facts of this machine are found."""
     (tmp_path / "models").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -237,10 +247,10 @@ def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch)
         table.check_at_start(config())
 
 
-def test_a_run_directory_that_a_start_would_refuse(tmp_path: Path) -> None:
+def test_an_unusable_run_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
-    inspected = access.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
-    assert "has mode 0755; it must be 0700" in inspected.problem
+    run_dir_facts = access.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
+    assert "has mode 0755; it must be 0700" in run_dir_facts.problem
 
 
 def always_state(state: str) -> Callable[[ServerConfig], str]:
@@ -266,7 +276,7 @@ def test_exit_status_is_the_worst(
     assert report["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
 
 
-def test_the_command() -> None:
+def test_the_doctor_command() -> None:
     completed = run_command("doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
     assert completed.returncode in (0, 1, 2), completed.stderr
     lines = completed.stdout.splitlines()
@@ -288,9 +298,9 @@ def test_a_program_holds_a_port() -> None:
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
     code += "flush=True); input()"
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as holder:
-        assert holder.stdin and holder.stdout
-        port = int(holder.stdout.readline())
-        assert [pid for pid, _ in port_users(port)] == [holder.pid]
-        holder.communicate(b"\n")
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as port_holder:
+        assert port_holder.stdin and port_holder.stdout
+        port = int(port_holder.stdout.readline())
+        assert [pid for pid, _ in port_users(port)] == [port_holder.pid]
+        port_holder.communicate(b"\n")
     assert port_users(port) == []

@@ -11,12 +11,12 @@ from shmserve.config import command_line, server
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.checks import OK, WARNING, WRONG, access
 
-SEES: dict[str, tuple[int, int] | None] = {
+FILE_IDENTITIES: dict[str, tuple[int, int] | None] = {
     "/dev/shm": (1, 2),
     "run directory": (1, 3),
     **{kind: (4, number) for number, kind in enumerate(("user", "net", "ipc", "pid"))},
 }
-PEER = access.PeerFacts(1000, frozenset({1000}), SEES)
+PEER = access.PeerFacts(1000, frozenset({1000}), FILE_IDENTITIES)
 SERVER = access.ServerFacts(PEER, runs=True, group=-1, devices=1)
 CONFIG = server.from_flags(
     command_line.parse(["--run-dir=/nowhere/shmserve"]), {}, models_needed=False
@@ -25,11 +25,11 @@ CONFIG = server.from_flags(
 
 def simulate_other_files(*names: str) -> access.PeerFacts:
     """Simulate a process that sees other files under the same paths."""
-    return PEER._replace(identities={**SEES, **dict.fromkeys(names, (9, 9))})
+    return PEER._replace(identities={**FILE_IDENTITIES, **dict.fromkeys(names, (9, 9))})
 
 
 @pytest.mark.parametrize(
-    ("changed", "peer_facts", "name", "state", "expected_text"),
+    ("changed_facts", "peer_facts", "name", "state", "expected_text"),
     [
         (
             {},
@@ -40,7 +40,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
         ),
         (
             {},
-            PEER._replace(identities={**SEES, "/dev/shm": None}),
+            PEER._replace(identities={**FILE_IDENTITIES, "/dev/shm": None}),
             "/dev/shm",
             WRONG,
             "cannot find",
@@ -64,20 +64,26 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
         ({"devices": 0}, simulate_other_files("ipc"), "devices", OK, "no CUDA device"),
     ],
 )
-def test_judgement(
-    changed: dict[str, Any], peer_facts: access.PeerFacts, name: str, state: str, expected_text: str
+def test_a_check_judges_a_peer(
+    changed_facts: dict[str, Any],
+    peer_facts: access.PeerFacts,
+    name: str,
+    state: str,
+    expected_text: str,
 ) -> None:
-    verdict = dict(access.judge_peer(SERVER._replace(**changed), peer_facts))[f"peer's {name}"]
+    verdict = dict(access.judge_peer(SERVER._replace(**changed_facts), peer_facts))[
+        f"peer's {name}"
+    ]
     assert verdict.state == state
     assert expected_text in verdict.found
     assert bool(verdict.fix) == (state != OK)
 
 
-def test_a_process_like_the_server() -> None:
+def test_an_equal_process_passes_every_check() -> None:
     assert {verdict.state for _, verdict in access.judge_peer(SERVER, PEER)} == {OK}
 
 
-def test_a_process_of_ours() -> None:
+def test_a_process_of_the_same_user_is_inspected() -> None:
     own_process, other_process = access.gather_peer(CONFIG, os.getppid())
     assert not own_process.runs
     assert (
@@ -88,7 +94,7 @@ def test_a_process_of_ours() -> None:
     assert other_process.uid == os.getuid()
 
 
-def test_there_is_no_such_process() -> None:
+def test_a_missing_process_is_reported() -> None:
     with pytest.raises(InvalidArgument, match="--peer: there is no process 4194305"):
         access.gather_peer(CONFIG, 4194305)
 

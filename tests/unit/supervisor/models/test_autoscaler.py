@@ -155,9 +155,9 @@ def test_an_instance_that_does_not_load_is_not_retried_at_once(
         assert await rig.sample_once() == 1
         assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
         rig.processes.at_start = lambda child: None
-        started = len(rig.processes.started)
+        started_count = len(rig.processes.started)
         assert await rig.sample_once() == 1
-        assert len(rig.processes.started) == started
+        assert len(rig.processes.started) == started_count
         monkeypatch.setattr(autoscaler, "_RETRY_S", 0)
         for watch in rig.autoscaler._states.values():
             watch.next_change_s = 0
@@ -184,7 +184,7 @@ def test_no_instance_is_added_without_capacity_of_the_host(
     run_scenario(monkeypatch, scenario)
 
 
-def test_a_load_again_begins_with_as_many_as_the_load_needs(
+def test_a_reload_starts_as_many_instances_as_the_load_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(rig: Rig) -> None:
@@ -202,13 +202,13 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
             [],
             [],
         )
-        reloaded = rig.processes.version(spec)
-        assert reloaded.instances.count == 1
-        reloaded.instances.keep_count_of(instances)
-        assert reloaded.instances.count == 3
-        await reloaded.instances.complete_config()
-        assert reloaded.instances.count == 3
-        await reloaded.kill()
+        reloaded_version = rig.processes.version(spec)
+        assert reloaded_version.instances.count == 1
+        reloaded_version.instances.keep_count_of(instances)
+        assert reloaded_version.instances.count == 3
+        await reloaded_version.instances.complete_config()
+        assert reloaded_version.instances.count == 3
+        await reloaded_version.kill()
 
     run_scenario(monkeypatch, scenario)
 
@@ -240,8 +240,8 @@ def sample_changes(
     policy: ScalingPolicy, seconds: float, count: int, **fields: Any
 ) -> list[Change]:
     """Return the changes after repeated samples of the same load for this time."""
-    times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
-    decisions = (policy.sample(load(at_s, **fields), count) for at_s in times)
+    times_s = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
+    decisions = (policy.sample(load(at_s, **fields), count) for at_s in times_s)
     return [change for change in decisions if change is not None]
 
 
@@ -272,7 +272,7 @@ def test_no_scaling_while_the_queue_drains_soon() -> None:
     assert final_change(queue_decrease=5) is None
 
 
-def test_not_where_an_instance_is_free_or_none_is_there() -> None:
+def test_no_instance_is_added_beside_a_free_one_or_for_a_missing_one() -> None:
     """Such requests wait for their batch to fill, or for a worker that restarts."""
     policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
     assert not sample_changes(policy, 1, 2, pending=10, busy=1)
@@ -292,20 +292,20 @@ def test_an_instance_is_added_when_served_requests_waited() -> None:
 def sample_further(policy: ScalingPolicy, number: int) -> Change | None:
     """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
-    counted = dict.fromkeys(("executed", "succeeded", "executions"), count)
+    counts = dict.fromkeys(("executed", "succeeded", "executions"), count)
     return policy.sample(
-        load(0.1 + number / 10, **counted, execution_s=count / 20, queueing_s=1.0 * number), 2
+        load(0.1 + number / 10, **counts, execution_s=count / 20, queueing_s=1.0 * number), 2
     )
 
 
-def test_an_execution_that_hangs_makes_wait() -> None:
+def test_an_instance_is_added_when_executions_hang() -> None:
     policy = informed_policy(ScalingPolicy(1, 4, target_s=1.0))
     assert not sample_changes(policy, 0.8, 2, pending=1, busy=2)
     (first_change, *_) = sample_changes(policy, 2, 2, pending=1, busy=2)
     assert first_change.total == 3
 
 
-def test_without_a_target_they_may_wait_for_the_delay_or_an_execution() -> None:
+def test_without_a_target_requests_may_wait_for_the_delay_or_an_execution() -> None:
     queue = {"pending": 10, "busy": 2}  # 250 ms
     assert sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.05)), 0.3, 2, **queue)
     assert not sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.06)), 0.3, 2, **queue)
@@ -334,13 +334,18 @@ def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
     assert decisions[first_change] == Change(1, "at most 0.0 instances were busy for 40 s")
 
 
-def test_the_bounds_hold_whatever_it_was_before() -> None:
+def test_the_bounds_hold_for_any_previous_count() -> None:
     assert ScalingPolicy(2, 4).sample(load(0.0), 1) == Change(2, "at least 2")
     assert ScalingPolicy(2, 4).sample(load(0.0), 6) == Change(5, "at most 4")
 
 
 states = st.builds(
-    lambda arrivals, pending, ready, busy: (arrivals, pending, ready, min(ready, busy)),
+    lambda arrivals, pending, ready_count, busy_count: (
+        arrivals,
+        pending,
+        ready_count,
+        min(ready_count, busy_count),
+    ),
     *(st.integers(0, 50), st.integers(0, 100), st.integers(0, 6), st.integers(0, 6)),
 )
 
@@ -351,7 +356,7 @@ def test_the_count_changes_by_one_within_the_bounds(
 ) -> None:
     """Holds for any load. No instance is removed while requests wait for the existing ones."""
     policy, count, done_count = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
-    for number, (arrivals, pending, ready, busy) in enumerate(samples):
+    for number, (arrivals, pending, ready_count, busy_count) in enumerate(samples):
         done_count, at_s = done_count + arrivals, number / 10
         change = policy.sample(
             LoadSample(
@@ -362,8 +367,8 @@ def test_the_count_changes_by_one_within_the_bounds(
                 done_count,
                 done_count / 20,
                 pending,
-                ready,
-                busy,
+                ready_count,
+                busy_count,
             ),
             count,
         )
@@ -427,7 +432,7 @@ def test_processors_suffice_for_all_busy_instances(processor_times: dict[int, fl
         assert bool(host.missing_resources(3)) == (number < 14)
 
 
-def test_none_where_all_processors_are_busy_and_it_needs_some(
+def test_no_capacity_while_all_processors_are_busy(
     processor_times: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = HostCapacity(processors=4)
@@ -438,13 +443,13 @@ def test_none_where_all_processors_are_busy_and_it_needs_some(
     assert host.missing_resources(2) == ""  # that was half a second ago
     host.sample([1], 1.0, 1.0)
     assert host.missing_resources(2) == "the processors are busy for 97 % of the time"
-    idle = HostCapacity(processors=4)
-    idle.sample([1], 0.0, 0.0)
-    idle.sample([1], 1.0, 2.0)
-    assert idle.missing_resources(9) == ""
+    idle_host = HostCapacity(processors=4)
+    idle_host.sample([1], 0.0, 0.0)
+    idle_host.sample([1], 1.0, 2.0)
+    assert idle_host.missing_resources(9) == ""
 
 
-def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_needs_memory_for_the_largest_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscaler, "private_bytes", {1: 100 * MIB, 2: 200 * MIB}.__getitem__)
     monkeypatch.setattr(autoscaler, "processor_time_s", lambda pid: 0.0)
     host = HostCapacity(processors=4)

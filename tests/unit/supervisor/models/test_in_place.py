@@ -3,6 +3,7 @@ removed.
 """
 
 import asyncio
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models import instance_processes
 from shmserve.supervisor.models.instances import (
     Instance,
     InstanceState,
@@ -44,7 +46,7 @@ def spec(config_dict: dict[str, Any], files: str = "") -> VersionSpec:
 
 
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
-    """Reference 2: nothing else avoids a full reload."""
+    """Changes of other settings cause a full reload."""
     old_spec = spec(config(group("m_0", 1)))
     assert differ_in_instances_only(old_spec, spec(config(group("m_0", 2), group("g", 1, 0))))
     assert differ_in_instances_only(
@@ -73,8 +75,8 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
     for unrelated in ("config.pbtxt", "configs/other.pbtxt", "2/model.py"):
         (folder / unrelated).write_text("y = 2\n")
         assert read_fingerprint() == fingerprint_before
-    for used in ("1/model.py", "labels.txt"):
-        (folder / used).write_text("y = 23\n")
+    for used_file in ("1/model.py", "labels.txt"):
+        (folder / used_file).write_text("y = 23\n")
         assert read_fingerprint() != fingerprint_before
         fingerprint_before = read_fingerprint()
 
@@ -82,19 +84,23 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
 # --- which instances --------------------------------------------------------------------------
 
 
-def test_instances_that_both_ask_for_stay() -> None:
+def test_instances_in_both_configurations_stay() -> None:
     """Instances are matched by name, then by kind, device and settings; one that has failed is
     replaced.
     """
-    present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
-    present[1].state = InstanceState.FAILED
-    added, removed = find_changes(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
-    assert [(i.index, i.name) for i in added] == [(4, "b_1")]
-    assert [i.name for i in removed] == ["a_1", "g_gpu0_0"]
-    limited = group("b", 1, rate_limiter={"priority": 2})
-    added, removed = find_changes(present[:1], ModelSpec.of(config(limited)))
-    assert [(i.index, i.name) for i in added] == [(1, "b_0")]
-    assert removed == present[:1]
+    present_instances = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
+    present_instances[1].state = InstanceState.FAILED
+    added_instances, removed_instances = find_changes(
+        present_instances, ModelSpec.of(config(group("b", 2), group("g", 1, 1)))
+    )
+    assert [(i.index, i.name) for i in added_instances] == [(4, "b_1")]
+    assert [i.name for i in removed_instances] == ["a_1", "g_gpu0_0"]
+    limited_group = group("b", 1, rate_limiter={"priority": 2})
+    added_instances, removed_instances = find_changes(
+        present_instances[:1], ModelSpec.of(config(limited_group))
+    )
+    assert [(i.index, i.name) for i in added_instances] == [(1, "b_0")]
+    assert removed_instances == present_instances[:1]
 
 
 groups = st.lists(
@@ -110,7 +116,7 @@ groups = st.lists(
 
 
 @given(groups, groups)
-def test_afterwards_there_is_what_is_asked_for(
+def test_an_update_results_in_the_new_configuration(
     old_groups: list[Any], new_groups: list[Any]
 ) -> None:
     """The result has as many instances of each kind and device as requested, by the fewest
@@ -120,14 +126,18 @@ def test_afterwards_there_is_what_is_asked_for(
     def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
-    present = expand_instances(ModelSpec.of(config(*old_groups)))
-    added, removed = find_changes(present, ModelSpec.of(config(*new_groups)))
-    remaining = [i for i in present if i not in removed] + added
+    present_instances = expand_instances(ModelSpec.of(config(*old_groups)))
+    added_instances, removed_instances = find_changes(
+        present_instances, ModelSpec.of(config(*new_groups))
+    )
+    remaining = [i for i in present_instances if i not in removed_instances] + added_instances
     assert kinds_and_devices(remaining) == kinds_and_devices(
         expand_instances(ModelSpec.of(config(*new_groups)))
     )
-    assert len({i.index for i in present + added}) == len(present + added)
-    assert not set(kinds_and_devices(added)) & set(kinds_and_devices(removed))
+    assert len({i.index for i in present_instances + added_instances}) == len(
+        present_instances + added_instances
+    )
+    assert not set(kinds_and_devices(added_instances)) & set(kinds_and_devices(removed_instances))
 
 
 # --- processes --------------------------------------------------------------------------------
@@ -141,19 +151,19 @@ async def start_version(processes: Processes, count: int) -> ModelVersion:
 
 
 def update(version: ModelVersion, count: int) -> InstanceUpdate:
-    updated = version.update_to(spec(config(group("m_0", count))))
-    assert updated is not None
-    return updated
+    instance_update = version.update_to(spec(config(group("m_0", count))))
+    assert instance_update is not None
+    return instance_update
 
 
 async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests() -> None:
-    ready, retiring = InstanceState.READY, InstanceState.RETIRING
+    ready_state, retiring_state = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
     model = await start_version(processes, 2)
     observed_states = []
-    reduced = update(model, 1)
-    await model.instances.add(reduced)
-    model.commit(reduced)
+    reduction = update(model, 1)
+    await model.instances.add(reduction)
+    model.commit(reduction)
     observed_states.append(model.instances.states())
     worker = model.instances.children()[1]
     model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
@@ -166,20 +176,20 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     same_update = model.update_to(spec(config(group("m_0", 1))))
     assert same_update is not None and not same_update.config_differs
     await processes.end()
-    assert observed_states == [[ready, retiring], [ready]]
+    assert observed_states == [[ready_state, retiring_state], [ready_state]]
 
 
 async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     processes = Processes()
     model = await start_version(processes, 2)
-    reduced = update(model, 1)
-    await model.instances.add(reduced)
-    model.commit(reduced)
+    reduction = update(model, 1)
+    await model.instances.add(reduction)
+    model.commit(reduction)
     model.instances.children()[1].kill()
     await run_loop_turns()
-    observed = len(processes.started), model.instances.states()
+    observed_state = len(processes.started), model.instances.states()
     await processes.end()
-    assert observed == (3, [InstanceState.READY])
+    assert observed_state == (3, [InstanceState.READY])
 
 
 async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
@@ -188,15 +198,39 @@ async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     model = await start_version(processes, 1)
     config_before = model.config
     processes.hanging = True
-    enlarged = update(model, 3)
-    adding = asyncio.ensure_future(model.instances.add(enlarged))
+    enlargement = update(model, 3)
+    adding_task = asyncio.ensure_future(model.instances.add(enlargement))
     await run_loop_turns()
     assert model.ready and len(model.instances.states()) == 3
-    model.instances.retire(enlarged.added)
+    model.instances.retire(enlargement.added)
     with pytest.raises(Unavailable, match="the model is unloaded"):
-        await adding
+        await adding_task
     await run_loop_turns()
     assert model.ready and model.config is config_before
     states = model.instances.states()
     await processes.end()
     assert states == [InstanceState.READY]
+
+
+async def test_a_version_fails_when_the_last_starting_instance_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its other instances were abandoned before, while the addition could still have served."""
+    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
+    processes = Processes()
+    model = await start_version(processes, 1)
+    enlarged = update(model, 2)
+    processes.hanging = True
+    adding = asyncio.ensure_future(model.instances.add(enlarged))
+    await run_loop_turns()
+    processes.hanging = False
+    processes.at_start = lambda child: child.kill(signal.SIGABRT)
+    processes.started[0].kill(signal.SIGABRT)
+    await run_loop_turns()
+    states, failure = model.instances.states(), model.instances.failure
+    model.instances.retire(enlarged.added)
+    await asyncio.gather(adding, return_exceptions=True)
+    problem = model.problem
+    await processes.end()
+    assert (states, failure) == ([InstanceState.FAILED, InstanceState.LOADING], "")
+    assert "ended while loading" in problem

@@ -74,9 +74,9 @@ def test_a_group_with_bounds_has_its_minimum() -> None:
 
 def test_a_group_with_bounds_keeps_its_running_count() -> None:
     """The count is bounded by the maximum; groups without bounds have their configured count."""
-    for configured, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
+    for configured, running_count, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
         config = bounded_spec(configured, max_instances="4")
-        assert len(expand_instances(config, running)) == expected
+        assert len(expand_instances(config, running_count)) == expected
     assert len(expand_instances(bounded_spec(1), 3)) == 1
 
 
@@ -96,7 +96,7 @@ def instance() -> Instance:
 def test_every_state_has_an_event_and_can_be_reached() -> None:
     rows = TRANSITIONS.values()
     assert {state for row in rows for state in row} == {*InstanceState}
-    assert {target for row in rows for target in row.values()} == {*InstanceState}
+    assert {target_state for row in rows for target_state in row.values()} == {*InstanceState}
 
 
 def test_illegal_events_raise() -> None:
@@ -127,8 +127,8 @@ Current thread 0x00007f0 (most recent call first):
   File "/opt/shmserve/workers/main.py", line 130 in _load
 """
 LIMIT = ("--load-timeout-secs=0.02",)
-OVER = "the model has not loaded within 0.02 s (--load-timeout-secs): it hangs in "
-OVER += "fetch, line 12 of 1/model.py"
+LIMIT_ERROR = "the model has not loaded within 0.02 s (--load-timeout-secs): it hangs in "
+LIMIT_ERROR += "fetch, line 12 of 1/model.py"
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def run_scenario(
     asyncio.run(run())
 
 
-def test_stacks_are_read_once_they_are_whole(
+def test_stacks_are_read_once_they_are_complete(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pieces = ["", STACKS[:100], STACKS[100:], "", "too late"]
@@ -175,7 +175,7 @@ def test_stacks_are_read_once_they_are_whole(
 
 
 @pytest.mark.parametrize(
-    ("stacks", "memory_range"),
+    ("stacks", "expected_frame"),
     [
         (STACKS, "fetch, line 12 of 1/model.py"),
         (STACKS.partition("\n\n")[0], "watch, line 3 of 1/watcher.py"),
@@ -184,9 +184,9 @@ def test_stacks_are_read_once_they_are_whole(
     ],
 )
 def test_the_reported_frame_is_the_models_in_the_loading_thread(
-    stacks: str, memory_range: str
+    stacks: str, expected_frame: str
 ) -> None:
-    assert instances.find_model_frame(stacks, Path("/tmp")) == memory_range
+    assert instances.find_model_frame(stacks, Path("/tmp")) == expected_frame
 
 
 def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
@@ -196,15 +196,17 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
 
     async def scenario(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
-        loading = asyncio.ensure_future(model.start())
+        load_task = asyncio.ensure_future(model.start())
         await until_async(lambda: len(stack_requests) == 3)
         processes.load_held()
-        await loading
+        await load_task
         assert model.ready
 
     run_scenario(scenario)
-    reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text)
-    assert reported == ["0.01", "0.03", "0.07"]
+    reported_times = re.findall(
+        r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text
+    )
+    assert reported_times == ["0.01", "0.03", "0.07"]
     assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
         caplog.text
     )
@@ -221,7 +223,7 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent_type: type[Any]) ->
                 None if isinstance(message, silent_type) else send(address, message)
             )
         )
-        with pytest.raises(Unavailable, match=re.escape(OVER)):
+        with pytest.raises(Unavailable, match=re.escape(LIMIT_ERROR)):
             await model.start()
         assert not [child for child in processes.started if child.alive]
 
@@ -238,20 +240,20 @@ def test_a_hanging_restart_is_retried_and_abandoned(
         processes.hanging = True
         processes.started[0].kill()
         await until_async(lambda: model.instances.failure)
-        assert model.instances.failure == OVER
+        assert model.instances.failure == LIMIT_ERROR
         assert len(stack_requests) == 2 and not model.ready
 
     run_scenario(scenario, *LIMIT)
-    assert caplog.text.count(f"did not restart: {OVER}") == 2
+    assert caplog.text.count(f"did not restart: {LIMIT_ERROR}") == 2
 
 
 def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:
     async def scenario(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
-        loading = asyncio.ensure_future(model.start())
+        load_task = asyncio.ensure_future(model.start())
         await asyncio.sleep(0.05)
         processes.load_held()
-        await loading
+        await load_task
 
     run_scenario(scenario)
     assert stack_requests == []

@@ -8,31 +8,31 @@ from shmserve.supervisor.models.orders import LoadSource, ModelEntry, OrderPhase
 from shmserve.supervisor.models.registry import statuses
 from tests.rigs.lifecycle_rig import LifecycleRig
 
-EVENTS = ("read", "start", "known", "end", "move")
-GIVEN_UP = "failed to load 'm', no version is available"
+ALL_EVENTS = ("read", "start", "known", "end", "move")
+GIVEN_UP_ERROR = "failed to load 'm', no version is available"
 
 
-@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("is_served", [True, False])
 @pytest.mark.parametrize("event_count", range(4))
-def test_an_unload_at_every_moment_of_a_load(event_count: int, served: bool) -> None:
+def test_an_unload_at_every_moment_of_a_load(event_count: int, is_served: bool) -> None:
     """Each order is answered once, a finished load stays finished, and nothing remains."""
     rig = LifecycleRig()
-    if served:
+    if is_served:
         rig.lifecycle.load("m")
-        rig.happen(*EVENTS)
+        rig.happen(*ALL_EVENTS)
     load = rig.lifecycle.load("m")
-    for kind in EVENTS[:event_count]:
+    for kind in ALL_EVENTS[:event_count]:
         rig.happen(kind)
     unload = rig.lifecycle.unload("m")
     later_load = rig.lifecycle.load("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert load.error is unload.error is later_load.error is None
     assert rig.answers[-3:] == [load, unload, later_load]
-    assert len(rig.answers) == (4 if served else 3)
+    assert len(rig.answers) == (4 if is_served else 3)
     (version,) = rig.registry.models["m"].serving.values()
     assert rig.alive == [version]
     rig.lifecycle.unload("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert not rig.alive and not rig.pending
     assert [status.reason for status in statuses(rig.registry.models["m"]).values()] == ["unloaded"]
 
@@ -42,7 +42,7 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     undone."""
     rig = LifecycleRig()
     rig.lifecycle.load("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     model = rig.registry.models["m"]
     (old_version,) = model.serving.values()
     load = rig.lifecycle.load("m")
@@ -56,15 +56,15 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     new_version.changed()
     assert model.serving == {"1": new_version} and load.is_answered and load.error is None
     load = rig.lifecycle.load("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     (new_version,) = model.serving.values()
     load = rig.lifecycle.load("m")
     rig.happen("read", "start")
-    broken: Any
-    (broken,) = model.incoming.values()
-    broken.ready = False
-    broken.problem = "it broke"
-    broken.changed()
+    broken_version: Any
+    (broken_version,) = model.incoming.values()
+    broken_version.ready = False
+    broken_version.problem = "it broke"
+    broken_version.changed()
     assert model.published == {"1": new_version} and not load.is_answered, "it is to be known first"
     rig.happen("known", "end")
     assert load.error is not None
@@ -84,12 +84,31 @@ def test_a_load_derives_the_statuses_of_its_own_model_only(monkeypatch: pytest.M
     rig = LifecycleRig()
     for name in "abcdef":
         rig.lifecycle.load(name)
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     monkeypatch.setattr("shmserve.supervisor.models.registry.statuses", record)
     rig.lifecycle.load("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert set(derived) == {"m"}
     assert rig.registry.states().keys() == {(name, "1") for name in "abcdefm"}
+
+
+def test_the_progress_of_a_start_names_every_model_from_the_beginning() -> None:
+    rig = LifecycleRig()
+    rig.lifecycle.expect({"m": [], "n": []})
+    rig.lifecycle.load("m")
+    assert rig.registry.progress() == {"m": "loading", "n": "loading"}
+
+
+def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once() -> None:
+    rig = on_demand("m")
+    rig.lifecycle.load_on_demand("m")
+    rig.happen(*ALL_EVENTS)
+    rig.lifecycle.unload("m", on_demand=True)
+    rig.happen(*ALL_EVENTS)
+    rig.lifecycle.load("m")
+    assert rig.registry.states() == {("m", "1"): ("ON_DEMAND", "")}
+    rig.lifecycle.unload("m")
+    assert rig.registry.states() == {("m", "1"): ("UNAVAILABLE", "unloaded")}
 
 
 def on_demand(*names: str) -> LifecycleRig:
@@ -105,13 +124,13 @@ def test_a_model_on_demand_is_loaded_once_for_all_requests() -> None:
     assert first_load is not None and first_load is rig.lifecycle.load_on_demand("m")
     rig.happen("read")
     assert first_load is rig.lifecycle.load_on_demand("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert first_load.is_answered and rig.answers == [first_load]
     assert rig.lifecycle.load_on_demand("m") is None, "it serves"
     rig.lifecycle.unload("m", on_demand=True)
     second_load = rig.lifecycle.load_on_demand("m")
     assert second_load is not None and not second_load.is_answered, "it comes back when it has left"
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert second_load.is_answered and len(rig.alive) == 1
 
 
@@ -119,11 +138,11 @@ def test_a_failed_model_is_loaded_at_the_next_request() -> None:
     rig = on_demand("m")
     rig.broken = {"m"}
     first_load = rig.lifecycle.load_on_demand("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert first_load is not None and first_load.error is not None
     rig.broken = set()
     second_load = rig.lifecycle.load_on_demand("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert second_load is not None and second_load.error is None
 
 
@@ -137,19 +156,19 @@ def test_an_operators_order_holds_for_a_model_on_demand() -> None:
     model = rig.registry.models["m"]
     rig.broken = {"m"}
     rig.lifecycle.load("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert model.on_demand
     rig.broken = set()
     rig.lifecycle.load("m", pins=False)
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert model.on_demand
     rig.lifecycle.load("m")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert not model.on_demand
     rig.lifecycle.load_on_demand("e")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     rig.lifecycle.unload("s")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert not any(model.on_demand for model in rig.registry.models.values())
 
 
@@ -157,23 +176,23 @@ def test_a_step_that_is_loaded_wakes_no_ensemble_on_demand() -> None:
     rig = on_demand("s", "e")
     rig.steps = {"e": ["s"]}
     rig.lifecycle.load_on_demand("e")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert sorted(version.spec.name for version in rig.alive) == ["e", "s"]
     for name in ("e", "s"):
         rig.lifecycle.unload(name, on_demand=True)
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     rig.lifecycle.load_on_demand("s")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert [version.spec.name for version in rig.alive] == ["s"]
 
 
-def ensemble(*loaded: str) -> LifecycleRig:
+def ensemble(*loaded_models: str) -> LifecycleRig:
     """Return a lifecycle with an ensemble "e" of "s", both loaded."""
     rig = LifecycleRig()
     rig.steps = {"e": ["s"]}
-    for name in loaded:
+    for name in loaded_models:
         rig.lifecycle.load(name)
-        rig.happen(*EVENTS)
+        rig.happen(*ALL_EVENTS)
     return rig
 
 
@@ -181,7 +200,7 @@ def pending_ends(rig: LifecycleRig) -> list[str]:
     return sorted(kind.split()[1] for kind, _ in rig.pending if kind.startswith("end"))
 
 
-def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
+def test_a_step_stops_after_its_ensemble() -> None:
     rig = ensemble("e")
     unload = rig.lifecycle.unload("s")
     assert pending_ends(rig) == []
@@ -196,7 +215,7 @@ def test_generations_that_need_each_other_do_not_deadlock() -> None:
     rig = LifecycleRig()
     rig.steps = {"a": ["b"]}
     rig.lifecycle.load("a")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     for rig.steps, name in (({"a": ["s"]}, "a"), ({"a": ["s"], "b": ["a"]}, "b")):
         assert not rig.lifecycle.load(name, LoadSource("another", {})).is_answered
         rig.happen("read", "start", "known", "move")
@@ -208,12 +227,12 @@ def test_generations_that_need_each_other_do_not_deadlock() -> None:
     assert [version.spec.name for version in rig.alive] == ["s"]
 
 
-def test_only_loads_that_have_not_begun_are_one() -> None:
+def test_only_queued_loads_are_merged() -> None:
     rig = LifecycleRig()
     begun_load, queued_load, third_load = (rig.lifecycle.load("m") for _ in range(3))
     assert begun_load is not queued_load is third_load
     assert rig.lifecycle.load("m", LoadSource("another", {})) is not third_load
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert len(rig.answers) == 3
 
 
@@ -226,28 +245,34 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
     later_load = rig.lifecycle.load("m")
     rig.happen("known", "read")
     assert later_load.phase is OrderPhase.QUEUED
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert later_load.is_answered and later_load.error is None
 
 
-@pytest.mark.parametrize(("sent", "broken"), [("", False), ("another", False), ("another", True)])
-def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, broken: bool) -> None:
+@pytest.mark.parametrize(
+    ("override", "is_broken"), [("", False), ("another", False), ("another", True)]
+)
+def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(
+    override: str, is_broken: bool
+) -> None:
     """The load of the step is answered after the reload of the ensemble. An ensemble that does
     not fit is unavailable.
     """
     rig = ensemble("e")
     (version_before,) = rig.registry.models["e"].serving.values()
-    rig.broken = {"e"} if broken else set()
-    load = rig.lifecycle.load("s", LoadSource(sent, {}))
+    rig.broken = {"e"} if is_broken else set()
+    load = rig.lifecycle.load("s", LoadSource(override, {}))
     rig.happen("read", "start s", "known")
-    assert load.is_answered is (not sent)
-    rig.happen(*EVENTS)
+    assert load.is_answered is (not override)
+    rig.happen(*ALL_EVENTS)
     assert load.is_answered and load.error is None
-    serving = list(rig.registry.models["e"].serving.values())
-    assert serving == ([] if broken else rig.alive[-1:] if sent else [version_before])
+    serving_versions = list(rig.registry.models["e"].serving.values())
+    assert serving_versions == (
+        [] if is_broken else rig.alive[-1:] if override else [version_before]
+    )
     rig.broken = set()
     rig.lifecycle.load("s")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert rig.registry.models["e"].serving
 
 
@@ -263,7 +288,7 @@ def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     rig.happen("read", "start e")
     assert load.error is not None and rig.registry.models["e"].serving == {"1": version_before}
     rig.broken = set()
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     (version_after,) = rig.registry.models["e"].serving.values()
     assert version_after is not version_before and load.is_answered
     assert not version_after.config.source["parameters"]["sent"]["string_value"]
@@ -273,23 +298,23 @@ def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
     """Holds for all changes of its steps."""
     rig = ensemble("e")
     rig.lifecycle.unload("e")
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     rig.lifecycle.load("s", LoadSource("another", {}))
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert not rig.registry.models["e"].serving
 
 
-def test_a_step_that_is_unloaded_later_stays_away() -> None:
+def test_a_step_that_is_unloaded_later_stays_unloaded() -> None:
     """The load of the ensemble was requested earlier, but has not read the step yet."""
     rig = ensemble("s")
     load, unload = rig.lifecycle.load("e"), rig.lifecycle.unload("s")
     rig.happen("read")
     assert load.is_answered and load.error is not None and not unload.is_answered
-    rig.happen(*EVENTS)
+    rig.happen(*ALL_EVENTS)
     assert not rig.alive
 
 
-def test_an_order_for_an_unknown_model_leaks_nothing() -> None:
+def test_an_order_for_an_unknown_model_is_not_stored() -> None:
     rig = LifecycleRig()
     order = rig.lifecycle.unload("m")
     assert order.is_answered and order.error is None
@@ -304,8 +329,8 @@ def test_an_error_about_one_model_stops_no_other(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(LifecycleRig, "read", fail)
-    broken, valid_load = rig.lifecycle.load("m"), rig.lifecycle.load("n")
-    rig.happen(*EVENTS)
-    assert broken.is_answered and broken.error is not None
-    assert broken.error.message == "internal error"
+    broken_load, valid_load = rig.lifecycle.load("m"), rig.lifecycle.load("n")
+    rig.happen(*ALL_EVENTS)
+    assert broken_load.is_answered and broken_load.error is not None
+    assert broken_load.error.message == "internal error"
     assert valid_load.is_answered and valid_load.error is None

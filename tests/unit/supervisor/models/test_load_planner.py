@@ -11,8 +11,8 @@ from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 
-UNREAD = "failed to load 'm', failed to poll from model repository: "
-FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
+UNREAD_ERROR = "failed to load 'm', failed to poll from model repository: "
+FAILED_ERROR = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
 
 
 def planner(tmp_path: Path, config: str | None = None, *extra_flags: str) -> LoadPlanner:
@@ -33,16 +33,16 @@ def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> Shmserv
     return caught.value
 
 
-def test_with_configurations_as_they_are_written_each_model_has_one(tmp_path: Path) -> None:
-    without = planner(tmp_path, None, "--disable-auto-complete-config")
-    assert refusal(without).message == (
-        f"{UNREAD}there is no config.pbtxt, and --disable-auto-complete-config is set"
+def test_without_completion_every_model_needs_a_configuration(tmp_path: Path) -> None:
+    strict_planner = planner(tmp_path, None, "--disable-auto-complete-config")
+    assert refusal(strict_planner).message == (
+        f"{UNREAD_ERROR}there is no config.pbtxt, and --disable-auto-complete-config is set"
     )
-    assert len(without.plan("m", '{"backend": "python"}', {})) == 1
+    assert len(strict_planner.plan("m", '{"backend": "python"}', {})) == 1
     assert len(planner(tmp_path / "other").plan("m", "", {})) == 1
 
 
-def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_with_file_line_and_key(tmp_path: Path) -> None:
     lines = (
         "# A comment, and lines that end as on Windows.",
         'name: "other"',
@@ -60,7 +60,7 @@ def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
     )
     error = refusal(planner(tmp_path, "\r\n".join(lines)))
     assert isinstance(error, Internal)
-    error_lines = error.message.removeprefix(UNREAD).splitlines()
+    error_lines = error.message.removeprefix(UNREAD_ERROR).splitlines()
     assert error_lines == [
         'm/config.pbtxt:4:1: max_batch: no such field; did you mean "max_batch_size"?',
         "m/config.pbtxt:6:26: input[0].data_type: unknown value TYPE_FLOAT; did you mean "
@@ -78,14 +78,14 @@ def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
 def test_errors_of_a_version_and_of_the_file_have_other_types(tmp_path: Path) -> None:
     error = refusal(planner(tmp_path, "\n instance_group { kind: KIND_GPU }\noutput { dims: 1 }"))
     assert isinstance(error, InvalidArgument)
-    assert error.message.removeprefix(FAILED) == (
+    assert error.message.removeprefix(FAILED_ERROR) == (
         "m/config.pbtxt:3:1: output[0].name: model output must specify 'name' for m\n"
         "m/config.pbtxt:2:19: instance_group[0].kind: instance group m_0 of model m has kind "
         "KIND_GPU but no GPUs are available;\n"
     )
 
 
-def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
+def test_errors_of_an_override_name_its_text(tmp_path: Path) -> None:
     override = '{"backend": "python",\n "maxBatchSize": -1,\n "input": [{"dims": ["x"]}]}'
     expected = (
         'config:3:22: input[0].dims[0]: expected an integer, found "x"',
@@ -93,9 +93,11 @@ def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
         "config:3:12: input[0].name: model input must specify 'name' for m",
     )
     plans = planner(tmp_path)
-    assert tuple(refusal(plans, override).message.removeprefix(UNREAD).splitlines()) == expected
+    assert (
+        tuple(refusal(plans, override).message.removeprefix(UNREAD_ERROR).splitlines()) == expected
+    )
     with_files = refusal(plans, override, **{"1_model.py": b""})
-    assert tuple(with_files.message.removeprefix(UNREAD).splitlines()) == expected
+    assert tuple(with_files.message.removeprefix(UNREAD_ERROR).splitlines()) == expected
 
 
 def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
@@ -126,11 +128,12 @@ def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_file_none_is_named(tmp_path: Path) -> None:
+def test_without_a_file_errors_name_none(tmp_path: Path) -> None:
     plans = planner(tmp_path)
     (tmp_path / "repository" / "m" / "1" / "model.py").unlink()
     assert (
-        refusal(plans).message == f"{UNREAD}backend: must specify 'platform' or 'backend' for 'm'"
+        refusal(plans).message
+        == f"{UNREAD_ERROR}backend: must specify 'platform' or 'backend' for 'm'"
     )
 
 
@@ -144,25 +147,25 @@ def test_without_a_file_none_is_named(tmp_path: Path) -> None:
         {"backend": "python", "version_policy": {"specific": {"versions": [9]}}},
     ],
 )
-def test_files_sent_with_what_cannot_be_planned_do_not_stay(
+def test_files_of_a_rejected_override_are_removed(
     tmp_path: Path, config: dict[str, object]
 ) -> None:
     plans = planner(tmp_path)
     refusal(plans, json.dumps(config), **{"1_model.py": b""})
     assert list((tmp_path / "run" / "overrides").iterdir()) == []
-    sent = '{"backend": "python"}', {"1/model.py": b""}
-    (plan,), (other_plan,) = plans.plan("m", *sent), plans.plan("m", *sent)
+    override = '{"backend": "python"}', {"1/model.py": b""}
+    (plan,), (other_plan,) = plans.plan("m", *override), plans.plan("m", *override)
     assert plan.model_dir.is_dir()
     plans.discard(plan)
     assert not plan.model_dir.exists()
     assert other_plan.model_dir.is_dir()
 
 
-IO = (
+TENSORS = (
     'input { name: "x" data_type: TYPE_FP32 dims: 1 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 1 }'
 )
-EMPTY = "d41d8cd98f00b204e9800998ecf8427e"
+EMPTY_MD5 = "d41d8cd98f00b204e9800998ecf8427e"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
 
 
@@ -174,7 +177,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234
         'backend: "tensorrt" instance_group { kind: KIND_GPU }',
     ],
 )
-def test_a_backend_that_is_not_here_is_named_first(tmp_path: Path, config: str) -> None:
+def test_an_unavailable_backend_is_named_first(tmp_path: Path, config: str) -> None:
     error = refusal(planner(tmp_path, config)).message
     assert "unable to find backend library for backend 'tensorrt' of model 'm'" in error
 
@@ -184,15 +187,15 @@ def test_a_backend_named_ensemble_is_refused_with_the_remedy(tmp_path: Path) -> 
     assert error.endswith(", use platform: 'ensemble';\n")
 
 
-def test_an_equal_repetition_of_a_tensor_is_one(
+def test_equal_duplicate_tensors_are_merged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     output = ' output { name: "y" data_type: TYPE_FP32 dims: 1 }'
-    (plan,) = planner(tmp_path, 'backend: "python" ' + IO + output).plan("m", "", {})
+    (plan,) = planner(tmp_path, 'backend: "python" ' + TENSORS + output).plan("m", "", {})
     assert [tensor.name for tensor in plan.config.output] == ["y"]
     assert "output 'y' is defined twice with equal values" in caplog.text
-    unlike = output.replace("dims: 1", "dims: 2")
-    error = refusal(planner(tmp_path / "unlike", 'backend: "python" ' + IO + unlike))
+    other_output = output.replace("dims: 1", "dims: 2")
+    error = refusal(planner(tmp_path / "unlike", 'backend: "python" ' + TENSORS + other_output))
     assert "model output 'y' is specified more than once" in error.message
 
 
@@ -226,7 +229,7 @@ def test_a_preferred_batch_size_is_compared_with_the_completed_size(tmp_path: Pa
 @pytest.mark.parametrize(
     ("agent", "text"),
     [
-        (f'"checksum" parameters {{ key: "MD5:1/model.py" value: "{EMPTY}" }}', ""),
+        (f'"checksum" parameters {{ key: "MD5:1/model.py" value: "{EMPTY_MD5}" }}', ""),
         (
             '"checksum" parameters { key: "MD5:1/model.py" value: "00" }',
             "Mismatched MD5 hash for file",

@@ -87,22 +87,22 @@ async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
     """
     processes, repository = Processes(), Repository()
     processes.hanging = True
-    served = models(processes, repository)
+    manager = models(processes, repository)
     loop, unloads = asyncio.get_running_loop(), []
 
     def unload() -> None:
-        unloads.append(asyncio.ensure_future(served.unload("m")))
+        unloads.append(asyncio.ensure_future(manager.unload("m")))
 
     def unload_once() -> None:
         repository.reading = lambda: None
         loop.call_soon_threadsafe(unload)
 
-    loads = [asyncio.ensure_future(served.load("m"))]
+    loads = [asyncio.ensure_future(manager.load("m"))]
     if load_stage == "reading":
         repository.reading = unload_once
     await until_async(lambda: processes._held)
     if load_stage == "waiting":
-        loads.append(asyncio.ensure_future(served.load("m")))
+        loads.append(asyncio.ensure_future(manager.load("m")))
         await run_loop_turns()
         unload()
     await run_loop_turns()
@@ -112,29 +112,31 @@ async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
         outcomes = await asyncio.gather(*loads, *unloads, return_exceptions=True)
     await until_async(lambda: repository.discarded == repository.planned == 1)
     assert not any(child.alive for child in processes.started)
-    await served.load("m")
-    assert [row["state"] for row in await served.index(ready_only=False)] == ["READY"]
-    await served.stop()
+    await manager.load("m")
+    assert [row["state"] for row in await manager.index(ready_only=False)] == ["READY"]
+    await manager.stop()
     await processes.end()
     given_up = "failed to load 'm', no version is available"
     expected = [None, *([given_up] if load_stage == "waiting" else []), None]
-    assert [getattr(outcome, "message", None) for outcome in outcomes] == expected
+    assert [getattr(result, "message", None) for result in outcomes] == expected
 
 
-@pytest.mark.parametrize("reported", [True, False])
-async def test_a_hanging_load_is_abandoned(monkeypatch: pytest.MonkeyPatch, reported: bool) -> None:
+@pytest.mark.parametrize("is_reported", [True, False])
+async def test_a_hanging_load_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, is_reported: bool
+) -> None:
     """The unload arrives before the hang is reported, or after it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
     processes = Processes()
     processes.hanging = True
-    served = models(processes, Repository())
-    load = asyncio.ensure_future(served.load("m"))
+    manager = models(processes, Repository())
+    load = asyncio.ensure_future(manager.load("m"))
     await until_async(lambda: processes._held)
-    if reported:
+    if is_reported:
         await asyncio.sleep(0.1)
         assert not load.done()
     async with asyncio.timeout(10):
-        await served.unload("m")
+        await manager.unload("m")
     with pytest.raises(InvalidArgument, match="failed to load 'm', no version is available"):
         await load
     assert not any(child.alive for child in processes.started)
@@ -144,7 +146,7 @@ async def test_a_hanging_load_is_abandoned(monkeypatch: pytest.MonkeyPatch, repo
 async def test_a_file_that_changes_while_its_model_is_read() -> None:
     """The planner may have read the old file, so it reads it again."""
     processes, repository = Processes(), Repository()
-    served, poller = server(processes, repository)
+    manager, poller = server(processes, repository)
     readings = []
 
     def read() -> None:
@@ -155,7 +157,7 @@ async def test_a_file_that_changes_while_its_model_is_read() -> None:
     repository.reading = read
     for _ in range(3):
         await poller.update("m", present=True)
-    await served.stop()
+    await manager.stop()
     await processes.end()
     assert len(readings) == 2
 
@@ -164,12 +166,12 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     """The load is abandoned, and repeated when the files return."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
     processes, repository = Processes(), Repository()
-    served, poller = server(processes, repository)
+    manager, poller = server(processes, repository)
     object.__setattr__(processes.context.config, "repository_poll_s", 0.001)
 
     async def await_states(*states: str) -> None:
         async with asyncio.timeout(10):
-            while [row.get("state") for row in await served.index(False)] != [*states]:
+            while [row.get("state") for row in await manager.index(False)] != [*states]:
                 pass
 
     processes.hanging = True
@@ -182,36 +184,36 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     repository.present = True
     await await_states("READY")
     polling.cancel()
-    await served.stop()
+    await manager.stop()
     await processes.end()
     assert not any(child.alive for child in processes.started)
 
 
-async def test_the_end_of_a_server_waits_for_no_load() -> None:
+async def test_stopping_waits_for_no_load() -> None:
     """A hanging model ignores the stop and is killed."""
     processes = Processes()
     processes.hanging = True
-    served = models(processes, Repository())
-    loading = asyncio.ensure_future(served.load("m"))
+    manager = models(processes, Repository())
+    load_task = asyncio.ensure_future(manager.load("m"))
     await until_async(lambda: processes._held)
-    loading.cancel()
-    await asyncio.wait({loading})
-    await served.stop()
+    load_task.cancel()
+    await asyncio.wait({load_task})
+    await manager.stop()
     await processes.end()
     assert [await child.exited for child in processes.started] == ["signal 9", "signal 15"]
 
 
 PUBLISHED = ModelPublished("m", "1", ModelSpec.of({}), {}, "a", True, True, 0.0, 0)
-TWO = replace(PUBLISHED, version="2", endpoint="b")
-GONE = ModelWithdrawn("m", "1", 0)
+SECOND_VERSION = replace(PUBLISHED, version="2", endpoint="b")
+WITHDRAWN = ModelWithdrawn("m", "1", 0)
 
 
 class Gateway:
-    """A gateway that stores publications and acknowledges those up to `known`."""
+    """A gateway that stores publications and acknowledges those up to `acknowledged`."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.number = self.known = 0
+        self.number = self.acknowledged = 0
 
     def announce(self, publication: Publication) -> int:
         self.number += 1
@@ -220,23 +222,26 @@ class Gateway:
 
     def is_acknowledged(self, number: int) -> bool:
         """Return whether the gateway has acknowledged the number."""
-        return number <= self.known
+        return number <= self.acknowledged
 
     def publish_readiness(self, publication: ReadinessChanged) -> None:
         self.sent.append(publication)
 
 
-def test_only_what_differs_is_sent() -> None:
+def test_only_changed_publications_are_sent() -> None:
     gateway, publications = Gateway(), Publications()
 
-    def send_changes(published: list[ModelPublished], absent: list[str]) -> list[Any]:
+    def send_changes(published: list[ModelPublished], absent_versions: list[str]) -> list[Any]:
         gateway.sent.clear()
         publications.update(
-            gateway, "m", {publication.version: publication for publication in published}, absent
+            gateway,
+            "m",
+            {publication.version: publication for publication in published},
+            absent_versions,
         )
         return gateway.sent[:]
 
-    assert send_changes([], ["1"]) == [GONE]
+    assert send_changes([], ["1"]) == [WITHDRAWN]
     assert send_changes([], ["1"]) == []
     assert send_changes([PUBLISHED], []) == [PUBLISHED]
     assert send_changes([PUBLISHED], []) == []
@@ -245,35 +250,37 @@ def test_only_what_differs_is_sent() -> None:
     ]
     assert send_changes([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
     old_publication = replace(PUBLISHED, latest=False)
-    assert send_changes([TWO, old_publication], []) == [TWO, old_publication]
-    assert send_changes([TWO], []) == [GONE]
-    assert list(publications.snapshot()) == [GONE, TWO]
+    assert send_changes([SECOND_VERSION, old_publication], []) == [SECOND_VERSION, old_publication]
+    assert send_changes([SECOND_VERSION], []) == [WITHDRAWN]
+    assert list(publications.snapshot()) == [WITHDRAWN, SECOND_VERSION]
 
 
 def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
     """Holds for all states of its versions."""
     gateway, publications = Gateway(), Publications()
     asleep = ModelOnDemand("m", 0)
-    sent: list[dict[str, ModelPublication]] = [
+    sent_publications: list[dict[str, ModelPublication]] = [
         {"": asleep},
         {"": asleep, "1": PUBLISHED},
         {"": asleep},
         {},
     ]
-    for published in sent:
+    for published in sent_publications:
         publications.update(gateway, "m", published, [])
-    assert gateway.sent == [asleep, PUBLISHED, GONE, ModelWithdrawn("m", "", 0)]
+    assert gateway.sent == [asleep, PUBLISHED, WITHDRAWN, ModelWithdrawn("m", "", 0)]
 
 
 def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     """Readiness is not waited for."""
     gateway, publications = Gateway(), Publications()
-    publications.update(gateway, "m", {"1": PUBLISHED, "2": TWO}, [])
-    gateway.known = 1
+    publications.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
+    gateway.acknowledged = 1
     assert not publications.are_acknowledged(gateway, "m")
-    gateway.known = 2
-    publications.update(gateway, "m", {"1": PUBLISHED, "2": replace(TWO, ready=False)}, [])
+    gateway.acknowledged = 2
+    publications.update(
+        gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, []
+    )
     assert publications.are_acknowledged(gateway, "m")
-    publications.update(gateway, "m", {"2": TWO}, [])
+    publications.update(gateway, "m", {"2": SECOND_VERSION}, [])
     assert not publications.are_acknowledged(gateway, "m")
     assert publications.are_acknowledged(gateway, "other")

@@ -10,7 +10,7 @@ import pytest
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
 from shmserve.supervisor.processes.scheduler_hosts import Group
-from tests.rigs.process_rig import ALONE, Processes, plan, run_loop_turns
+from tests.rigs.process_rig import ALONE_GROUP, Processes, plan, run_loop_turns
 
 ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
@@ -151,7 +151,7 @@ async def test_the_order_of_messages(
     message_log: list[str],
 ) -> None:
     processes = TracedProcesses()
-    model = processes.version(plan(), ALONE)
+    model = processes.version(plan(), ALONE_GROUP)
     if scenario is not load:
         await model.start()
         await run_loop_turns()

@@ -67,11 +67,11 @@ async def test_a_worker_has_the_settings_of_its_backend_and_of_all_backends(
     assert (start.backend_config, start.threads) == ({"a": "1", "b": "2"}, 7)
 
 
-async def test_only_the_process_is_killed_that_its_scheduler_means(
+async def test_only_the_process_its_scheduler_names_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The named process may have exited already, and a successor may have been started."""
-    signalled: list[Made] = []
+    killed_children: list[Made] = []
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -81,13 +81,13 @@ async def test_only_the_process_is_killed_that_its_scheduler_means(
     async with asyncio.timeout(10):
         await model.until_ready()
     second_process = processes.started[-1]
-    monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
+    monkeypatch.setattr(Made, "kill", lambda child, *number: killed_children.append(child))
     for child in (first_process, second_process):
         model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
     await run_loop_turns()
     await processes.end()
     meant_process = second_process
-    assert signalled == [meant_process]
+    assert killed_children == [meant_process]
 
 
 async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
@@ -125,7 +125,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 
 
 @pytest.mark.parametrize("serves", [False, True])
-async def test_an_instance_that_does_nothing_but_crash_stays_down(
+async def test_an_instance_in_a_crash_loop_stays_down(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
     """An instance that has executed a request in between is restarted; each restart has a
@@ -201,12 +201,12 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
             model._on_scheduler_message(m.InstanceServed(processes.started[0].pid))
         model.scheduler.serving.child.kill()
         await run_loop_turns(40)
-    ready = model.ready
+    is_ready = model.ready
     await processes.end()
-    assert ready is serves
+    assert is_ready is serves
 
 
-async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rare exits of a model without requests are no crash loop, either."""
     monkeypatch.setattr("shmserve.supervisor.processes.children._HEALTHY_S", -1.0)
     processes = Processes()
@@ -248,26 +248,26 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     model = deployment(processes)
     await model.start()
     worker = processes.started[0]
-    waiting = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
+    waiting_ends = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
-    waiting += [asyncio.ensure_future(model.kill())]
+    waiting_ends += [asyncio.ensure_future(model.kill())]
     await asyncio.sleep(0.001)
-    for waiter in waiting:
+    for waiter in waiting_ends:
         waiter.cancel()
-    await asyncio.wait(waiting)
+    await asyncio.wait(waiting_ends)
     worker.exited.set_result("signal 9")
     await processes.end()
     assert (await worker.exited) == "signal 9"
 
 
-async def test_a_cancelled_load_leaves_nothing_to_wait_for() -> None:
+async def test_a_cancelled_load_leaves_no_processes() -> None:
     processes = Processes()
     processes.hanging = True
-    starting = asyncio.ensure_future(deployment(processes).start())
+    starting_task = asyncio.ensure_future(deployment(processes).start())
     await run_loop_turns()
     assert len(processes.started) == 2  # a worker, and the scheduler
-    starting.cancel()
-    await asyncio.wait({starting})
+    starting_task.cancel()
+    await asyncio.wait({starting_task})
     await processes.end()
     await asyncio.sleep(0)
     assert {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}} == set()
@@ -285,14 +285,16 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
+def ensemble_steps(
+    *ready_models: str, labels: dict[str, list[str]] | None = None
+) -> EnsembleInstances:
     """Return an ensemble over "a" and "b" whose outputs Y have labels; some of the models are
     ready.
     """
 
     def find(name: str, version: str) -> Any:
         instances = SimpleNamespace(labels={"Y": [name]})
-        return SimpleNamespace(instances=instances, problem="", ready=name in ready)
+        return SimpleNamespace(instances=instances, problem="", ready=name in ready_models)
 
     folder, unused = Path("/tmp"), MagicMock()
     spec = VersionSpec("e", "1", folder, folder, ModelSpec.of(CONFIG), labels or {})
@@ -301,7 +303,7 @@ def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> E
 
 
 @pytest.mark.parametrize(("own_labels", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
-def test_an_output_has_the_labels_of_the_model_that_makes_it(
+def test_an_output_has_the_labels_of_its_model(
     own_labels: dict[str, list[str]], label: str
 ) -> None:
     steps = ensemble_steps("a", "b", labels=own_labels)

@@ -38,25 +38,25 @@ def residents(draw: st.DrawFn) -> list[Resident]:
     ]
 
 
-BOUNDS = st.integers(0, 20)
+BOUND_SIZES = st.integers(0, 20)
 
 
-@given(residents(), BOUNDS)
+@given(residents(), BOUND_SIZES)
 def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound: int) -> None:
     by_name = {model.name: model for model in models}
-    unloaded: set[str] = set()
+    unloaded_names: set[str] = set()
     for name in select_unloads(models, bound, 10):
         assert not by_name[name].must_stay
-        assert by_name[name].users <= unloaded
-        unloaded.add(name)
+        assert by_name[name].users <= unloaded_names
+        unloaded_names.add(name)
 
 
-@given(residents(), BOUNDS)
-def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
+@given(residents(), BOUND_SIZES)
+def test_no_more_models_are_unloaded_than_the_bound_needs(
     models: list[Resident], bound: int
 ) -> None:
     names = select_unloads(models, bound, 10)
-    unloaded: set[str] = set()
+    unloaded_names: set[str] = set()
     resident_models = {resident.name: resident for resident in models}
 
     def is_over_bound() -> bool:
@@ -71,7 +71,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
         return [
             resident
             for resident in resident_models.values()
-            if not resident.must_stay and resident.users <= unloaded
+            if not resident.must_stay and resident.users <= unloaded_names
         ]
 
     for name in names:
@@ -81,7 +81,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
                 resident.used_ns for resident in free_residents()
             )
         del resident_models[name]
-        unloaded.add(name)
+        unloaded_names.add(name)
     assert not (is_over_bound() and free_residents())
     assert not any(map(is_idle, free_residents()))
 
@@ -110,9 +110,9 @@ class Version:
         return self.running
 
 
-def version(name: str, *pids: int, loaded: bool = True, device: int = 0) -> Any:
+def version(name: str, *pids: int, is_loaded: bool = True, device: int = 0) -> Any:
     instances = SimpleNamespace(device_byte_size=device)
-    return Version(SimpleNamespace(name=name), list(pids), loaded, instances)
+    return Version(SimpleNamespace(name=name), list(pids), is_loaded, instances)
 
 
 def model(name: str, *versions: Any) -> Any:
@@ -122,23 +122,29 @@ def model(name: str, *versions: Any) -> Any:
 def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {1: 100, 2: 60, 3: 40}
     monkeypatch.setattr(on_demand, "private_bytes", sizes.__getitem__)
-    a, b, coming = version("a", 1, 2, device=7), version("b", 2, 3), version("c", loaded=False)
+    first_version, second_version, loading_version = (
+        version("a", 1, 2, device=7),
+        version("b", 2, 3),
+        version("c", is_loaded=False),
+    )
     use = MemoryUse()
 
     def model_sizes(*models: Any) -> list[int]:
         return [use.byte_size(model) for model in models]
 
-    assert model_sizes(model("a", a)) == [0], "nothing is known"
-    asyncio.run(use.measure([a, b, coming]))
+    assert model_sizes(model("a", first_version)) == [0], "nothing is known"
+    asyncio.run(use.measure([first_version, second_version, loading_version]))
     # The second process belongs to two models. A loading model counts as large as the mean of the
     # others.
-    assert model_sizes(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
+    assert model_sizes(
+        model("a", first_version), model("b", second_version), model("c", loading_version)
+    ) == [137, 70, 103]
     sizes[1] = 1000
-    asyncio.run(use.measure([a, b]))
-    assert model_sizes(model("a", a)) == [137], "it was looked at just now"
-    asyncio.run(use.measure([b]))
-    assert model_sizes(model("a", version("a", loaded=False))) == [137], "as much as it had"
-    assert model_sizes(model("a", a, version("a", loaded=False))) == [274]
+    asyncio.run(use.measure([first_version, second_version]))
+    assert model_sizes(model("a", first_version)) == [137], "it was looked at just now"
+    asyncio.run(use.measure([second_version]))
+    assert model_sizes(model("a", version("a", is_loaded=False))) == [137], "as much as it had"
+    assert model_sizes(model("a", first_version, version("a", is_loaded=False))) == [274]
 
 
 async def test_an_unexpected_error_of_a_load_is_an_internal_error(
@@ -147,8 +153,8 @@ async def test_an_unexpected_error_of_a_load_is_an_internal_error(
     """Every caller receives it, and the next load waits, as after any failure."""
     processes, registry = Processes(), ModelRegistry()
     registry.model("m").on_demand = True
-    broken: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
-    on_demand = OnDemand(processes.context, registry, broken, MagicMock(), [])
+    broken_models: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
+    on_demand = OnDemand(processes.context, registry, broken_models, MagicMock(), [])
     callers = [on_demand.load("m", 5.0) for _ in range(2)]
     errors: Any = await asyncio.gather(*callers, return_exceptions=True)
     await processes.end()

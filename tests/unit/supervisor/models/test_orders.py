@@ -96,11 +96,11 @@ class Repository:
 
 
 class Server(Processes):
-    """Models of a repository, and a gateway, which acknowledges nothing while it is `deaf`."""
+    """Models of a repository, and a gateway, which acknowledges nothing while it is `silent`."""
 
     def __init__(self, **models: list[str]) -> None:
         super().__init__("--model-control-mode=explicit")
-        self.deaf = False
+        self.silent = False
         self.sent: list[Any] = []
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
@@ -116,11 +116,11 @@ class Server(Processes):
 
     def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
         self.sent.append(make(0))
-        return self.acknowledgements.begin(["gateway"] if self.deaf else [])
+        return self.acknowledgements.begin(["gateway"] if self.silent else [])
 
     def acknowledge_all(self) -> None:
         """Acknowledge all publications so far for the gateway."""
-        self.deaf = False
+        self.silent = False
         self.acknowledgements.exited("gateway")
 
     async def load(self, name: str, steps: list[str] | None = None, note: str = "") -> None:
@@ -168,7 +168,7 @@ def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
     async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
-        server.deaf = True
+        server.silent = True
         unload = asyncio.ensure_future(server.unload("s"))
         await run_loop_turns()
         load = asyncio.ensure_future(server.load("s"))
@@ -188,7 +188,7 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
     async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("s")
-        server.deaf = True
+        server.silent = True
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("e").published)
         unload = asyncio.ensure_future(server.unload("s"))
@@ -224,17 +224,17 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
     run_scenario(scenario)
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
     """Also when the earlier one has to wait for what it needs."""
 
     async def scenario() -> None:
         server = Server(s=[], t=[], e=["s"])
         await server.load("e")
-        loading: list[Any] = []
-        if slow:
+        load_tasks: list[Any] = []
+        if is_slow:
             server.hanging = True
-            loading.append(asyncio.ensure_future(server.load("t")))
+            load_tasks.append(asyncio.ensure_future(server.load("t")))
             await until_async(
                 lambda: any(child.title.startswith("worker t") for child in server.started)
             )
@@ -244,7 +244,7 @@ def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
         ]
         await run_ready_tasks()
         server.load_held()
-        await asyncio.gather(*loading, *loads)
+        await asyncio.gather(*load_tasks, *loads)
         assert server.note("e") == "second"
         await server.end()
 
@@ -274,7 +274,7 @@ def test_an_override_survives_the_reload_of_a_step() -> None:
     run_scenario(scenario)
 
 
-def test_circles_of_overrides_are_refused() -> None:
+def test_cyclic_overrides_are_refused() -> None:
     """The check uses the serving configurations, not those of the folders."""
 
     async def scenario() -> None:
@@ -347,7 +347,7 @@ def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.Mon
     run_scenario(scenario)
 
 
-def test_nothing_is_published_that_does_not_differ() -> None:
+def test_unchanged_versions_are_not_published() -> None:
     """One of two instances exits and restarts; the model accepts requests all the time."""
 
     async def scenario() -> None:
@@ -364,7 +364,8 @@ def test_nothing_is_published_that_does_not_differ() -> None:
         version = server.registry.model("s").serving["1"]
         await until_async(
             lambda: (
-                len(server.started) == 4 and all(s == "ready" for s in version.instances.states())
+                len(server.started) == 4
+                and all(state == "ready" for state in version.instances.states())
             )
         )
         assert server.sent == []
@@ -388,7 +389,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         server = Server(s=[])
         await server.load("s")
         server.repository.versions = ["2"]
-        server.deaf = True
+        server.silent = True
         load = asyncio.ensure_future(server.load("s"))
         await until_async(lambda: server.registry.model("s").is_offered)
         snapshot = list(server.publications.snapshot())
@@ -406,13 +407,13 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
     run_scenario(scenario)
 
 
-def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() -> None:
+def test_a_version_that_flaps_while_announced_takes_over() -> None:
     """However often its process ends: that it is ready and known is asked at one moment."""
 
     async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
-        server.deaf = True
+        server.silent = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
         await until_async(lambda: server.registry.model("s").is_offered)
         (version,) = server.registry.model("s").incoming.values()
@@ -430,7 +431,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
     run_scenario(scenario)
 
 
-def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
+def test_a_load_that_failed_temporarily_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The poller repeats it. A load that the model itself refused waits for changed files."""
@@ -485,8 +486,11 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
     """Return the processes of each serving version."""
-    serving = server.registry.model(name).serving
-    return {version: model_version.instances.pids() for version, model_version in serving.items()}
+    serving_versions = server.registry.model(name).serving
+    return {
+        version: model_version.instances.pids()
+        for version, model_version in serving_versions.items()
+    }
 
 
 def test_a_reload_touches_only_versions_that_differ() -> None:
@@ -519,7 +523,7 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
 
 
 @pytest.mark.parametrize("is_rewritten", [True, False])
-def test_a_reload_of_what_does_not_differ(is_rewritten: bool) -> None:
+def test_a_reload_keeps_unchanged_versions(is_rewritten: bool) -> None:
     """Rewritten files with the same content change nothing; an explicit load restarts
     everything.
     """
@@ -555,7 +559,7 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
     run_scenario(scenario)
 
 
-def test_equal_loads_that_wait_are_one() -> None:
+def test_equal_queued_loads_are_merged() -> None:
     """Each order is answered. A load that differs or has begun is separate."""
 
     async def scenario() -> None:
@@ -612,7 +616,7 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
         server.load_held()
         outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
         text = "failed to load 's', no version is available"
-        assert [getattr(outcome, "message", None) for outcome in outcomes] == [
+        assert [getattr(result, "message", None) for result in outcomes] == [
             None,
             text,
             None,

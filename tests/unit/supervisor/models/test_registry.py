@@ -23,13 +23,7 @@ from shmserve.supervisor.models.orders import (
     OrderKind,
     OrderPhase,
 )
-from shmserve.supervisor.models.registry import (
-    ReadinessCheck,
-    index_rows,
-    is_ready,
-    progress,
-    statuses,
-)
+from shmserve.supervisor.models.registry import ModelSummary, ReadinessCheck, index_rows, statuses
 from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder
 
 
@@ -58,11 +52,11 @@ def retiring_versions() -> list[Any]:
     return [SimpleNamespace(spec=SimpleNamespace(version="1"))]
 
 
-RESTARTING = "a process is being restarted"
+RESTARTING_REASON = "a process is being restarted"
 # (facts, state, reason, whether all of it serves that should)
 TABLE = [
     (serving_entry(Version()), "READY", "", True),
-    (serving_entry(Version(ready=False)), "LOADING", RESTARTING, False),
+    (serving_entry(Version(ready=False)), "LOADING", RESTARTING_REASON, False),
     (serving_entry(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
     (serving_entry(Version(), incoming={"1": Version(ready=False)}), "READY", "", True),
     (serving_entry(Version(), retiring=retiring_versions()), "READY", "", True),
@@ -76,16 +70,16 @@ TABLE = [
     (model(on_demand=True, outcomes={"1": UNLOADED}), "ON_DEMAND", "", True),
     (model(on_demand=True, outcomes={"1": LoadOutcome("no")}), "UNAVAILABLE", "no", True),
     (model(on_demand=True, incoming={"1": Version()}), "LOADING", "", True),
-    (serving_entry(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
+    (serving_entry(Version(ready=False), on_demand=True), "LOADING", RESTARTING_REASON, True),
 ]
 
 
-@pytest.mark.parametrize(("entry", "state", "reason", "ready"), TABLE)
-def test_a_status_is_the_first_that_holds(
-    entry: ModelEntry, state: str, reason: str, ready: bool
+@pytest.mark.parametrize(("entry", "state", "reason", "expects_ready"), TABLE)
+def test_the_first_matching_status_is_reported(
+    entry: ModelEntry, state: str, reason: str, expects_ready: bool
 ) -> None:
     assert statuses(entry) == {"1": (state, reason)}
-    assert is_ready(entry) is ready
+    assert ModelSummary.of(entry).is_ready is expects_ready
 
 
 def test_an_unloaded_model_on_demand_has_no_version() -> None:
@@ -95,20 +89,20 @@ def test_an_unloaded_model_on_demand_has_no_version() -> None:
 
 def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
     folder = ModelFolder("m", Path("m"), Path())
-    unloaded, failed = (
+    unloaded_entry, failed_entry = (
         model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
     )
     shown_reasons = [
-        [row["reason"] for row in index_rows("m", statuses(entry), memory_range, ready_only=False)]
-        for entry in (unloaded, failed)
-        for memory_range in (folder, None)
+        [row["reason"] for row in index_rows("m", statuses(entry), model_folder, ready_only=False)]
+        for entry in (unloaded_entry, failed_entry)
+        for model_folder in (folder, None)
     ]
     assert shown_reasons == [["unloaded"], [], ["broken"], ["broken"]]
 
 
 def test_a_successor_is_shown_instead_of_the_serving_version() -> None:
     entry = offered_entry(serving_entry(Version(), incoming={"1": Version(ready=False)}))
-    assert statuses(entry) == {"1": ("LOADING", RESTARTING)}
+    assert statuses(entry) == {"1": ("LOADING", RESTARTING_REASON)}
 
 
 PROGRESS = [
@@ -128,7 +122,8 @@ PROGRESS = [
 
 @pytest.mark.parametrize(("entry", "text"), PROGRESS)
 def test_the_progress_of_a_load_is_a_view_of_its_statuses(entry: ModelEntry, text: str) -> None:
-    assert progress(entry) == text
+    entry.is_expected = True
+    assert ModelSummary.of(entry).progress == text
 
 
 def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,7 +152,7 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("answers", "ready"),
+    ("answers", "expects_ready"),
     [
         ({}, False),
         ({1: True}, True),
@@ -170,7 +165,7 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
     ],
 )
 async def test_the_combined_readiness_of_workers(
-    answers: dict[int, bool | None], ready: bool, monkeypatch: pytest.MonkeyPatch
+    answers: dict[int, bool | None], expects_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: it does not answer in time, as while it executes."""
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
@@ -183,10 +178,10 @@ async def test_the_combined_readiness_of_workers(
             loop.call_soon(check.handle_response, pid, ReadyChecked(message.id, answer))
 
     check = ReadinessCheck(send)
-    assert (await check.check(list(answers))) is ready
+    assert (await check.check(list(answers))) is expects_ready
 
 
-async def test_answers_of_others_and_to_nothing_do_not_count(
+async def test_unexpected_answers_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
@@ -202,16 +197,22 @@ async def test_answers_of_others_and_to_nothing_do_not_count(
 async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is polled, and by however many."""
     monkeypatch.setattr(registry, "PATIENCE_S", 0.01)
-    sent: list[CheckReady] = []
-    check = ReadinessCheck(lambda pid, message: sent.append(message))
+    sent_checks: list[CheckReady] = []
+    check = ReadinessCheck(lambda pid, message: sent_checks.append(message))
     concurrent_checks = await asyncio.gather(*(check.check([1]) for _ in range(3)))
     later_check = await check.check([1])
     monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
-    joined = asyncio.ensure_future(check.check([1]))
+    joined_check = asyncio.ensure_future(check.check([1]))
     await asyncio.sleep(0)
-    check.handle_response(1, ReadyChecked(sent[0].id, True))
-    assert [*concurrent_checks, later_check, await joined] == [False, False, False, False, True]
-    assert len(sent) == 1
+    check.handle_response(1, ReadyChecked(sent_checks[0].id, True))
+    assert [*concurrent_checks, later_check, await joined_check] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert len(sent_checks) == 1
 
 
 @pytest.mark.parametrize("other_pids", [[], [2]])
@@ -234,7 +235,7 @@ def spec_of(name: str, *inputs: dict[str, Any], **fields: Any) -> ModelSpec:
 
 PIXELS = {"name": "image", "data_type": "TYPE_FP32", "dims": [-1, 2]}
 WORDS = {"name": "of words", "data_type": "TYPE_STRING", "dims": [1]}
-LARGE = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]}
+LARGE_INPUT = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]}
 
 
 @pytest.mark.parametrize(
@@ -242,9 +243,9 @@ LARGE = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]}
     [
         ([spec_of("m", PIXELS)], "client infer m --url URL --input 'image=[[1,1]]'"),
         ([spec_of("m", WORDS)], "client infer m --url URL --input 'of words=[\"text\"]'"),
-        ([spec_of("m", WORDS, {**LARGE, "optional": True})], "--input 'of words=[\"text\"]'"),
-        ([spec_of("big", LARGE), spec_of("m", PIXELS)], "client infer m --url URL"),
-        ([spec_of("big", LARGE)], "shmserve perf big --url URL"),
+        ([spec_of("m", WORDS, {**LARGE_INPUT, "optional": True})], "--input 'of words=[\"text\"]'"),
+        ([spec_of("big", LARGE_INPUT), spec_of("m", PIXELS)], "client infer m --url URL"),
+        ([spec_of("big", LARGE_INPUT)], "shmserve perf big --url URL"),
         ([spec_of("none"), spec_of("m", PIXELS, sequence_batching={})], ""),
         ([], ""),
     ],

@@ -47,7 +47,7 @@ def make_folder(root: Path, name: str, *versions: str, config: str | None = CONF
 # --- looking -----------------------------------------------------------------------------------
 
 
-def test_finds_models_and_their_versions(tmp_path: Path) -> None:
+def test_models_and_their_versions_are_found(tmp_path: Path) -> None:
     too_large = (str(2**63), "9" * 30)
     versions = ("1", "10", "2", "20240131235959", str(2**63 - 1))
     make_folder(tmp_path, "b", *versions, "0", "01", "-1", "1a", "warmup", "configs", *too_large)
@@ -77,7 +77,7 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
         (["2", "7", "v1"], "'m' (it excludes version 2, 7)"),
     ],
 )
-def test_a_model_without_a_version_names_the_folders_that_may_be_one(
+def test_a_model_without_a_version_lists_misnamed_folders(
     tmp_path: Path, folders: list[str], text: str
 ) -> None:
     make_folder(tmp_path, "m", *folders)
@@ -145,7 +145,7 @@ def test_links_out_of_the_repository_are_followed(tmp_path: Path) -> None:
     assert models["config"].config_path == repository / "config" / "config.pbtxt"
 
 
-def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
+def test_a_link_to_itself_fails_only_its_model(tmp_path: Path) -> None:
     make_folder(tmp_path, "plain", "1")
     for folder in ("config", "version", "file", "lost+found"):
         make_folder(tmp_path, folder, "1", config=None)
@@ -166,14 +166,14 @@ def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
     assert all(fingerprint(folder) for folder in models.values())
 
 
-def test_a_name_that_is_no_text_is_reported_as_one(tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_reported_escaped(tmp_path: Path) -> None:
     make_folder(tmp_path, os.fsdecode(b"m\xff"), "1")
     ((name, folder),) = scan([tmp_path]).items()
     assert (name, folder.name) == ("m\N{REPLACEMENT CHARACTER}",) * 2
     assert folder.problem.startswith("invalid model name")
 
 
-def test_a_version_that_went_away_meanwhile(tmp_path: Path) -> None:
+def test_a_removed_version_is_an_error(tmp_path: Path) -> None:
     folder = ModelFolder("m", make_folder(tmp_path, "m", "1"), tmp_path, versions=(1, 2))
     assert folder.files(1) == ["model.py"]
     with pytest.raises(InvalidArgument, match="m/2: No such file or directory"):
@@ -187,29 +187,29 @@ def test_a_repository_that_cannot_be_read_is_refused(tmp_path: Path, path: str) 
         scan([tmp_path / path])
 
 
-TRAVERSAL = "model name must not contain path traversal characters"
-PRINTABLE = "model name must be 1 to 255 bytes of printable UTF-8 text"
-EMPTY = "Model name cannot be empty. Please enter a valid name to deploy."
+TRAVERSAL_ERROR = "model name must not contain path traversal characters"
+PRINTABLE_ERROR = "model name must be 1 to 255 bytes of printable UTF-8 text"
+EMPTY_ERROR = "Model name cannot be empty. Please enter a valid name to deploy."
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("", EMPTY),
-        (" \t", EMPTY),
-        (".", f"invalid model name '.', {TRAVERSAL}"),
-        ("..", f"invalid model name '..', {TRAVERSAL}"),
-        (" ..", f"invalid model name ' ..', {TRAVERSAL}"),
-        ("a/../b", f"invalid model name 'a/../b', {TRAVERSAL}"),
-        ("../m", f"invalid model name '../m', {TRAVERSAL}"),
-        ("/etc", f"invalid model name '/etc', {TRAVERSAL}"),
-        ("a\\b", f"invalid model name 'a\\b', {TRAVERSAL}"),
-        ("m\0", f"invalid model name 'm\\x00', {TRAVERSAL}"),
-        ("m\n", PRINTABLE),
-        ("m\u202e", PRINTABLE),
-        ("\udcff", PRINTABLE),
-        ("a" * 256, PRINTABLE),
-        ("é" * 128, PRINTABLE),
+        ("", EMPTY_ERROR),
+        (" \t", EMPTY_ERROR),
+        (".", f"invalid model name '.', {TRAVERSAL_ERROR}"),
+        ("..", f"invalid model name '..', {TRAVERSAL_ERROR}"),
+        (" ..", f"invalid model name ' ..', {TRAVERSAL_ERROR}"),
+        ("a/../b", f"invalid model name 'a/../b', {TRAVERSAL_ERROR}"),
+        ("../m", f"invalid model name '../m', {TRAVERSAL_ERROR}"),
+        ("/etc", f"invalid model name '/etc', {TRAVERSAL_ERROR}"),
+        ("a\\b", f"invalid model name 'a\\b', {TRAVERSAL_ERROR}"),
+        ("m\0", f"invalid model name 'm\\x00', {TRAVERSAL_ERROR}"),
+        ("m\n", PRINTABLE_ERROR),
+        ("m\u202e", PRINTABLE_ERROR),
+        ("\udcff", PRINTABLE_ERROR),
+        ("a" * 256, PRINTABLE_ERROR),
+        ("é" * 128, PRINTABLE_ERROR),
     ],
 )
 def test_bad_names_are_refused(tmp_path: Path, name: str, expected: str) -> None:
@@ -229,7 +229,7 @@ def test_names_equal_those_of_folders(tmp_path: Path, name: str) -> None:
 
 
 @given(st.text(max_size=300))
-def test_good_names_stay_one_part_of_a_path(name: str) -> None:
+def test_valid_names_stay_one_part_of_a_path(name: str) -> None:
     try:
         check_model_name(name)
     except InvalidArgument:
@@ -241,7 +241,7 @@ def test_good_names_stay_one_part_of_a_path(name: str) -> None:
 # --- configuration -----------------------------------------------------------------------------
 
 
-def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
+def test_the_configuration_of_a_folder_is_read(tmp_path: Path) -> None:
     make_folder(tmp_path, "m", "1")
     folder = scan([tmp_path])["m"]
     config, _ = read_config(folder)
@@ -289,27 +289,31 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         st.just("{}"),
         st.integers(0, 10).map(lambda n: f"{{latest {{num_versions: {n}}}}}"),
         st.just("{all {}}"),
-        st.lists(st.integers(1, 50), max_size=6).map(lambda v: f"{{specific {{versions: {v}}}}}"),
+        st.lists(st.integers(1, 50), max_size=6).map(
+            lambda versions: f"{{specific {{versions: {versions}}}}}"
+        ),
     ),
 )
-def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str | None) -> None:
+def test_a_policy_chooses_among_available_versions(
+    available: list[int], policy: str | None
+) -> None:
     from shmserve.model_config import parse_pbtxt
 
     config = parse_pbtxt("" if policy is None else f"version_policy {policy}")
     chosen_versions = versions_to_load(config, available)
-    have = sorted(set(available))
+    available_versions = sorted(set(available))
     assert chosen_versions == sorted(set(chosen_versions))
-    assert set(chosen_versions) <= set(have)
+    assert set(chosen_versions) <= set(available_versions)
     choice = config.version_policy.WhichOneof("policy_choice")
     if choice == "specific":
         expected = set(config.version_policy.specific.versions)
-        assert chosen_versions == [v for v in have if v in expected]
-        assert missing_versions(config, available) == sorted(expected - set(have))
+        assert chosen_versions == [v for v in available_versions if v in expected]
+        assert missing_versions(config, available) == sorted(expected - set(available_versions))
     elif choice == "all" or policy == "{}":
-        assert chosen_versions == have
+        assert chosen_versions == available_versions
     else:
         count = config.version_policy.latest.num_versions if choice else 1
-        assert chosen_versions == (have[-count:] if count else [])
+        assert chosen_versions == (available_versions[-count:] if count else [])
 
 
 # --- changes -----------------------------------------------------------------------------------
@@ -318,11 +322,11 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
 def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> None:
     make_folder(tmp_path, "m", "1")
     file = tmp_path / "m" / "1" / "model.py"
-    seen_file = [fingerprint(scan([tmp_path])["m"])]
+    fingerprints = [fingerprint(scan([tmp_path])["m"])]
 
     def has_changed() -> bool:
-        seen_file.append(fingerprint(scan([tmp_path])["m"]))
-        return seen_file[-1] != seen_file[-2]
+        fingerprints.append(fingerprint(scan([tmp_path])["m"]))
+        return fingerprints[-1] != fingerprints[-2]
 
     assert not has_changed()
     file.write_text("x = 22\n")
@@ -367,7 +371,7 @@ def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
 # --- folders of our own ------------------------------------------------------------------------
 
 
-def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
+def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
     base = tmp_path / "run" / "overrides"
     path = materialise_override(
         base,
@@ -489,7 +493,7 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
         ("missing.py:Model", "'missing.py' is not a file"),
     ],
 )
-def test_a_class_that_is_not_there_is_refused(tmp_path: Path, spec: str, expected: str) -> None:
+def test_a_missing_class_is_refused(tmp_path: Path, spec: str, expected: str) -> None:
     with pytest.raises(InvalidArgument, match=expected):
         inline_model(spec, tmp_path, {})
     assert not is_inline("models")

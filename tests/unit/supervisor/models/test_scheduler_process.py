@@ -27,7 +27,7 @@ class Scheduler:
         self.counters.update({"success": success, "pending": 7, "base": self.base, **rows}, [])
 
 
-def test_a_base_is_passed_on_through_all_that_follow() -> None:
+def test_base_counts_are_passed_on_to_every_successor() -> None:
     first_scheduler, second_scheduler, third_scheduler = Scheduler(), Scheduler(), Scheduler()
     first_scheduler.counters.pass_to(second_scheduler.counters)
     assert second_scheduler.base == {}  # nothing was counted yet
@@ -67,15 +67,15 @@ async def test_a_scheduler_receives_the_share_of_the_cache_that_changed_while_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Messages to a scheduler that is not ready are dropped."""
-    sent: list[Any] = []
+    sent_messages: list[Any] = []
     processes = Processes()
     processes.context = replace(processes.context, cache_shares=CacheShares(1000))
     shares, control = processes.context.cache_shares, processes.send
 
     def send(address: Any, message: Any) -> None:
-        sent.append(message)
+        sent_messages.append(message)
         if isinstance(message, m.OpenScheduler):
-            sent.clear()
+            sent_messages.clear()
             shares.join(1, lambda share: None)
         control(address, message)
 
@@ -83,6 +83,6 @@ async def test_a_scheduler_receives_the_share_of_the_cache_that_changed_while_it
     spec = replace(plan(), config=ModelSpec.of({**CONFIG, "response_cache": {"enable": True}}))
     await processes.version(spec).start()
     await processes.end()
-    assert [sent_message for sent_message in sent if isinstance(sent_message, ResizeCache)][
-        -1:
-    ] == [ResizeCache(500)]
+    assert [
+        sent_message for sent_message in sent_messages if isinstance(sent_message, ResizeCache)
+    ][-1:] == [ResizeCache(500)]

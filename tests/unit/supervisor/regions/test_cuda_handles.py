@@ -67,18 +67,18 @@ def b64(raw: bytes) -> str:
 class Office(RegionOffice):
     """A registry whose checks of handles and withdrawals are recorded."""
 
-    def __init__(self, devices: int = 2, fault: ShmserveError | None = None) -> None:
+    def __init__(self, devices: int = 2, check_fault: ShmserveError | None = None) -> None:
         check = unchecked_handles(devices)
         super().__init__(POLICY, check)
         self.checked: list[Memory] = []
-        self.fault = fault
+        self.check_fault = check_fault
         self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
         check.check = self.check  # type: ignore[method-assign]
 
     async def check(self, memory: Memory) -> None:
         self.checked.append(memory)
-        if self.fault is not None:
-            raise self.fault
+        if self.check_fault is not None:
+            raise self.check_fault
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         await super().publish(make, *roles)
@@ -90,8 +90,8 @@ async def test_register_and_unregister() -> None:
     office = Office()
     handle = CudaHandle(HANDLE, 1, UUID)
     await office.registry.register_cuda("r", handle, 100, 1000, ME)
-    (checked,) = office.checked
-    assert (checked.cuda, checked.byte_size) == (handle, 1100)
+    (checked_memory,) = office.checked
+    assert (checked_memory.cuda, checked_memory.byte_size) == (handle, 1100)
     (published,) = office.published
     extent = unpack_range(published.memory_range)
     memory = extent.memory
@@ -132,7 +132,7 @@ async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
             await office.registry.register_cuda("r", other_handle, offset, size, ME)
 
 
-def test_one_name_space_for_both_kinds() -> None:
+def test_both_kinds_of_regions_share_their_names() -> None:
     key = f"/test-{os.getpid()}-cuda"
     posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
 
@@ -161,7 +161,7 @@ def test_one_name_space_for_both_kinds() -> None:
         posix_ipc.unlink_shared_memory(key)
 
 
-async def test_a_region_is_its_users() -> None:
+async def test_a_region_belongs_to_its_user() -> None:
     office = Office()
     registry = office.registry
     handle = CudaHandle(HANDLE, 0)
@@ -195,7 +195,7 @@ async def test_the_limits_of_a_user() -> None:
 
 
 async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
-    office = Office(fault=InvalidArgument("no"))
+    office = Office(check_fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
         await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
     assert office.published == []
@@ -204,16 +204,16 @@ async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
     office = Office()
-    registry, check_sent, answered = office.registry, asyncio.Event(), asyncio.Event()
+    registry, check_sent, was_answered = office.registry, asyncio.Event(), asyncio.Event()
 
     async def check_slowly(memory: Memory) -> None:
         check_sent.set()
-        await answered.wait()
+        await was_answered.wait()
 
     await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
     assert registry._opener.handles is not None
     registry._opener.handles.check = check_slowly  # type: ignore[method-assign]
-    waiting = [
+    registrations = [
         asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
         for _ in range(2)
     ]
@@ -221,11 +221,15 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
     async with asyncio.timeout(10):
         await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("mine", ME, cuda=True)
-    answered.set()
-    await asyncio.gather(*waiting)
+    was_answered.set()
+    await asyncio.gather(*registrations)
     assert [region.name for region in registry.active()] == ["theirs"]
-    usable = [t for t in office.published if isinstance(t, m.RegionPublished) and not t.draining]
-    assert len(usable) == 2
+    usable_regions = [
+        region
+        for region in office.published
+        if isinstance(region, m.RegionPublished) and not region.draining
+    ]
+    assert len(usable_regions) == 2
 
 
 async def test_without_gpus() -> None:
@@ -239,9 +243,9 @@ async def test_without_gpus() -> None:
 @pytest.fixture
 def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Three processes that sleep; what they export is up to the test."""
-    child = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
-    yield child
-    for process in child:
+    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    yield sleepers
+    for process in sleepers:
         process.kill()
         process.wait()
 
@@ -296,7 +300,7 @@ class Workers:
         asyncio.run(self.handles.check(memory))
 
 
-def test_the_workers_on_the_device_are_asked() -> None:
+def test_workers_on_the_device_check_the_handle() -> None:
     workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
     workers.check(0, UUID)
     assert [pid for pid, _ in workers.sent] == [10, 11]
@@ -309,7 +313,7 @@ def test_the_workers_on_the_device_are_asked() -> None:
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
-    """R24: an answer of a worker about a handle that other workers were asked about."""
+    """A worker responds about a handle for which only other workers were asked."""
     workers = Workers({0: [10]}, {10: ""})
     send = workers.handles._send
 
@@ -321,7 +325,7 @@ def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
     workers.check(0)
 
 
-def test_a_worker_that_cannot_use_the_device_does_not_speak_for_others() -> None:
+def test_a_worker_that_cannot_use_the_device_does_not_decide() -> None:
     Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: ""}).check(0)
     with pytest.raises(InvalidArgument, match="reason"):
         Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "INVALID_ARG"}).check(0)
@@ -380,13 +384,13 @@ def host_region(memory_id: int, number: int) -> m.RegionPublished:
     return m.RegionPublished("host", "/h", memory_range, os.getuid(), NO_GROUP, number)
 
 
-def body(**changed: Any) -> dict[str, Any]:
+def body(**changed_fields: Any) -> dict[str, Any]:
     """Return a valid registration with changes; a None removes a member."""
-    body = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
+    body = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed_fields}
     return {key: value for key, value in body.items() if value is not None}
 
 
-def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
+def test_registrations_are_sent_to_the_supervisor(gateway: Rig) -> None:
     gateway.received.clear()
     reply = gateway.http.post(f"{PATH}/region/r/register", body())
     assert (reply.status, reply.body) == (200, b"")
@@ -417,7 +421,7 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "error"),
+    ("sent_body", "status", "error"),
     [
         ({}, 400, "Shared memory register request has no 'raw_handle' field"),
         (body(raw_handle={}), 500, "attempt to access non-existing object member 'b64'"),
@@ -452,16 +456,16 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
     ],
 )
 def test_wrong_cuda_registrations_are_refused(
-    gateway: Rig, sent: dict[str, Any], status: int, error: str
+    gateway: Rig, sent_body: dict[str, Any], status: int, error: str
 ) -> None:
     gateway.received.clear()
-    reply = gateway.http.post(f"{PATH}/region/r/register", sent)
+    reply = gateway.http.post(f"{PATH}/region/r/register", sent_body)
     assert reply.status == status
     assert reply.error.startswith(error) if status == 400 else reply.error == error
     assert gateway.received_of(RegisterCudaRegion) == []
 
 
-def test_a_name_is_needed(gateway: Rig) -> None:
+def test_a_region_needs_a_name(gateway: Rig) -> None:
     reply = gateway.http.post(f"{PATH}/register", body())
     text = "'region name' is necessary to register cuda shared memory region"
     assert (reply.status, reply.error) == (400, text)
@@ -479,9 +483,9 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
     http = gateway.http
     gateway.apply(lambda number: region_published("device", 5, number))
     gateway.apply(lambda number: host_region(6, number))
-    listed = [{"name": "device", "device_id": 1, "byte_size": 1000}]
-    assert http.get(f"{PATH}/status").ok().json() == listed
-    assert http.get(f"{PATH}/region/device/status").ok().json() == listed
+    listed_regions = [{"name": "device", "device_id": 1, "byte_size": 1000}]
+    assert http.get(f"{PATH}/status").ok().json() == listed_regions
+    assert http.get(f"{PATH}/region/device/status").ok().json() == listed_regions
     assert [entry["name"] for entry in http.regions().ok().json()] == ["host"]
     for path, error in (
         (f"{PATH}/region/x/status", "Unable to find cuda shared memory region: 'x'"),
@@ -528,12 +532,12 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
     table = RegionTable(lambda memory_id: None, "error")
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
         table.publish(region_published(f"r{number}", number + 1, handle=handle))
-    uses = RegionReferences(table)
-    uses.reference_range(RegionRange("r0", 0, 16), write=True)
-    uses.reference_range(RegionRange("r2", 0, 16), write=True)
+    references = RegionReferences(table)
+    references.reference_range(RegionRange("r0", 0, 16), write=True)
+    references.reference_range(RegionRange("r2", 0, 16), write=True)
     with pytest.raises(AlreadyExists, match="'r1' overlaps"):
         RegionReferences(table).reference_range(RegionRange("r1", 8, 16), write=True)
-    uses.release()
+    references.release()
     for number in range(3):
         table.withdraw(number + 1)
 
@@ -556,22 +560,22 @@ def json_tensor() -> TensorRef:
     return TensorRef("IN", "FP32", (4,), np.zeros(4, np.float32).tobytes())
 
 
-def test_without_a_device_every_call_answers_as_a_triton_that_finds_none(tmp_path: Path) -> None:
+def test_without_a_device_errors_equal_tritons(tmp_path: Path) -> None:
     with rig(tmp_path) as gateway:
         gateway.payloads = {UnregisterRegion: {}}
         gateway.open()
         no_gpus = "(failed to register CUDA shared memory region: 'r', GPUs not supported)"
-        for sent, text in (
+        for sent_body, text in (
             (body(), f"{INVALID} {no_gpus}"),
             ({}, "Shared memory register request has no 'raw_handle' field"),
             (body(raw_handle={"b64": "!"}), BAD_HANDLE),
         ):
-            reply = gateway.http.post(f"{PATH}/region/r/register", sent)
+            reply = gateway.http.post(f"{PATH}/region/r/register", sent_body)
             assert (reply.status, reply.error) == (400, text)
         assert gateway.http.get(f"{PATH}/status").ok().json() == []
-        missing = gateway.http.get(f"{PATH}/region/r/status")
+        missing_region = gateway.http.get(f"{PATH}/region/r/status")
         text = "Unable to find cuda shared memory region: 'r'"
-        assert (missing.status, missing.error) == (404, text)
+        assert (missing_region.status, missing_region.error) == (404, text)
         gateway.http.post(f"{PATH}/region/r/unregister").ok()
         gateway.http.post(f"{PATH}/unregister").ok()
         request = {"inputs": [json_input("IN", np.zeros(4, np.float32))]}
@@ -626,8 +630,8 @@ async def test_grpc() -> None:
         await call.cuda_unregister(unregister_request)
         message = stub.sent.pop()
         assert message == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
-    everything = pb.SystemSharedMemoryStatusRequest()
-    system = await call.system_status(everything)
+    status_request = pb.SystemSharedMemoryStatusRequest()
+    system = await call.system_status(status_request)
     assert list(system.regions) == ["host"]
     with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
         await call.cuda_status(pb.CudaSharedMemoryStatusRequest(name="host"))
@@ -635,12 +639,12 @@ async def test_grpc() -> None:
         name="r", raw_handle=HANDLE, device_id=1, byte_size=64
     )
     await call.cuda_register(request)
-    whose = (ME.uid, list(ME.groups))
-    assert stub.sent == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
-    for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
+    owner_fields = (ME.uid, list(ME.groups))
+    assert stub.sent == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *owner_fields, 0)]
+    for changed_fields in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
         bad_request = pb.CudaSharedMemoryRegisterRequest()
         bad_request.CopyFrom(request)
-        for field, value in changed.items():
+        for field, value in changed_fields.items():
             setattr(bad_request, field, value)
         with pytest.raises(InvalidArgument, match=re.escape(f"{INVALID} (")):
             await call.cuda_register(bad_request)
@@ -648,7 +652,7 @@ async def test_grpc() -> None:
     with pytest.raises(InvalidArgument, match="GPUs not supported"):
         await call.cuda_register(request)
     stub.shm = False
-    assert not (await call.system_status(everything)).regions
+    assert not (await call.system_status(status_request)).regions
 
 
 # --- small parts

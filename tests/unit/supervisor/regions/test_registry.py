@@ -49,10 +49,10 @@ async def test_register_and_unregister(key: str) -> None:
     memory = extent.memory
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
     await office.registry.unregister("r", ME)
-    retired, withdrawn, draining = office.published[1:]
-    assert retired == RegionRetired(memory.id, 1)
-    assert withdrawn == RegionWithdrawn("r", memory.id, 1)
-    assert draining == replace(published, draining=True)
+    retired_message, withdrawn_message, draining_region = office.published[1:]
+    assert retired_message == RegionRetired(memory.id, 1)
+    assert withdrawn_message == RegionWithdrawn("r", memory.id, 1)
+    assert draining_region == replace(published, draining=True)
     assert office.registry.active() == []
     assert office.workers == [], "a gateway may still have requests that use it"
     office.registry.draining.record_release(7, memory.id)
@@ -68,33 +68,33 @@ class BusyOffice(RegionOffice):
             self.registry.draining.record_use(7, self.published[-1].memory_id, True)
 
 
-@pytest.mark.parametrize("end", ["unused", "the gateway exits", "the object shrinks"])
+@pytest.mark.parametrize("end_cause", ["unused", "the gateway exits", "the object shrinks"])
 async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
-    key: str, end: str
+    key: str, end_cause: str
 ) -> None:
     office = BusyOffice()
-    draining = office.registry.draining
+    draining_regions = office.registry.draining
     await office.registry.register("r", key, 0, 8192, ME)
     memory_id = unpack_range(office.published[0].memory_range).memory.id
     await office.registry.unregister("r", ME)
     assert office.published[1:] == [RegionRetired(memory_id, 1)]
     published = replace(office.published[0], acknowledge=0)
-    for_a_new_gateway = [published, RegionRetired(memory_id, 0)]
-    assert list(office.registry.publications()) == for_a_new_gateway
-    draining.record_use(8, memory_id, True)  # a request that arrived during the drain
-    draining.record_use(7, memory_id, False)
+    expected_messages = [published, RegionRetired(memory_id, 0)]
+    assert list(office.registry.publications()) == expected_messages
+    draining_regions.record_use(8, memory_id, True)  # a request that arrived during the drain
+    draining_regions.record_use(7, memory_id, False)
     await asyncio.sleep(0)
     assert len(office.published) == 2
-    if end == "unused":
-        draining.record_use(8, memory_id, False)
-    elif end == "the gateway exits":
-        draining.gateway_exited(8)
+    if end_cause == "unused":
+        draining_regions.record_use(8, memory_id, False)
+    elif end_cause == "the gateway exits":
+        draining_regions.gateway_exited(8)
     else:
         os.truncate(f"/dev/shm{key}", 0)
         await office.registry.drop_shrunk()
     await asyncio.sleep(0)
     assert office.published[2] == RegionWithdrawn("r", memory_id, 1)
-    draining.record_release(7, memory_id)
+    draining_regions.record_release(7, memory_id)
     assert office.workers == [MemoryDropped(memory_id)]
     assert list(office.registry.publications()) == []
     await asyncio.sleep(0)
@@ -129,9 +129,11 @@ async def test_a_restarted_client_takes_over_its_name(key: str) -> None:
     posix_ipc.unlink_shared_memory(key)
     make_object()
     await office.registry.register("r", key, 0, 8192, ME)
-    old_region, withdrawn, draining, new_region = office.published
-    assert withdrawn == RegionWithdrawn("r", unpack_range(old_region.memory_range).memory.id, 1)
-    assert draining == replace(old_region, draining=True)
+    old_region, withdrawn_message, draining_region, new_region = office.published
+    assert withdrawn_message == RegionWithdrawn(
+        "r", unpack_range(old_region.memory_range).memory.id, 1
+    )
+    assert draining_region == replace(old_region, draining=True)
     assert (
         unpack_range(old_region.memory_range).memory.inode
         != unpack_range(new_region.memory_range).memory.inode
@@ -156,16 +158,16 @@ async def test_a_key_recreated_while_its_old_object_is_registered(key: str) -> N
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
-def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
+def test_ranges_outside_the_object_are_refused(key: str, offset: int, size: int) -> None:
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
         asyncio.run(RegionOffice().registry.register("r", key, offset, size, ME))
 
 
-def test_an_unknown_name_is_fine(key: str) -> None:
+def test_unregistering_an_unknown_name_succeeds(key: str) -> None:
     asyncio.run(RegionOffice().registry.unregister("nobody", ME))
 
 
-async def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
+async def test_regions_are_pinned_up_to_the_limit_of_locked_memory(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (8192, 8192))

@@ -16,24 +16,24 @@ from shmserve.supervisor.host.handover_link import HandoverLink
 from tests.rigs.region_rig import RegionOffice, policy
 from tests.support.regions import SharedObject
 
-ME = Peer(os.getuid(), tuple(os.getgroups()))
+OWN_PEER = Peer(os.getuid(), tuple(os.getgroups()))
 SIZE = 4096
 
 
 class RegionServer(RegionOffice):
     """A server with one gateway, at one end of a link."""
 
-    def __init__(self, end: socket.socket, max_regions: int = 100) -> None:
+    def __init__(self, link_end: socket.socket, max_regions: int = 100) -> None:
         super().__init__(policy(max_regions=max_regions, max_regions_per_uid=max_regions))
-        self.link = HandoverLink(end, self.registry.apply)
+        self.link = HandoverLink(link_end, self.registry.apply)
         self.kept.mirror_to(self.link)
 
     async def register(self, name: str, key: str) -> None:
-        await self.registry.register(name, key, 0, SIZE, ME)
+        await self.registry.register(name, key, 0, SIZE, OWN_PEER)
         await self.kept.flush()
 
     async def unregister(self, name: str) -> None:
-        await self.registry.unregister(name, ME)
+        await self.registry.unregister(name, OWN_PEER)
         await self.kept.flush()
 
     def names(self) -> list[str]:
@@ -60,7 +60,7 @@ async def linked_servers(
     assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
-def test_each_has_what_the_other_has() -> None:
+def test_servers_share_their_regions() -> None:
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             await first_server.register("a", objects[0].key)
@@ -83,24 +83,25 @@ def test_each_has_what_the_other_has() -> None:
             await first_server.register("a", objects[1].key)
             assert second_server.names() == ["b", "a"]
 
-    with SharedObject(SIZE) as a, SharedObject(SIZE) as b:
-        objects = a, b
+    with SharedObject(SIZE) as first_object, SharedObject(SIZE) as second_object:
+        objects = first_object, second_object
         asyncio.run(scenario())
 
 
-def test_at_the_same_time() -> None:
+def test_simultaneous_registrations_do_not_deadlock() -> None:
     """The servers do not wait for each other for ever; a name registered at both is one region."""
 
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             registrations = [
-                server.register("same", shared.key) for server in (first_server, second_server)
+                server.register("same", shared_object.key)
+                for server in (first_server, second_server)
             ]
             registrations += [
-                first_server.register(f"{number}", shared.key) for number in range(20)
+                first_server.register(f"{number}", shared_object.key) for number in range(20)
             ]
             registrations += [
-                second_server.register(f"{number}", shared.key) for number in range(20, 40)
+                second_server.register(f"{number}", shared_object.key) for number in range(20, 40)
             ]
             await asyncio.wait_for(asyncio.gather(*registrations), 20)
             assert sorted(first_server.names()) == sorted(second_server.names())
@@ -108,7 +109,7 @@ def test_at_the_same_time() -> None:
             await first_server.unregister("")
             assert first_server.names() == second_server.names() == []
 
-    with SharedObject(SIZE) as shared:
+    with SharedObject(SIZE) as shared_object:
         asyncio.run(scenario())
 
 
@@ -118,51 +119,53 @@ def test_a_server_cannot_take_a_region_of_another_server() -> None:
     async def scenario() -> None:
         async with linked_servers(max_regions=1) as (first_server, second_server):
             for name in "ab":
-                await first_server.register(name, shared.key)
+                await first_server.register(name, shared_object.key)
             assert (first_server.names(), second_server.names()) == (["a", "b"], ["a"])
 
-    with SharedObject(SIZE) as shared:
+    with SharedObject(SIZE) as shared_object:
         asyncio.run(scenario())
 
 
-def test_the_other_one_ends() -> None:
+def test_the_remaining_server_does_not_wait() -> None:
     """The remaining server does not wait for it."""
 
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             second_server.link.close()
             await first_server.link.ended
-            await first_server.register("a", shared.key)
+            await first_server.register("a", shared_object.key)
             assert (first_server.names(), second_server.names()) == (["a"], [])
             first_server.link.ask("anything")
 
-    with SharedObject(SIZE) as shared:
+    with SharedObject(SIZE) as shared_object:
         asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("successor_exits", [False, True])
-def test_the_first_one_waits_until_the_other_uses_the_run_directory(successor_exits: bool) -> None:
+def test_the_first_server_waits_until_the_other_uses_the_run_directory(
+    successor_exits: bool,
+) -> None:
     """Otherwise it would remove the directory, and both servers would end."""
 
     async def scenario() -> None:
         link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        received, uses_directory = asyncio.Event(), asyncio.Event()
+        was_received, uses_directory = asyncio.Event(), asyncio.Event()
 
         async def accept(*_: object) -> None:
-            received.set()
+            was_received.set()
             await uses_directory.wait()
 
         successor = HandoverLink(link_ends[1], accept)
         handover = cast("Any", Handover.__new__(Handover))
         handover._successor = HandoverLink(link_ends[0], accept)
-        waiting = asyncio.ensure_future(handover.let_successor_accept())
-        await received.wait()
-        assert not waiting.done()
+        waiting_task = asyncio.ensure_future(handover.let_successor_accept())
+        await was_received.wait()
+        assert not waiting_task.done()
         if successor_exits:
             successor.close()
         else:
             uses_directory.set()
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting_task, 20)
         for link in (successor, handover._successor):
             link.close()
 

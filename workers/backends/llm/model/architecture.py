@@ -121,8 +121,8 @@ class Rope:
         high += 0.001 if low == high else 0
         ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         powers = self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-        kept = 1 - ramp
-        return 1.0 / (parameters["factor"] * powers) * (1 - kept) + 1.0 / powers * kept
+        kept_share = 1 - ramp
+        return 1.0 / (parameters["factor"] * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
     def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Divide low frequencies by the factor, keep high ones, and interpolate between them."""

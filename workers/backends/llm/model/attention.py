@@ -348,7 +348,7 @@ class Run(NamedTuple):
     def of(cls, span: RowSpan, block_size: int, device: str) -> Run:
         """Return the rows of a span."""
         blocks = span.block_table[: -(-span.length // block_size)]
-        is_scattered = any(after - before != 1 for before, after in pairwise(blocks))
+        is_scattered = any(next_block - block != 1 for block, next_block in pairwise(blocks))
         mask = None
         if span.start and (span.is_prompt or span.size > 1):
             shape = padded_count(span.size) if span.is_prompt else span.size, span.length

@@ -89,12 +89,13 @@ _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TOKENS = "bos_token eos_token unk_token pad_token sep_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
+_INTEGER = ((int,), "an integer")
 _TOKEN, _IDS = ((str, dict), "a string or an object"), ((int, list), "an integer or a list")
 # The types of the fields of each file, with a description. A null means an absent field.
 _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
     "config.json": {
         _BOOLEAN: "attention_bias mlp_bias tie_word_embeddings use_sliding_window",
-        ((int,), "an integer"): "sliding_window max_window_layers",
+        _INTEGER: "sliding_window max_window_layers",
         ((int, float), "a number"): "rms_norm_eps rope_theta original_max_position_embeddings",
         _IDS: "eos_token_id",
         _LIST: "architectures layer_types",
@@ -110,7 +111,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         ((str, list, dict), "a string, a list or an object"): "chat_template",
     },
     "special_tokens_map.json": {_LIST: "additional_special_tokens", _TOKEN: _TOKENS},
-    "generation_config.json": {_IDS: "eos_token_id"},
+    "generation_config.json": {_IDS: "eos_token_id", _INTEGER: "max_new_tokens"},
     _INDEX_FILE: {_OBJECT: "weight_map"},
 }
 # Files of older folders whose config.json has no quantization_config.
@@ -126,7 +127,7 @@ class Checkpoint:
         tokenizer: The tokenizer.
         stored: The descriptions of the tensors in the files, by name.
         quantisation: The quantisation of the weights.
-        ends: The tokens that end a text.
+        end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
         defaults: The content of generation_config.json.
         templates: The chat templates by name; the name of an unnamed template is "default".
@@ -165,8 +166,8 @@ class Checkpoint:
         special = _special_tokens(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
         # The tokenizer may have more tokens than the model.
-        known = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
-        end_tokens = tuple(dict.fromkeys(known))
+        known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
+        end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults)
         parts = architecture, tokenizer, stored, quantisation
         return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
@@ -219,8 +220,8 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     for (types, allowed), names in _FIELD_TYPES.get(path.name, {}).items():
         for name in names.split():
             if value.get(name) is not None and type(value[name]) not in types:
-                found = clip(repr(value.pop(name)))
-                problems.append(f"{path.name}: {name}: {found} is not {allowed}")
+                value_text = clip(repr(value.pop(name)))
+                problems.append(f"{path.name}: {name}: {value_text} is not {allowed}")
     return value
 
 

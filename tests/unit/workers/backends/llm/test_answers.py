@@ -18,7 +18,12 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
 from shmserve.workers.backends.llm import texts
+from shmserve.workers.backends.llm.answers import SampleText
+from shmserve.workers.backends.llm.message_parsers import MessageFormat
+from shmserve.workers.backends.llm.parameters import parse
+from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
+from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import END, tokenizer_text
 from tests.unit.workers.backends.llm.conftest import generate, reference
@@ -39,11 +44,15 @@ def greedy_tokens(folder: Folder, count: int) -> list[int]:
     return generate(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 
-def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) -> None:
-    scheduler.add(1, stream=True, max_tokens=24, **GREEDY)
+@pytest.mark.parametrize("stop", [[], ["abc"]])
+def test_a_stream_sends_each_token_at_once(
+    scheduler: Scheduler, folder: Folder, stop: list[str]
+) -> None:
+    scheduler.add(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
-    assert len(responses) > 8
+    assert [len(response["token_ids"]) for response in responses] == [1] * 24
+    assert [""] in [response["text_output"] for response in responses]
     assert scheduler.tokens(1) == greedy_tokens(folder, 24)
     assert scheduler.text(1) == TOKENIZER.decode(greedy_tokens(folder, 24))
     assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
@@ -58,11 +67,28 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "echoed"),
+    ("options", "has_unsent"),
+    [({}, False), ({"logprobs": 0}, True), ({"return_token_ids": True}, True)],
+)
+def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
+    options: dict[str, Any], has_unsent: bool
+) -> None:
+    prompt = Prompt(1, PROMPT, parse({"stream": True, **options}, {}, 320), ())
+    prompt.message_format = MessageFormat(FAMILIES["hermes"], {"f": {}})
+    (token,) = TOKENIZER.encode("<").ids
+    sample = SampleText(prompt, TokenTexts(TOKENIZER), 0, "", message=True)
+    sample.add([token], "", [])
+    assert sample.has_unsent == has_unsent
+    sample.take()
+    assert not sample.has_unsent
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "is_echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
-def test_a_text_begins_with_its_prompt_as_triton_has_it(
-    scheduler: Scheduler, request_fields: dict[str, Any], echoed: bool
+def test_a_text_begins_with_its_prompt_as_in_triton(
+    scheduler: Scheduler, request_fields: dict[str, Any], is_echoed: bool
 ) -> None:
     settings = {
         "exclude_input_in_output": None,
@@ -74,7 +100,7 @@ def test_a_text_begins_with_its_prompt_as_triton_has_it(
     scheduler.run()
     assert scheduler.responses[1][0].keys() == {"text_output"}
     (text,) = scheduler.responses[1][0]["text_output"]
-    assert text.startswith("the quick") == echoed
+    assert text.startswith("the quick") == is_echoed
 
 
 def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
@@ -88,11 +114,11 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **options)
     scheduler.run()
     keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
-    scored = {"text_output", "logprobs"}
+    scored_outputs = {"text_output", "logprobs"}
     assert keys == [
         {"text_output"},
-        scored,
-        scored,
+        scored_outputs,
+        scored_outputs,
         {"text_output", "token_ids", "prompt_token_ids"},
     ]
 
@@ -124,9 +150,9 @@ def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder
     for key, options in enumerate(option_sets, 1):
         scheduler.add(key, max_tokens=30, stop=[stop_string, "never"], **GREEDY, **options)
     scheduler.run()
-    end = full_text.index(stop_string)
-    assert [scheduler.text(1), scheduler.text(2)] == [full_text[:end]] * 2
-    assert scheduler.text(3) == full_text[: end + len(stop_string)]
+    stop_index = full_text.index(stop_string)
+    assert [scheduler.text(1), scheduler.text(2)] == [full_text[:stop_index]] * 2
+    assert scheduler.text(3) == full_text[: stop_index + len(stop_string)]
     for key in (1, 2, 3):
         last_response = scheduler.responses[key][-1]
         assert (last_response["finish_reason"], last_response["stop_reason"]) == (
@@ -213,16 +239,18 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
 def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) -> None:
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.rig.instance.link._dispatch(CancelExecution(1))
-    running = dict(scheduler.running)
+    running_requests = dict(scheduler.running)
     while 1 not in scheduler.ended:
         scheduler.listen()
-    scheduler.running.update(running)  # the scheduler has not been notified of the end yet
+    scheduler.running.update(running_requests)  # the scheduler has not been notified of the end yet
     assert not scheduler.step()
-    assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running)
+    assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running_requests)
 
 
-@pytest.mark.parametrize("sent", [0, 5, 10])
-def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, sent: int) -> None:
+@pytest.mark.parametrize("sent_count", [0, 5, 10])
+def test_a_successor_continues_the_text_of_a_lost_worker(
+    scheduler: Scheduler, sent_count: int
+) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -230,21 +258,23 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, s
     full_texts = [scheduler.text(1, index) for index in range(2)]
     tokens = [
         [
-            t
+            token
             for response in scheduler.responses[1]
             if response["index"] == [n]
-            for t in response["token_ids"]
+            for token in response["token_ids"]
         ]
         for n in range(2)
     ]
-    resumed = [
-        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent),
-        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent, "length"),
+    resumed_samples = [
+        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent_count),
+        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent_count, "length"),
     ]
-    scheduler.add(2, resumed, **settings)
+    scheduler.add(2, resumed_samples, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [text[sent:] for text in full_texts]
+    assert [scheduler.text(2, index) for index in range(2)] == [
+        text[sent_count:] for text in full_texts
+    ]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -263,13 +293,13 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
         :count
     ] * stream
     characters = sum(len(entry["text_output"][0]) for entry in first_entries)
-    sent = sum(len(entry["token_ids"]) for entry in first_entries)
-    resumed = [
+    sent_count = sum(len(entry["token_ids"]) for entry in first_entries)
+    resumed_samples = [
         g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
-                  sent),
+                  sent_count),
         g.Resumed(1, np.array(tokens[1][4:], np.int32).tobytes(), 0, "length"),
     ]  # fmt: skip
-    scheduler.add(2, resumed, **settings, seed=5)
+    scheduler.add(2, resumed_samples, **settings, seed=5)
     scheduler.run()
     text, content = text_and_entries(scheduler, 2, 0)
     content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
@@ -363,7 +393,7 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 
 
-def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Scheduler) -> None:
+def test_no_token_is_generated_if_only_the_prompt_is_scored(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {"max_tokens": 0, "logprobs": 1, "echo": True}
     settings["exclude_input_in_output"] = None
     scheduler.add(1, input_ids=[5] * 64, **settings)
@@ -380,7 +410,7 @@ def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Schedu
         assert key == 3 or len(response["logprobs"][0]["content"]) == count
 
 
-def test_the_text_alone_is_repeated_by_default(scheduler: Scheduler) -> None:
+def test_without_an_option_only_the_generated_text_is_returned(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 2, "logprobs": 0}
     scheduler.add(1, exclude_input_in_output=None, **settings)
     assert not scheduler.prepared[1].needs_whole_prompt
@@ -494,7 +524,7 @@ def test_a_step_that_fails_ends_its_requests(
         ),
     ],
 )  # fmt: skip
-def test_a_grammar_holds(
+def test_generated_text_matches_its_grammar(
     scheduler: Scheduler, grammar: dict[str, Any], check: Callable[[str], bool]
 ) -> None:
     for key in range(1, 7):
@@ -548,12 +578,14 @@ def test_a_text_ends_with_its_grammar(scheduler: Scheduler, options: dict[str, A
     assert re.fullmatch("[0-9]{3}", scheduler.text(1))
 
 
-def test_tokens_that_no_grammar_allows_are_no_end(scheduler: Scheduler) -> None:
+def test_a_grammar_without_an_allowed_token_is_an_error(scheduler: Scheduler) -> None:
     (letter,) = TOKENIZER.encode("q").ids
-    settings: dict[str, Any] = {"regex": "[0-9]{3}", "allowed_token_ids": [letter]}
+    settings: dict[str, Any] = {"guided_regex": "[0-9]{3}", "allowed_token_ids": [letter]}
     scheduler.add(1, input_ids=PROMPT, temperature=0, **settings)
     scheduler.run()
-    assert scheduler.errors[1][0] == "INVALID_ARG"
+    code, message = scheduler.errors[1]
+    assert code == "INVALID_ARG"
+    assert message.startswith("guided_regex: the other parameters forbid all tokens")
 
 
 def test_a_grammar_that_fails_ends_its_request_with_an_error(
@@ -565,7 +597,7 @@ def test_a_grammar_that_fails_ends_its_request_with_an_error(
     scheduler.step()
     with monkeypatch.context() as patched:
         error = InvalidArgument("response_format: the grammar has failed")
-        patched.setattr("shmserve.workers.backends.llm.engine.matcher_error", lambda _: error)
+        patched.setattr("shmserve.workers.backends.llm.engine.matcher_error", lambda *_: error)
         scheduler.step()
     assert scheduler.errors[1] == ("INVALID_ARG", error.message)
     scheduler.run()
@@ -585,7 +617,7 @@ def detokenize(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
 
-def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
+def test_texts_are_complete_for_any_split(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = tokenizer.encode(text).ids
         for end in range(len(tokens) + 1):
@@ -595,41 +627,49 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
 
 
 def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> None:
-    chance = random.Random(0)
-    differ = 0
+    rng = random.Random(0)
+    different_count = 0
     for _ in range(300):
-        tokens = [chance.randrange(320) for _ in range(chance.randrange(1, 40))]
-        differ += "".join(detokenize(tokenizer, tokens)) != tokenizer.decode(tokens)
-    assert differ == 0
+        tokens = [rng.randrange(320) for _ in range(rng.randrange(1, 40))]
+        different_count += "".join(detokenize(tokenizer, tokens)) != tokenizer.decode(tokens)
+    assert different_count == 0
 
 
 def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
-    broken = tokenizer.encode("é").ids[:1] * 40
-    assert sum(map(bool, detokenize(tokenizer, broken)[:-1])) >= 2
+    broken_tokens = tokenizer.encode("é").ids[:1] * 40
+    assert sum(map(bool, detokenize(tokenizer, broken_tokens)[:-1])) >= 2
 
 
 def test_no_part_of_a_stop_string_is_sent() -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(2000):
-        text = "".join(chance.choice("abc") for _ in range(chance.randrange(1, 30)))
-        count = chance.randrange(1, 4)
-        stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
+        text = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 30)))
+        count = rng.randrange(1, 4)
+        stop_strings = ["".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
-        included = chance.random() < 0.5
-        filtered, given_text, emitted, memory_range = StopStrings(stops, included), "", "", 0
-        while memory_range < len(text) and not emitted:
-            size = chance.randrange(1, 4)
-            piece, emitted = filtered.add(text[memory_range : memory_range + size])
+        includes_stop = rng.random() < 0.5
+        filtered, given_text, emitted_text, position = (
+            StopStrings(stop_strings, includes_stop),
+            "",
+            "",
+            0,
+        )
+        while position < len(text) and not emitted_text:
+            size = rng.randrange(1, 4)
+            piece, emitted_text = filtered.add(text[position : position + size])
             given_text += piece
-            memory_range += size
+            position += size
         given_text += filtered.flush()
-        assert (given_text, emitted) == expected_text(text, stops, included), (text, stops)
+        assert (given_text, emitted_text) == expected_text(text, stop_strings, includes_stop), (
+            text,
+            stop_strings,
+        )
 
 
-def expected_text(text: str, stops: list[str], included: bool) -> tuple[str, str]:
+def expected_text(text: str, stop_strings: list[str], includes_stop: bool) -> tuple[str, str]:
     """Return the text up to the stop string that is completed first, and that stop string."""
     for end in range(1, len(text) + 1):
-        for stop_string in stops:
+        for stop_string in stop_strings:
             if text[:end].endswith(stop_string):
-                return text[: end if included else end - len(stop_string)], stop_string
+                return text[: end if includes_stop else end - len(stop_string)], stop_string
     return text, ""

@@ -26,7 +26,7 @@ def render(source: str, **variables: Any) -> str:
         ('{%- set roles = ["system", "developer"] -%}' + ROLES, "developer"),
     ],
 )
-def test_developer_becomes_system_where_the_template_lacks_it(source: str, role: str) -> None:
+def test_developer_becomes_system_if_the_template_lacks_it(source: str, role: str) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert render(source, messages=messages) == f"{role}:x;"
 
@@ -61,7 +61,7 @@ def test_a_message_without_content_and_calls_is_empty() -> None:
     assert render(source, messages=messages) == "[][]<c><d>[]"
 
 
-def test_the_result_of_a_tool_is_a_text_even_where_a_template_takes_parts() -> None:
+def test_the_result_of_a_tool_is_a_text_in_any_template() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ '[' + m.content + ']' }}{% else %}"
         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
@@ -76,7 +76,7 @@ def test_a_continued_message_has_no_generation_prompt() -> None:
         render(ROLES, continue_final_message=True, add_generation_prompt=True)
 
 
-MALFORMED: dict[str, Any] = {
+MALFORMED_MESSAGES: dict[str, Any] = {
     "chat_template_kwargs": [3, "x", [1], True],
     "documents": [3, "x", {}, False],
     "reasoning_effort": [3, [], {}],
@@ -86,11 +86,11 @@ MALFORMED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("name", MALFORMED_MESSAGES)
 def test_a_variable_of_another_type_is_refused(name: str) -> None:
     messages = [{"role": "user", "content": "x"}]
     assert conversation(json.dumps({"messages": messages, name: None}))[name] is None
-    for value in MALFORMED[name]:
+    for value in MALFORMED_MESSAGES[name]:
         with pytest.raises(InvalidArgument, match=f"^{name}: "):
             conversation(json.dumps({"messages": messages, name: value}))
 

@@ -23,7 +23,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
-TRAINED = "original_max_position_embeddings"
+TRAINED_LENGTH = "original_max_position_embeddings"
 
 Folder = Callable[..., Path]
 
@@ -36,7 +36,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "message"),
+    ("name", "fields", "message"),
     [
         ("tokenizer_config.json", {"eos_token": ["x"]}, "eos_token: ['x'] is not a string or an"),
         ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
@@ -44,17 +44,18 @@ def edit(path: Path, name: str, **fields: Any) -> None:
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
         ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
         ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
+        ("generation_config.json", {"max_new_tokens": "5"}, "max_new_tokens: '5' is not an int"),
     ],
 )
 def test_a_field_of_another_type_is_refused(
-    tmp_path: Path, name: str, more: dict[str, Any], message: str
+    tmp_path: Path, name: str, fields: dict[str, Any], message: str
 ) -> None:
     path = write_folder(tmp_path / "m")
-    edit(path, name, **more)
-    with pytest.raises(InvalidArgument) as raised:
+    edit(path, name, **fields)
+    with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
-    assert f"{name}: {next(iter(more))}: " in raised.value.message
-    assert message in raised.value.message
+    assert f"{name}: {next(iter(fields))}: " in caught.value.message
+    assert message in caught.value.message
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
@@ -153,12 +154,12 @@ def test_unknown_checkpoints_are_refused(
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 4}}, {"positions": 2048}),
         (
             "llama",
-            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED: 128}},
+            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED_LENGTH: 128}},
             {"positions": 512},
         ),
         (
             "llama",
-            {TRAINED: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
+            {TRAINED_LENGTH: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
             {"positions": 1024},
         ),
         ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
@@ -197,8 +198,8 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     checkpoint = Checkpoint.open(path)
     assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     chat_request = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
-    assert rendered == "<|user|>ä<|end|><|model|>"
+    rendered_prompt = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
+    assert rendered_prompt == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own_checkpoint = Checkpoint.open(path)
     assert ChatTemplate(own_checkpoint.templates, {}).render(chat_request) == '"ä"'

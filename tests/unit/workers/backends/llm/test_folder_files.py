@@ -64,7 +64,7 @@ def spaced_tokenizer() -> str:
     return str(tokenizer.to_str())
 
 
-CUT = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
 PAD = {
     "strategy": {"Fixed": 64},
     "direction": "Left",
@@ -85,9 +85,9 @@ DIGITS = {
         }
     }
 }  # fmt: skip
-THINK = {"<think>": SIZE, "</think>": SIZE + 1}
+THINK_TOKENS = {"<think>": SIZE, "</think>": SIZE + 1}
 FILES: dict[str, dict[str, dict[str, Any]]] = {
-    "truncation": {"tokenizer.json": {"truncation": CUT}},
+    "truncation": {"tokenizer.json": {"truncation": TRUNCATION}},
     "padding": {"tokenizer.json": {"padding": PAD}},
     "named token": {SETTINGS: {"pad_token": "[PAD]", "sep_token": "the"}},
     "null token": {SETTINGS: {"bos_token": None, "eos_token": None}},
@@ -116,7 +116,7 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "added_tokens.json": {
-        "added_tokens.json": THINK,
+        "added_tokens.json": THINK_TOKENS,
         "special_tokens_map.json": {"pad_token": "<think>"},
     },
     "split_special_tokens": {SETTINGS: {"split_special_tokens": True}},
@@ -158,7 +158,7 @@ MISTRAL = {
         "sliding_window": None,
     }
 }
-SPACED: dict[str, dict[str, dict[str, Any]]] = {
+SPACED_FILES: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},
     "LlamaTokenizer": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
     "CodeLlamaTokenizer": {SETTINGS: {"tokenizer_class": "CodeLlamaTokenizer"}},
@@ -179,29 +179,32 @@ TEXTS = (
     "it was 1234 times,\n\nnai\u0308ve  IT'S 😀",
 )
 NAMES = ("bos_token", "eos_token", "pad_token", "image_token", "additional_special_tokens")
-SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
+TOKEN_TEMPLATE = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
 
 
 @pytest.mark.parametrize(
-    ("spaces", "files"), [*((False, file) for file in FILES), *((True, file) for file in SPACED)]
+    ("spaces", "files"),
+    [*((False, file) for file in FILES), *((True, file) for file in SPACED_FILES)],
 )
 def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
         (path / "tokenizer.json").write_text(spaced_tokenizer())
-    for name, fields in (SPACED if spaces else FILES)[files].items():
+    for name, fields in (SPACED_FILES if spaces else FILES)[files].items():
         edit(path, name, **fields)
     reference, checkpoint = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
     for text in TEXTS:
-        for special in (False, True):
-            ids = reference.encode(text, add_special_tokens=special)
-            assert checkpoint.tokenizer.encode(text, add_special_tokens=special).ids == ids
-            decoded = reference.decode(ids, skip_special_tokens=special)
-            assert checkpoint.tokenizer.decode(ids, skip_special_tokens=special) == decoded
-    reference.chat_template = SHOWN
+        for adds_special in (False, True):
+            ids = reference.encode(text, add_special_tokens=adds_special)
+            assert checkpoint.tokenizer.encode(text, add_special_tokens=adds_special).ids == ids
+            decoded_text = reference.decode(ids, skip_special_tokens=adds_special)
+            assert (
+                checkpoint.tokenizer.decode(ids, skip_special_tokens=adds_special) == decoded_text
+            )
+    reference.chat_template = TOKEN_TEMPLATE
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert (
-        ChatTemplate({"default": SHOWN}, checkpoint.special).render({"messages": MESSAGES})
+        ChatTemplate({"default": TOKEN_TEMPLATE}, checkpoint.special).render({"messages": MESSAGES})
         == expected
     )
 
@@ -306,14 +309,14 @@ def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> Non
     prompt = [9, 8, 7]
     expected = generate(folder(), prompt, max_new_tokens=30)
     stop_token = expected[12]
-    memory_range = expected.index(stop_token)
+    stop_index = expected.index(stop_token)
     text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop_token)
     edit(path, SETTINGS, additional_special_tokens=[text])
     with llm_rig(tmp_path / "rig", path) as scheduler:
         scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
         scheduler.add(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
         scheduler.run()
-        assert scheduler.responses[1][-1]["token_ids"] == expected[: memory_range + 1]
+        assert scheduler.responses[1][-1]["token_ids"] == expected[: stop_index + 1]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
         assert text not in scheduler.responses[1][-1]["text_output"][0]
         assert scheduler.responses[2][-1]["finish_reason"] == ["length"]
@@ -334,21 +337,23 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("spaces", [False, True])
-def test_the_end_of_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, spaces: bool) -> None:
+def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, spaces: bool) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
         (path / "tokenizer.json").write_text(spaced_tokenizer())
     reference = AutoTokenizer.from_pretrained(path)
-    words, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
+    word_text, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
     with llm_rig(tmp_path / "rig", path) as scheduler:
-        for key, text in enumerate((words, unbroken, f"{words}{unbroken}", f"{unbroken} {words}")):
+        for key, text in enumerate(
+            (word_text, unbroken, f"{word_text}{unbroken}", f"{unbroken} {word_text}")
+        ):
             scheduler.prepare(key, text_input=text, truncate_prompt_tokens=50, max_tokens=2)
             expected = reference.encode(text)[-50:]
             assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected
 
 
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-TAGGED = (
+TAGGED_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'model' %}{%- generation -%}{% set a = m.content %}"
     "{{ a }}{% endgeneration %}{% elif not loop.first %}{% continue %}{% else %}{{ m.content }}"
     "{% endif %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}{{ a is defined }}"
@@ -356,7 +361,7 @@ TAGGED = (
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": "é<'>"}}}]
 TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "roles": (ROLES, MESSAGES, {}),
-    "tags": (TAGGED, MESSAGES, {}),
+    "tags": (TAGGED_TEMPLATE, MESSAGES, {}),
     "tojson": (
         "{{ tools | tojson }}{{ tools | tojson(indent=4) }}{{ tools | tojson(ensure_ascii=True) }}"
         "{{ tools | tojson(separators=(',', ':'), sort_keys=True) }}"
@@ -440,7 +445,7 @@ def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
     assert ChatTemplate({"default": template}, checkpoint.special).render(nested) == expected
 
 
-def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
+def test_a_text_becomes_a_part_if_a_template_takes_only_parts() -> None:
     template = (
         "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
     )
@@ -494,18 +499,18 @@ def test_missing_arguments_are_an_empty_object(arguments: Any) -> None:
         assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == "{}"
 
 
-NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+NAMED_TEMPLATES = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
 
 
 @pytest.mark.parametrize(
     ("files", "options", "text"),
     [
-        ({SETTINGS: NAMED}, {}, "D"),
-        ({SETTINGS: NAMED}, {"tools": TOOLS}, "T"),
-        ({SETTINGS: NAMED}, {"chat_template": "tool_use"}, "T"),
-        ({SETTINGS: NAMED[1:]}, {"tools": TOOLS}, "T"),
+        ({SETTINGS: NAMED_TEMPLATES}, {}, "D"),
+        ({SETTINGS: NAMED_TEMPLATES}, {"tools": TOOLS}, "T"),
+        ({SETTINGS: NAMED_TEMPLATES}, {"chat_template": "tool_use"}, "T"),
+        ({SETTINGS: NAMED_TEMPLATES[1:]}, {"tools": TOOLS}, "T"),
         ({SETTINGS: {"default": "D", "tool_use": "T"}}, {"tools": TOOLS}, "T"),
-        ({SETTINGS: NAMED, "chat_template.jinja": "J"}, {"tools": TOOLS}, "J"),
+        ({SETTINGS: NAMED_TEMPLATES, "chat_template.jinja": "J"}, {"tools": TOOLS}, "J"),
         ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"}, {}, "J"),
         (
             {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"},
@@ -532,10 +537,17 @@ def test_one_of_several_templates_is_used(
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "more", "message"),
+    ("template", "messages", "variables", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, {}, "roles must alternate"),
         ("{{ 1 / 0 }}", MESSAGES, {}, "rejects them: division by zero"),
+        ("{{ 1 | tojson(1, 2, none, true, 5) }}", MESSAGES, {}, "rejects them: "),
+        (
+            ROLES,
+            [{"role": "user", "content": "\ud800"}],
+            {},
+            "the prompt has '\\ud800', which is a",
+        ),
         ("{{ messages.append(1) }}", MESSAGES, {}, "rejects them: "),
         ("{% nothing %}", MESSAGES, {}, "rejects them: Encountered unknown tag 'nothing'"),
         (
@@ -561,10 +573,10 @@ def test_one_of_several_templates_is_used(
     ],
 )
 def test_messages_that_a_template_refuses_are_an_error(
-    template: str, messages: list[dict[str, Any]], more: dict[str, Any], message: str
+    template: str, messages: list[dict[str, Any]], variables: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        ChatTemplate({"default": template}, {}).render({"messages": messages, **more})
+        ChatTemplate({"default": template}, {}).render({"messages": messages, **variables})
     assert message in caught.value.message
 
 

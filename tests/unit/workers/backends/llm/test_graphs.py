@@ -25,13 +25,13 @@ LENGTHS = (1, 30, 4, 17, 9)
 def test_one_row_of_each_sequence(folder: Callable[..., Path], family: str) -> None:
     model = Transformer(Checkpoint.open(folder(family)))
     cache = KvCache(model.architecture, BLOCK, BLOCKS, 0)
-    attention, chance = Attention(cache), random.Random(3)
-    free = chance.sample(range(BLOCKS), BLOCKS)
+    attention, rng = Attention(cache), random.Random(3)
+    free_blocks = rng.sample(range(BLOCKS), BLOCKS)
     prompts = Pass(BLOCK)
     rows = Pass(BLOCK)
     for length in LENGTHS:
-        table = [free.pop() for _ in range(-(-length // BLOCK))]
-        tokens = [chance.randrange(3, 320) for _ in range(length)]
+        table = [free_blocks.pop() for _ in range(-(-length // BLOCK))]
+        tokens = [rng.randrange(3, 320) for _ in range(length)]
         if length > 1:
             prompts.add(tokens[:-1], 0, table, True)
         rows.add(tokens[-1:], length - 1, table)

@@ -11,7 +11,7 @@ from tests.generation import sampling, schedules, schemas, speculation, trained
 from tests.generation.schedules import Schedule
 
 
-def test_logits_have_the_bits_that_they_have_alone() -> None:
+def test_logits_do_not_depend_on_other_requests() -> None:
     counts: Counter[str] = Counter()
     for seed in (12, 15, 21, 30):
         schedule = Schedule(seed)
@@ -21,7 +21,7 @@ def test_logits_have_the_bits_that_they_have_alone() -> None:
 
 
 @pytest.mark.usefixtures("fresh_schedule_cache")
-def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_bits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "padded_count", lambda count: count)
     with pytest.raises(AssertionError, match="logits behind"):
         schedules.run(5)

@@ -40,7 +40,7 @@ NOW: tuple[str, dict[str, Any]] = ("now", {})
 WEATHER = ("weather", PARIS)
 # Name of the case -> the family, the text of the model, the expected content and the expected
 # calls.
-GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
+VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{JSON}\n</tool_call>", "", [WEATHER]),
     "hermes with text": (
         "hermes",
@@ -127,7 +127,7 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     ),
     "mistral's ids": ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [NOW]),
 }
-BAD = {
+MALFORMED_CALLS = {
     "no JSON": ("hermes", "a<tool_call>\nno</tool_call> b"),
     "half a call": ("hermes", 'a<tool_call>{"name": "f", "arg'),
     "another object": ("hermes", '<tool_call>{"tool": "f"}</tool_call>'),
@@ -140,7 +140,7 @@ BAD = {
     "no call": ("pythonic", "[other(a=1)]"),
 }
 # Calls that are malformed after their name: a stream has already sent a part of them.
-LATE = {
+LATE_MISTAKES = {
     "cut": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b'),
     "Python": ("hermes", '<tool_call>{"name": "f", "arguments": {\'a\': 1}}</tool_call>'),
     "a bracket": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1]}}</tool_call>'),
@@ -174,18 +174,18 @@ def parse_message(
 
 def split(text: str, seed: int) -> list[str]:
     """Return the text in random chunks, or in single characters if the seed is 0."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     deltas: list[str] = []
     while text:
-        size = draw.randint(1, 9) if seed else 1
+        size = rng.randint(1, 9) if seed else 1
         deltas, text = [*deltas, text[:size]], text[size:]
     return deltas
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("case", GOOD)
+@pytest.mark.parametrize("case", VALID_CALLS)
 def test_calls_and_content(case: str, stream: bool) -> None:
-    family, text, content, calls = GOOD[case]
+    family, text, content, calls = VALID_CALLS[case]
     for chunks in ([text], *(split(text, seed) for seed in range(12))):
         parsed_content, _, parsed_calls = parse_message(family, chunks, stream)
         assert parsed_content == content
@@ -193,39 +193,41 @@ def test_calls_and_content(case: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", MALFORMED_CALLS)
 def test_malformed_calls_are_content(case: str, stream: bool) -> None:
-    family, text = BAD[case]
+    family, text = MALFORMED_CALLS[case]
     for chunks in ([text], *(split(text, seed) for seed in range(6))):
         assert parse_message(family, chunks, stream) == (text, "", [])
 
 
-@pytest.mark.parametrize("case", LATE)
-def test_calls_that_are_malformed_late(case: str) -> None:
-    family, text = LATE[case]
+@pytest.mark.parametrize("case", LATE_MISTAKES)
+def test_calls_that_become_malformed_late(case: str) -> None:
+    family, text = LATE_MISTAKES[case]
     assert parse_message(family, [text], stream=False) == (text, "", [])
-    streamed = {repr(parse_message(family, split(text, seed), stream=True)) for seed in range(8)}
-    assert len(streamed) == 1
+    streamed_results = {
+        repr(parse_message(family, split(text, seed), stream=True)) for seed in range(8)
+    }
+    assert len(streamed_results) == 1
     assert len(parse_message(family, [text], stream=True)[2]) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
-    draw = random.Random(family)
+    rng = random.Random(family)
     pieces = [
         piece
-        for case in (GOOD, BAD)
+        for case in (VALID_CALLS, MALFORMED_CALLS)
         for example in case.values()
         for piece in split(str(example[1]), 7)
     ]
     for _ in range(300):
-        text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 12)))
         for stream in (False, True):
             results = {repr(parse_message(family, split(text, seed), stream)) for seed in range(3)}
             assert len(results) == 1, text
 
 
-def test_arguments_are_sent_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     parser = MessageParser(MessageFormat(FAMILIES["hermes"], TOOLS), stream=True)
     parser.feed('<tool_call>{"name": "weather", "arguments": ')
     assert parser.take() == {}
@@ -242,17 +244,17 @@ def test_arguments_are_sent_as_they_come() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_without_parallel_tool_calls(stream: bool) -> None:
     for case in ("hermes with text", "qwen twice", "llama twice", "pythonic", "mistral"):
-        family, text, _, calls = GOOD[case]
+        family, text, _, calls = VALID_CALLS[case]
         _, _, parsed_calls = parse_message(family, split(text, 3), stream, parallel=False)
         assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls[:1]
 
 
-def test_ids_fit_templates() -> None:
+def test_call_ids_fit_their_templates() -> None:
     assert len(FAMILIES["mistral"].new_id()) == 9 and FAMILIES["mistral"].new_id().isalnum()
     assert FAMILIES["hermes"].new_id().startswith("call_")
 
 
-THOUGHT = {
+REASONING_TEXTS = {
     "<think>\nHm\n\nso\n</think>\n\nYes.\n": ("Yes.\n", "Hm\n\nso"),
     "\n<think></think>\n\nYes": ("Yes", ""),
     "<think>Hm": ("", "Hm"),
@@ -262,7 +264,7 @@ THOUGHT = {
 }
 
 
-@pytest.mark.parametrize("text", THOUGHT)
+@pytest.mark.parametrize("text", REASONING_TEXTS)
 @pytest.mark.parametrize("tools", [{}, TOOLS], ids=["", "tools"])
 def test_reasoning_is_split(text: str, tools: dict[str, Any]) -> None:
     for seed in range(5):
@@ -274,15 +276,15 @@ def test_reasoning_is_split(text: str, tools: dict[str, Any]) -> None:
             delta = parser.take()
             content += delta.get("content", "")
             reasoning += delta.get("reasoning", "")
-        assert (content, reasoning) == THOUGHT[text]
+        assert (content, reasoning) == REASONING_TEXTS[text]
 
 
-def test_reasoning_that_the_prompt_has_begun_and_calls() -> None:
+def test_reasoning_may_begin_in_the_prompt_before_calls() -> None:
     text = f"\nHm <tool_call>\n</think>\n\n<tool_call>{JSON}</tool_call>"
-    for begin in ("", "<think>"):
+    for opening_tag in ("", "<think>"):
         for seed in range(5):
             content, reasoning, calls = parse_message(
-                *("hermes", split(begin + text, seed), True),
+                *("hermes", split(opening_tag + text, seed), True),
                 reasoning=REASONING["qwen3"],
                 starts_reasoning=True,
             )
@@ -290,7 +292,7 @@ def test_reasoning_that_the_prompt_has_begun_and_calls() -> None:
             assert [(name, json.loads(arguments)) for name, arguments in calls] == [WEATHER]
 
 
-HINTS = {
+TEMPLATE_HINTS = {
     "{{ messages }}": ("none", "none"),
     '<tool_call>{"name": <function-name>} <think></think>': ("hermes", "qwen3"),
     "<tool_call>\n<function=x>": ("qwen3_coder", "none"),
@@ -303,9 +305,9 @@ HINTS = {
 }
 
 
-@pytest.mark.parametrize("template", HINTS)
+@pytest.mark.parametrize("template", TEMPLATE_HINTS)
 def test_the_parsers_are_chosen_from_the_template(template: str) -> None:
-    assert detect_parsers([template]) == HINTS[template]
+    assert detect_parsers([template]) == TEMPLATE_HINTS[template]
 
 
 def test_all_formats_have_a_name_in_engine_yaml() -> None:

@@ -105,14 +105,20 @@ def test_logits_equal_those_of_transformers(
     with torch.inference_mode():
         expected = reference(path)(torch.tensor([tokens])).logits[0]
     lone_model = LoneModel(path)
-    shuffled = random.Random(1).sample(range(128), 128)
-    all_blocks, halves = list(range(128)), [*range(10), *range(60, 128)]
-    for size, table in ((90, all_blocks), (90, halves), (16, shuffled), (7, shuffled), (1, halves)):
+    shuffled_blocks = random.Random(1).sample(range(128), 128)
+    all_blocks, half_blocks = list(range(128)), [*range(10), *range(60, 128)]
+    for size, table in (
+        (90, all_blocks),
+        (90, half_blocks),
+        (16, shuffled_blocks),
+        (7, shuffled_blocks),
+        (1, half_blocks),
+    ):
         chunks = lone_model.run_chunks(tokens, size, table)
         assert torch.allclose(chunks, expected, atol=1e-4), (size, (chunks - expected).abs().max())
 
 
-def test_a_wrong_block_is_seen(folder: Folder) -> None:
+def test_a_wrong_block_is_detected(folder: Folder) -> None:
     """A wrong block changes the logits, so the other tests would detect it."""
     lone_model = LoneModel(folder())
     tokens = prompt(41)
@@ -146,10 +152,10 @@ def test_greedy_texts_equal_those_of_transformers(
         for key, tokens in prompts.items():
             scheduler.add(key, input_ids=tokens, temperature=0, max_tokens=12)
             scheduler.step()  # the requests begin in turn
-        chance = random.Random(1)
+        rng = random.Random(1)
         for number in range(400):
             if disturbance and number % 10 == 9 and scheduler.running:
-                victim = chance.choice(list(scheduler.running.values()))
+                victim = rng.choice(list(scheduler.running.values()))
                 getattr(scheduler, disturbance)(victim)
             scheduler.step()
             if not scheduler.running:
@@ -168,19 +174,17 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     lone_logits = lone_model.run_chunks(tokens, 48, tables[0])
     for size in (16, 32):
         assert torch.equal(lone_model.run_chunks(tokens, size, tables[1]), lone_logits)
-    shuffled = random.Random(2).sample(range(32, 128), 96)
-    assert torch.equal(lone_model.run_chunks(tokens, 48, shuffled), lone_logits)
-    single = lone_model.run_pass([([7], 48, tables[0])])
+    shuffled_blocks = random.Random(2).sample(range(32, 128), 96)
+    assert torch.equal(lone_model.run_chunks(tokens, 48, shuffled_blocks), lone_logits)
+    single_logits = lone_model.run_pass([([7], 48, tables[0])])
     other_rows = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
     in_company = lone_model.run_pass([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
-    memory_range = sum(len(row[0]) for row in other_rows)
-    assert torch.equal(in_company[memory_range : memory_range + 1], single)
+    row_index = sum(len(row[0]) for row in other_rows)
+    assert torch.equal(in_company[row_index : row_index + 1], single_logits)
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 176])
-def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
-    folder: Folder, size: int
-) -> None:
+def test_logits_of_a_long_prompt_are_the_same_bits_for_any_split(folder: Folder, size: int) -> None:
     lone_model = LoneModel(folder(), 16, 40)
     tokens, table = prompt(400), list(range(7, 32))
     assert torch.equal(
@@ -192,7 +196,7 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     lone_model = LoneModel(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
-    every = lone_model.run_pass(
+    all_logits = lone_model.run_pass(
         [(part, 0, table) for part, table in zip(parts, tables, strict=True)]
     )
     rows = Pass(16)
@@ -203,15 +207,15 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
         logits = lone_model.model.forward(
             first_rows, lone_model.cache, lone_model.attention, expected
         )
-        assert torch.equal(logits, every[expected])
+        assert torch.equal(logits, all_logits[expected])
 
 
-def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
+def test_rows_of_drafts_are_the_same_bits_as_single_rows(folder: Folder) -> None:
     """The rows of longer and shorter sequences in the same pass are bit-identical, too."""
     lone_model = LoneModel(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
-    shuffled = random.Random(3).sample(range(1024), 1024)
-    tables = [shuffled[128 * index : 128 * index + 128] for index in range(8)]
+    shuffled_blocks = random.Random(3).sample(range(1024), 1024)
+    tables = [shuffled_blocks[128 * index : 128 * index + 128] for index in range(8)]
     tables[5] += tables[7][64:]
     tables[6] += tables[0][64:]
     texts = [prompt(length, length) for length in lengths]
@@ -220,8 +224,10 @@ def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder)
         lone_model.run_chunks(text, 512, table)
         rows = [([7 + index], len(text) + index, table) for index in range(3)]
         lone_logits.append(torch.cat([lone_model.run_pass([row]) for row in rows]))
-    drafted = [([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)]
-    assert torch.equal(lone_model.run_pass(drafted, drafted=True), torch.cat(lone_logits))
+    drafted_rows = [
+        ([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)
+    ]
+    assert torch.equal(lone_model.run_pass(drafted_rows, drafted=True), torch.cat(lone_logits))
 
 
 def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
@@ -230,14 +236,14 @@ def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
     table = list(range(10))
     lone_model.run_chunks(tokens, 16, table)
     expected = lone_model.run_pass([([7], 38, table)])
-    pairs = [block for memory_range in table for block in (memory_range, memory_range + 3)]
+    pairs = [block for table_block in table for block in (table_block, table_block + 3)]
     lone_model.cache.copy(pairs, [], [])
     lone_model.cache.pool.zero_()
     swapped_out = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
     swapped_in = [
         block
-        for memory_range, target in zip(table, swapped_out, strict=True)
-        for block in (memory_range + 3, target)
+        for source, target in zip(table, swapped_out, strict=True)
+        for block in (source + 3, target)
     ]
     lone_model.cache.copy([], swapped_in, [])
     assert torch.equal(lone_model.run_pass([([7], 38, swapped_out)]), expected)
@@ -256,7 +262,7 @@ def test_one_step_copies_out_then_back_then_within(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 300])
-def test_linears_agree(rows: int) -> None:
+def test_linear_layers_agree(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(80, 128, generator=generator)
     bias = torch.randn(80, generator=generator)
@@ -272,12 +278,12 @@ def test_linears_agree(rows: int) -> None:
         assert (output - expected).square().mean() < 0.001 * expected.square().mean()
 
 
-def test_a_row_of_8_bits_is_as_fine_beside_a_large_one() -> None:
+def test_a_row_of_8_bits_is_accurate_beside_a_large_one() -> None:
     generator = torch.Generator().manual_seed(1)
     weight, rows = (torch.randn(count, 128, generator=generator) for count in (80, 5))
     layer = transformer.make_linear(weight, None, "int8")
     rows[2] *= 1000
     rows[3] = 0
     expected = rows @ weight.T
-    missed = (layer(rows) - expected).square().mean(1)
-    assert (missed <= 0.001 * expected.square().mean(1)).all()
+    errors = (layer(rows) - expected).square().mean(1)
+    assert (errors <= 0.001 * expected.square().mean(1)).all()

@@ -56,15 +56,15 @@ _TEMPLATE = "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% en
         ({"messages": []}, "is not a JSON list of messages"),
     ],
 )
-def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
+def test_a_long_conversation_is_rendered_in_a_process(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     chat: dict[str, Any],
     error: str,
 ) -> None:
-    templates, special = {"default": _TEMPLATE}, {"bos": "<s>"}
+    templates, special_tokens = {"default": _TEMPLATE}, {"bos": "<s>"}
     reader = cast("Any", PromptReader.__new__(PromptReader))
-    reader._chat = ChatTemplate(templates, special)
+    reader._chat = ChatTemplate(templates, special_tokens)
     text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
     long_text = memoryview(text.encode())
     if error:
@@ -78,9 +78,9 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
     rendered = reader._render(long_text)
     assert rendered[:2] == expected[:2]
     assert read_whole("messages", rendered.text) == expected.text
-    imported = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
-    assert {"jinja2", "shmserve.errors"} <= imported
-    assert not {"torch", "numpy", "shmserve.workers"} & imported
+    imported_modules = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
+    assert {"jinja2", "shmserve.errors"} <= imported_modules
+    assert not {"torch", "numpy", "shmserve.workers"} & imported_modules
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_conversation_with_many_objects_is_a_view_of_the_request(
     text = orjson.dumps([{"role": "user", "content": '{"a": 1}'}] * count)
     raw = len(text).to_bytes(4, "little") + text
     request = MagicMock(inputs={"messages": Input("messages", "BYTES", (1,), memoryview(raw))})
-    found = read_inputs(request, 1 << 30, limit)["messages"]
-    assert isinstance(found, memoryview if is_view else str)
-    assert read_whole("messages", found) == text.decode()
+    conversation = read_inputs(request, 1 << 30, limit)["messages"]
+    assert isinstance(conversation, memoryview if is_view else str)
+    assert read_whole("messages", conversation) == text.decode()
 
 
 def test_a_prompt_is_read_without_a_copy_of_its_text() -> None:

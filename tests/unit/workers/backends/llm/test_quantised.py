@@ -27,13 +27,13 @@ def pack_bits(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> t
     count = 32 // bits
     order = order or tuple(range(count))
     rows, columns = values.shape
-    words = torch.zeros(rows, math.ceil(columns / count), dtype=torch.int64)
-    for word in range(words.shape[1]):
+    packed_words = torch.zeros(rows, math.ceil(columns / count), dtype=torch.int64)
+    for word in range(packed_words.shape[1]):
         for position, index in enumerate(order):
             column = word * count + index
             if column < columns:
-                words[:, word] |= values[:, column].long() << (bits * position)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+                packed_words[:, word] |= values[:, column].long() << (bits * position)
+    return torch.where(packed_words >= 1 << 31, packed_words - (1 << 32), packed_words).int()
 
 
 def spread_scales(scales: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
@@ -62,16 +62,16 @@ def fp8(
     counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
     scales = draw_scales(*counts, kind)
     values = (weight * 300).to(torch.float8_e4m3fn)
-    exact = values.float() * spread_scales(scales.float(), weight.shape, *block)
-    return {"weight": values, scale: scales}, exact
+    exact_weight = values.float() * spread_scales(scales.float(), weight.shape, *block)
+    return {"weight": values, scale: scales}, exact_weight
 
 
 def fp8_tensor(weight: torch.Tensor) -> Made:
-    quantised, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
+    quantised, exact_weight = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
     return quantised | {
         "weight_scale": quantised["weight_scale"][0, 0],
         "input_scale": torch.ones(1),
-    }, exact
+    }, exact_weight
 
 
 def exponents(weight: torch.Tensor) -> Made:
@@ -79,8 +79,8 @@ def exponents(weight: torch.Tensor) -> Made:
     rows, columns = quantised["weight_scale_inv"].shape
     powers = draw_ints(rows, columns, 130, lowest=124).byte()
     scales = 2.0 ** (powers.float() - 127)
-    exact = quantised["weight"].float() * spread_scales(scales, weight.shape, 16, 16)
-    return quantised | {"weight_scale_inv": powers}, exact
+    exact_weight = quantised["weight"].float() * spread_scales(scales, weight.shape, 16, 16)
+    return quantised | {"weight_scale_inv": powers}, exact_weight
 
 
 def plain_ints(
@@ -90,17 +90,19 @@ def plain_ints(
     counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
     half_range = 1 << bits - 1
     values = draw_ints(rows, columns, half_range, lowest=-half_range)
-    zeros = draw_ints(*counts, half_range, 3, -half_range) * (not symmetric)
+    zero_points = draw_ints(*counts, half_range, 3, -half_range) * (not symmetric)
     scales = draw_scales(*counts, torch.bfloat16)
-    exact = (values - spread_scales(zeros, weight.shape, *block)).float()
-    exact = exact * spread_scales(scales.float(), weight.shape, *block)
+    exact_weight = (values - spread_scales(zero_points, weight.shape, *block)).float()
+    exact_weight = exact_weight * spread_scales(scales.float(), weight.shape, *block)
     tensors = {"weight": values.to(torch.int8), "weight_scale": scales}
-    return tensors | ({} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}), exact
+    return tensors | (
+        {} if symmetric else {"weight_zero_point": zero_points.to(torch.int8)}
+    ), exact_weight
 
 
 def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> Made:
     block = (1, columns)
-    quantised, exact = plain_ints(weight, block, symmetric, bits)
+    quantised, exact_weight = plain_ints(weight, block, symmetric, bits)
     half_range = 1 << bits - 1
     tensors = {
         "weight_packed": pack_bits(quantised["weight"].int() + half_range, bits),
@@ -109,20 +111,22 @@ def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) 
         "weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32),
     }
     if not symmetric:
-        zeros = pack_bits((quantised["weight_zero_point"].int() + half_range).t(), bits)
-        tensors["weight_zero_point"] = zeros.t().contiguous()
-    return tensors, exact
+        zero_points = pack_bits((quantised["weight_zero_point"].int() + half_range).t(), bits)
+        tensors["weight_zero_point"] = zero_points.t().contiguous()
+    return tensors, exact_weight
 
 
 def ordered_ints(weight: torch.Tensor) -> Made:
     quantised, _ = packed_ints(weight, 4, GROUP, False)
-    ordered = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
+    column_order = (
+        torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
+    )
     plain_tensors, _ = plain_ints(weight, (1, GROUP), False, 4)
-    exact = (
-        plain_tensors["weight"].int() - plain_tensors["weight_zero_point"].int()[:, ordered]
+    exact_weight = (
+        plain_tensors["weight"].int() - plain_tensors["weight_zero_point"].int()[:, column_order]
     ).float()
-    exact = exact * plain_tensors["weight_scale"].float()[:, ordered]
-    return quantised | {"weight_g_idx": ordered.int()}, exact
+    exact_weight = exact_weight * plain_tensors["weight_scale"].float()[:, column_order]
+    return quantised | {"weight_g_idx": column_order.int()}, exact_weight
 
 
 def drop_tensors(tensors: Tensors, *names: str) -> Tensors:
@@ -146,7 +150,7 @@ def gptq(
     if ordered:
         groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(1))]
     points = torch.as_tensor(points).expand(columns // group, rows)
-    exact = ((values - (points[groups] + offset)).float() * scales.float()[groups]).t()
+    exact_weight = ((values - (points[groups] + offset)).float() * scales.float()[groups]).t()
     tensors = {
         "qweight": pack_bits(values.t(), bits).t().contiguous(),
         "qzeros": pack_bits(points, bits),
@@ -154,7 +158,7 @@ def gptq(
         "g_idx": groups.int(),
         "bias": torch.zeros(rows, dtype=torch.float16),
     }
-    return tensors if zeros else drop_tensors(tensors, "qzeros"), exact
+    return tensors if zeros else drop_tensors(tensors, "qzeros"), exact_weight
 
 
 def gptq_with_carry(weight: torch.Tensor, bits: int) -> Made:
@@ -188,13 +192,13 @@ def awq(
     points = draw_ints(columns // group, rows, 1 << bits, 3) * zeros + (1 << bits - 1) * (not zeros)
     scales = draw_scales(columns // group, rows, torch.float16)
     groups = torch.arange(columns) // group
-    exact = ((values - points[groups]).float() * scales.float()[groups]).t()
+    exact_weight = ((values - points[groups]).float() * scales.float()[groups]).t()
     tensors = {
         "qweight": pack_bits(values, bits, order or AWQ_ORDER[bits]),
         "scales": scales,
         "qzeros": pack_bits(points, bits, order or AWQ_ORDER[bits]),
     }
-    return tensors if zeros else drop_tensors(tensors, "qzeros"), exact
+    return tensors if zeros else drop_tensors(tensors, "qzeros"), exact_weight
 
 
 def write_quantised(
@@ -204,17 +208,17 @@ def write_quantised(
     write_folder(path)
     edit(path, "config.json", quantization_config=fields)
     stored: Tensors = {}
-    exact: Tensors = {}
+    exact_weights: Tensors = {}
     for name, weight in weights(config()).items():
-        stored[name] = exact[name] = weight
+        stored[name] = exact_weights[name] = weight
         # This layer is not quantised.
         if name.endswith("_proj.weight") and "layers.1.mlp.up" not in name:
-            quantised, exact[name] = quantise(weight)
+            quantised, exact_weights[name] = quantise(weight)
             del stored[name]
             prefix = name.removesuffix("weight")
             stored |= {prefix + part: tensor.contiguous() for part, tensor in quantised.items()}
     save_file(stored, path / "model.safetensors", {"format": "pt"})
-    return exact
+    return exact_weights
 
 
 def compression_config(kind: str, group: int | None = None, **fields: Any) -> dict[str, Any]:
@@ -231,9 +235,9 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
-ROW, ALL = (1, 1 << 20), (1 << 20, 1 << 20)
-INT, PACK = compression_config("int-quantized"), compression_config("pack-quantized")
-CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
+ROW_BLOCK, WHOLE_BLOCK = (1, 1 << 20), (1 << 20, 1 << 20)
+INT, PACK_QUANTIZED = compression_config("int-quantized"), compression_config("pack-quantized")
+QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
     "fp8 tensor": (fp8_tensor, FP8),
     "fp8 blocks": (lambda w: fp8(w, (16, 16)), {**FP8, "weight_block_size": [16, 16]}),
     "fp8 partial blocks": (
@@ -249,25 +253,28 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
         {**FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
     ),
     "fp8 exponents": (exponents, {**FP8, "weight_block_size": [16, 16]}),
-    "float channel": (lambda w: fp8(w, ROW, "weight_scale"), compression_config("float-quantized")),
+    "float channel": (
+        lambda w: fp8(w, ROW_BLOCK, "weight_scale"),
+        compression_config("float-quantized"),
+    ),
     "float block": (
         lambda w: fp8(w, (24, 24), "weight_scale"),
         compression_config("float-quantized", block_structure=[24, 24]),
     ),
-    "int8 tensor": (lambda w: plain_ints(w, ALL, True), INT),
-    "int8 tensor asymmetric": (lambda w: plain_ints(w, ALL, False), INT),
-    "int8 channel": (lambda w: plain_ints(w, ROW, True), INT),
+    "int8 tensor": (lambda w: plain_ints(w, WHOLE_BLOCK, True), INT),
+    "int8 tensor asymmetric": (lambda w: plain_ints(w, WHOLE_BLOCK, False), INT),
+    "int8 channel": (lambda w: plain_ints(w, ROW_BLOCK, True), INT),
     "int8 channel of a preset": (
-        lambda w: plain_ints(w, ROW, True),
+        lambda w: plain_ints(w, ROW_BLOCK, True),
         {**INT, "config_groups": {"W8A8": ["Linear"]}},
     ),
-    "int8 channel asymmetric": (lambda w: plain_ints(w, ROW, False), INT),
+    "int8 channel asymmetric": (lambda w: plain_ints(w, ROW_BLOCK, False), INT),
     "int8 group": (
         lambda w: plain_ints(w, (1, 16), False),
         compression_config("naive-quantized", 16),
     ),
-    "pack 4 channel": (lambda w: packed_ints(w, 4, 1 << 20, True), PACK),
-    "pack 4 channel asymmetric": (lambda w: packed_ints(w, 4, 1 << 20, False), PACK),
+    "pack 4 channel": (lambda w: packed_ints(w, 4, 1 << 20, True), PACK_QUANTIZED),
+    "pack 4 channel asymmetric": (lambda w: packed_ints(w, 4, 1 << 20, False), PACK_QUANTIZED),
     "pack 4 group": (
         lambda w: packed_ints(w, 4, 16, True),
         compression_config("pack-quantized", 16),
@@ -298,11 +305,11 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", QUANTISATIONS)
 def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) -> None:
-    exact = write_quantised(tmp_path / "m", *CASES[name])
+    exact_weights = write_quantised(tmp_path / "m", *QUANTISATIONS[name])
     checkpoint = Checkpoint.open(tmp_path / "m")
-    for tensor_name, weight in exact.items():
+    for tensor_name, weight in exact_weights.items():
         dequantised = checkpoint.weight(tensor_name)
         assert dequantised.dtype == torch.float32 and torch.equal(dequantised, weight), tensor_name
 
@@ -313,10 +320,10 @@ def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) ->
 def test_older_folders_have_a_file_of_their_own(
     tmp_path: Path, file: str, quantise: Callable[[torch.Tensor], Made]
 ) -> None:
-    exact = write_quantised(tmp_path / "m", quantise, {})
+    exact_weights = write_quantised(tmp_path / "m", quantise, {})
     edit(tmp_path / "m", file, q_group_size=GROUP, w_bit=4, version="GEMM")
     name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(Checkpoint.open(tmp_path / "m").weight(name), exact[name])
+    assert torch.equal(Checkpoint.open(tmp_path / "m").weight(name), exact_weights[name])
 
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -341,7 +348,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         (awq, FP8, "weights are missing: model.layers.0.self_attn.q_proj.weight"),
         (fp8_tensor, {}, "q_proj.weight is F8_E4M3 without a quantization_config"),
         (
-            lambda w: plain_ints(w, ROW, True),
+            lambda w: plain_ints(w, ROW_BLOCK, True),
             FP8,
             "q_proj.weight is I8, but fp8 supports F8_E4M3, F8_E5M2",
         ),
@@ -358,12 +365,12 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
             "q_proj.qweight has no qzeros",
         ),
         (
-            lambda w: plain_ints(w, ROW, True),
+            lambda w: plain_ints(w, ROW_BLOCK, True),
             compression_config("int-quantized", symmetric=False),
             "q_proj.weight has no weight_zero_point",
         ),
         (
-            lambda w: plain_ints(w, ROW, True),
+            lambda w: plain_ints(w, ROW_BLOCK, True),
             compression_config("int-quantized", actorder="group"),
             "q_proj.weight has no weight_g_idx",
         ),

@@ -25,7 +25,7 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from tests.rigs.llm_rig import llm_rig
 
 VOCABULARY = 3000
-PROMPT, EMITTED = [5, 9, 9, 200], [9, 7, 7]
+PROMPT, EMITTED_TOKENS = [5, 9, 9, 200], [9, 7, 7]
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"top_k": 7},
@@ -42,7 +42,7 @@ SETTINGS: list[dict[str, Any]] = [
 def new_row(**fields: Any) -> sampler.SampledRow:
     """Return a row with these settings."""
     parameters = GenerationParameters(**{"seed": 1, **fields})
-    return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED], len(PROMPT), (2,))
+    return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), (2,))
 
 
 def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
@@ -64,7 +64,7 @@ def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameter
         steps.append(TopPLogitsWarper(parameters.top_p))
     if parameters.min_p:
         steps.append(MinPLogitsWarper(parameters.min_p))
-    ids = torch.tensor([[*PROMPT, *EMITTED]])
+    ids = torch.tensor([[*PROMPT, *EMITTED_TOKENS]])
     probabilities: torch.Tensor = steps(ids, logits.unsqueeze(0).clone()).softmax(-1)[0]
     return probabilities
 
@@ -114,7 +114,7 @@ def test_draws_depend_only_on_seed_sample_and_position() -> None:
     assert len(numbers) == 199  # sample 0 of seed 1 was in the set before
 
 
-def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
+def test_sampled_tokens_follow_their_probabilities() -> None:
     probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     logits = torch.tensor(probabilities).log().float().repeat(20_000, 1)
     rows = [new_row(seed=seed) for seed in range(20_000)]
@@ -149,13 +149,13 @@ Folder = Callable[..., Path]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the calls of functions that only grammars need."""
-    counted: Counter[str] = Counter()
+    call_counts: Counter[str] = Counter()
 
     def count_calls(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
         def call_counted(*arguments: Any) -> Any:
-            counted[name] += 1
+            call_counts[name] += 1
             return original(*arguments)
 
         monkeypatch.setattr(owner, name, call_counted)
@@ -167,10 +167,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         (sampler, "_mask"),
     ):
         count_calls(owner, name)
-    return counted
+    return call_counts
 
 
-def test_requests_without_a_grammar_pay_nothing(
+def test_requests_without_a_grammar_call_no_grammar_code(
     folder: Folder, tmp_path: Path, calls: Counter[str]
 ) -> None:
     fields: dict[str, Any] = {"input_ids": [5, 6, 7], "max_tokens": 9, "ignore_eos": True}
@@ -188,11 +188,11 @@ def test_requests_without_a_grammar_pay_nothing(
 
 def test_allowed_tokens_and_bad_words() -> None:
     logits = torch.zeros(2, 10)
-    free = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
+    allowed_only = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
     banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])
     rows = [
-        sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED], len(PROMPT), ())
-        for parameters in (free, banned)
+        sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), ())
+        for parameters in (allowed_only, banned)
     ]
     sampler.process(logits, rows)
     assert logits[0].isfinite().nonzero().flatten().tolist() == [2, 3]
@@ -207,7 +207,7 @@ def test_a_temperature_near_zero_is_the_likeliest_token(temperature: float) -> N
     assert sampler.distribution(logits, [row])[0].tolist() == [0, 0, 0, 1]
 
 
-EXTREMES: dict[str, tuple[Any, Any]] = {
+EXTREME_VALUES: dict[str, tuple[Any, Any]] = {
     "temperature": (1e-300, 100.0),
     "top_p": (1e-300, 1.0),
     "top_k": (1, 1 << 24),
@@ -221,10 +221,12 @@ EXTREMES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
-@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("name", EXTREME_VALUES)
 @pytest.mark.parametrize("bound_index", [0, 1])
-def test_extremes_give_a_distribution(name: str, bound_index: int, scale: float) -> None:
-    value = EXTREMES[name][bound_index]
+def test_extreme_parameters_give_a_valid_distribution(
+    name: str, bound_index: int, scale: float
+) -> None:
+    value = EXTREME_VALUES[name][bound_index]
     parameters = parse({name: value}, {}, VOCABULARY)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)) * scale
     logits[0, 5:7] = -torch.inf

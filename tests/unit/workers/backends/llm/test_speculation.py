@@ -48,7 +48,7 @@ NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 @pytest.mark.parametrize("disturbance", ["", "swap", "recompute"])
-def test_greedy_texts_stay_as_they_are(
+def test_greedy_texts_do_not_change_with_speculation(
     folder: Folder, tmp_path: Path, method: str, disturbance: str
 ) -> None:
     path = folder()
@@ -70,9 +70,7 @@ def test_greedy_texts_stay_as_they_are(
         assert any(result.draft_count for result in scheduler.results)
 
 
-def test_proposals_without_chance_leave_seeded_texts_as_they_are(
-    folder: Folder, tmp_path: Path
-) -> None:
+def test_deterministic_proposals_do_not_change_seeded_texts(folder: Folder, tmp_path: Path) -> None:
     texts: list[list[int]] = []
     for index, (engine, draft) in enumerate(((None, 0), (NGRAM, 4))):
         with llm_rig(tmp_path / str(index), folder(), engine, draft=draft) as scheduler:
@@ -82,23 +80,25 @@ def test_proposals_without_chance_leave_seeded_texts_as_they_are(
             scheduler.run()
             texts.append(scheduler.tokens(1))
     assert texts[0] == texts[1]
-    accepted = [len(result.tokens) for result in scheduler.results if result.draft_count]
-    assert max(accepted) > 1
+    accepted_counts = [len(result.tokens) for result in scheduler.results if result.draft_count]
+    assert max(accepted_counts) > 1
 
 
 def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path) -> None:
     path = folder()
     full_tokens = generate(path, [5, 77, 130], max_new_tokens=20)
-    end = full_tokens[7]
-    first_count = full_tokens.index(end) + 1
+    end_token = full_tokens[7]
+    first_count = full_tokens.index(end_token) + 1
     with llm_rig(tmp_path / "rig", path, draft_settings(path, 8), draft=8) as scheduler:
-        scheduler.add(1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end])
+        scheduler.add(
+            1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end_token]
+        )
         scheduler.run()
         assert scheduler.tokens(1) == full_tokens[:first_count]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
 
 
-def test_tokens_that_followed_earlier_are_proposed() -> None:
+def test_earlier_continuations_are_proposed() -> None:
     assert ngram_draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert ngram_draft([1, 2, 9, 1, 2, 3, 1, 2], 2) == [3, 1]  # the most recent occurrence counts
     # The longest matching ending has precedence.

@@ -48,24 +48,24 @@ def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text).ids if -1 in byte_tokens else byte_tokens
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_a_prompt_and_what_follows_are_the_decoding_of_all(
-    tokenizer: Tokenizer, skip: bool
+@pytest.mark.parametrize("skips_special", [True, False])
+def test_prompt_and_answer_decode_to_the_whole_text(
+    tokenizer: Tokenizer, skips_special: bool
 ) -> None:
-    texts, chance = TokenTexts(tokenizer), random.Random(0)
+    texts, rng = TokenTexts(tokenizer), random.Random(0)
     full_tokens = tokenize(tokenizer, "the 😀 of é 東京, a")
     plain_tokens = [token(tokenizer, piece) for piece in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
     plain_tokens = [piece for piece in plain_tokens if piece >= 0] or tokenizer.encode(
         " a  b\tthe "
     ).ids
-    drawn_prompts = [chance.choices(plain_tokens, k=9) for _ in range(100)]
+    drawn_prompts = [rng.choices(plain_tokens, k=9) for _ in range(100)]
     for tokens in [full_tokens, *drawn_prompts]:
         for cut in range(len(tokens) + 1):
             prompt, answer = tokens[:cut], tokens[cut:]
-            echoed = texts.decode(prompt[: texts.count_complete(prompt)], skip)
-            detokenizer = Detokenizer(texts, skip, prompt)
+            echoed = texts.decode(prompt[: texts.count_complete(prompt)], skips_special)
+            detokenizer = Detokenizer(texts, skips_special, prompt)
             pieces = [*map(detokenizer.add, answer), detokenizer.flush()]
-            assert echoed + "".join(pieces) == texts.decode(tokens, skip)
+            assert echoed + "".join(pieces) == texts.decode(tokens, skips_special)
 
 
 def test_the_bytes_of_tokens_join_to_their_text(tokenizer: Tokenizer) -> None:
@@ -75,7 +75,7 @@ def test_the_bytes_of_tokens_join_to_their_text(tokenizer: Tokenizer) -> None:
     assert texts.bytes_of(1 << 20) == b""
 
 
-def test_a_token_has_its_space() -> None:
+def test_a_decoded_token_keeps_its_space() -> None:
     tokenizer = VOCABULARIES["fallback"]
     texts = TokenTexts(tokenizer)
     pieces = [texts.bytes_of(token(tokenizer, piece)) for piece in ("▁the", "▁", "</s>", "é")]
@@ -87,7 +87,7 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     tokens = tokenize(tokenizer, text)
     starts = [text.encode()[: sum(len(texts.bytes_of(token_id)) for token_id in tokens[:index])]
               for index in range(len(tokens))]  # fmt: skip
-    expected = [len(token_id.decode(errors="ignore")) for token_id in starts]
+    expected = [len(start.decode(errors="ignore")) for start in starts]
     assert texts.offsets(tokens, text, True) == expected
     detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
@@ -96,7 +96,7 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     assert pieces == expected
 
 
-def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
+def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
     tokenizer = VOCABULARIES["fallback"]
     tokens = [token(tokenizer, piece) for piece in ("<s>", "▁the", "▁of", "</s>", "▁a")]
     texts = TokenTexts(tokenizer)
@@ -104,21 +104,33 @@ def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
     assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
 
 
-@pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
-def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
-    texts, chance = TokenTexts(tokenizer), random.Random(0)
-    bad_words = BadWords(words, texts)
+def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
+    texts = TokenTexts(VOCABULARIES["fallback"])
+    assert BadWords(["\ud800"], texts).forbidden_after([]) == []
+
+
+@pytest.mark.parametrize(
+    "forbidden_words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]]
+)
+def test_the_forbidden_tokens_complete_a_bad_word(
+    tokenizer: Tokenizer, forbidden_words: list[str]
+) -> None:
+    texts, rng = TokenTexts(tokenizer), random.Random(0)
+    bad_words = BadWords(forbidden_words, texts)
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
-    likely_tokens = [*tokenize(tokenizer, "".join(words)), *tokenize(tokenizer, "the sea abab")]
-    emitted: list[int] = []
+    likely_tokens = [
+        *tokenize(tokenizer, "".join(forbidden_words)),
+        *tokenize(tokenizer, "the sea abab"),
+    ]
+    emitted_tokens: list[int] = []
     for _ in range(40):
-        text = b"".join(map(texts.bytes_of, emitted))
-        forbidden = set(bad_words.forbidden_after(emitted))
+        text = b"".join(map(texts.bytes_of, emitted_tokens))
+        forbidden = set(bad_words.forbidden_after(emitted_tokens))
         completing = {
             token
             for token in letters
-            if any(word.encode() in text + texts.bytes_of(token) for word in words)
+            if any(word.encode() in text + texts.bytes_of(token) for word in forbidden_words)
         }
         assert forbidden == completing
         allowed_tokens = [token for token in likely_tokens if token not in forbidden]
-        emitted.append(chance.choice(allowed_tokens or sorted(set(letters) - forbidden)))
+        emitted_tokens.append(rng.choice(allowed_tokens or sorted(set(letters) - forbidden)))

@@ -38,7 +38,7 @@ SCHEMA: dict[str, Any] = {
     },
 }
 NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>")
+TAG_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>")
 
 
 def function(name: str, schema: Any = None, **fields: Any) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def function(name: str, schema: Any = None, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema, **fields}}
 
 
-GIVEN = [function("weather", SCHEMA), function("now", NOW)]
+GIVEN_TOOLS = [function("weather", SCHEMA), function("now", NOW)]
 
 
-def tokenizer(*special: str) -> Tokenizer:
+def tokenizer(*special_tokens: str) -> Tokenizer:
     """Return a tokenizer with added tokens, half of which are special."""
     test_tokenizer = Tokenizer.from_str(tokenizer_text())
-    for index, call in enumerate(special):
+    for index, call in enumerate(special_tokens):
         test_tokenizer.add_tokens([AddedToken(call, special=index % 2 == 0, normalized=False)])
     return test_tokenizer
 
@@ -60,7 +60,7 @@ def tokenizer(*special: str) -> Tokenizer:
 def grammar(
     family: str,
     model_tokenizer: Tokenizer,
-    given_tools: list[dict[str, Any]] = GIVEN,
+    given_tools: list[dict[str, Any]] = GIVEN_TOOLS,
     reasoning: str = "none",
     prompt: str = "",
     **choice: Any,
@@ -72,8 +72,8 @@ def grammar(
     assert formatted is not None
     text = formats.grammar(request, formatted, body=False)
     end_tokens = [model_tokenizer.token_to_id(END)]
-    wrapped: Any = llguidance.LLTokenizer
-    library = wrapped(
+    wrapped_type: Any = llguidance.LLTokenizer
+    library = wrapped_type(
         model_tokenizer.to_str(), n_vocab=model_tokenizer.get_vocab_size(), eos_token=end_tokens
     )
     matcher: Any = llguidance.LLMatcher(library, text)
@@ -82,14 +82,14 @@ def grammar(
 
 
 def random_text(
-    matcher: Any, model_tokenizer: Tokenizer, draw: random.Random, max_tokens: int = 400
+    matcher: Any, model_tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400
 ) -> str:
     """Return a random text of a grammar, or "" if it is longer than `max_tokens`."""
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < max_tokens:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed_tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        token = draw.choice(allowed_tokens)
+        token = rng.choice(allowed_tokens)
         matcher.consume_token(token)
         if token == model_tokenizer.token_to_id(END):
             break
@@ -106,13 +106,15 @@ def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, An
     return delta.get("content", ""), calls
 
 
-@pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
+@pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_required_calls_always_parse_and_validate(family: str, special: tuple[str, ...]) -> None:
-    test_tokenizer, draw, weather_count = tokenizer(*special), random.Random(5), 0
+def test_required_calls_always_parse_and_validate(
+    family: str, special_tokens: tuple[str, ...]
+) -> None:
+    test_tokenizer, rng, weather_count = tokenizer(*special_tokens), random.Random(5), 0
     matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
-        text = random_text(matcher.deep_copy(), test_tokenizer, draw)
+        text = random_text(matcher.deep_copy(), test_tokenizer, rng)
         if not text:
             continue
         content, calls = parse_calls(text, tools)
@@ -165,11 +167,11 @@ WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", WHOLE_SCHEMAS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_validate_against_the_whole_schema(family: str, case: str) -> None:
-    schema, test_tokenizer, draw = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
+    schema, test_tokenizer, rng = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
     matcher, message_format = grammar(
         family, test_tokenizer, [function("f", schema)], tool_choice="required"
     )
-    texts = [random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(12)]
+    texts = [random_text(matcher.deep_copy(), test_tokenizer, rng) for _ in range(12)]
     assert any(texts)
     for text in filter(None, texts):
         content, calls = parse_calls(text, message_format)
@@ -181,9 +183,13 @@ def test_calls_validate_against_the_whole_schema(family: str, case: str) -> None
 def test_an_optional_text_of_xml_has_no_quotes() -> None:
     test_tokenizer = tokenizer()
     schema = {"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"]}
-    given = [function("f", schema)]
+    given_tools = [function("f", schema)]
     matcher, message_format = grammar(
-        "qwen3_coder", test_tokenizer, given, tool_choice="required", parallel_tool_calls=False
+        "qwen3_coder",
+        test_tokenizer,
+        given_tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
     )
     for value, text in (("fox", "fox"), ('"fox"', '"fox"'), (None, "null")):
         call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n"
@@ -193,7 +199,7 @@ def test_an_optional_text_of_xml_has_no_quotes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "schema", "found"),
+    ("family", "schema", "expected_error"),
     [
         ("pythonic", {"properties": {"a b": FLAG}, "required": ["a b"]}, "'a b'"),
         ("qwen3_coder", {"properties": {"a>b": FLAG}, "required": ["a>b"]}, "'a>b'"),
@@ -201,12 +207,12 @@ def test_an_optional_text_of_xml_has_no_quotes() -> None:
     ],
 )
 def test_schemas_that_a_format_cannot_enforce(
-    family: str, schema: dict[str, Any], found: str
+    family: str, schema: dict[str, Any], expected_error: str
 ) -> None:
-    given = [function("f", schema)]
-    with pytest.raises(InvalidArgument) as raised:
-        grammar(family, tokenizer(), given, tool_choice="required")
-    assert f"the parameters of 'f': {found}" in raised.value.message
+    given_tools = [function("f", schema)]
+    with pytest.raises(InvalidArgument) as caught:
+        grammar(family, tokenizer(), given_tools, tool_choice="required")
+    assert f"the parameters of 'f': {expected_error}" in caught.value.message
     optional = {**schema, "required": []}
     if "properties" in schema:  # an optional parameter is omitted instead
         grammar(family, tokenizer(), [function("f", optional)], tool_choice="required")
@@ -214,11 +220,11 @@ def test_schemas_that_a_format_cannot_enforce(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_named_call(family: str) -> None:
-    test_tokenizer, draw = tokenizer(), random.Random(1)
+    test_tokenizer, rng = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
     assert not tools.parallel
-    assert parse_calls(random_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
+    assert parse_calls(random_text(matcher, test_tokenizer, rng), tools) == ("", [("now", {})])
 
 
 EXAMPLES = {
@@ -230,12 +236,12 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
+@pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", EXAMPLES)
 def test_strict_calls_follow_a_grammar_from_their_tag_on(
-    family: str, special: tuple[str, ...]
+    family: str, special_tokens: tuple[str, ...]
 ) -> None:
-    test_tokenizer = tokenizer(*special)
+    test_tokenizer = tokenizer(*special_tokens)
     matcher, _ = grammar(family, test_tokenizer, [function("now", NOW, strict=True)])
 
     def is_accepted(text: str) -> bool:
@@ -253,36 +259,42 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
         assert not is_accepted(f"Look: {call.replace('NAME', 'other')}")
 
 
-@pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
-def test_calls_follow_the_reasoning(special: tuple[str, ...]) -> None:
-    test_tokenizer, draw = tokenizer(*special), random.Random(2)
+@pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
+def test_calls_follow_the_reasoning(special_tokens: tuple[str, ...]) -> None:
+    test_tokenizer, rng = tokenizer(*special_tokens), random.Random(2)
     settings: Any = {"reasoning": "qwen3", "tool_choice": "required", "parallel_tool_calls": False}
-    for prompt, begin in (("", "<think>\n"), ("<|model|><think>\n", ""), ("", "")):
+    for prompt, opening_tag in (("", "<think>\n"), ("<|model|><think>\n", ""), ("", "")):
         matcher, tools = grammar(
             "hermes", test_tokenizer, [function("now", NOW)], prompt=prompt, **settings
         )
-        reasoning_text = f"{begin}a < b\n</think>\n\n" if begin or prompt else ""
+        reasoning_text = f"{opening_tag}a < b\n</think>\n\n" if opening_tag or prompt else ""
         tokens = test_tokenizer.encode(reasoning_text, add_special_tokens=False).ids
         assert matcher.try_consume_tokens(tokens) == len(tokens)
-        texts = (random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
+        texts = (random_text(matcher.deep_copy(), test_tokenizer, rng) for _ in range(40))
         _, calls = parse_calls(reasoning_text + next(filter(None, texts)), tools)
         assert calls and {name for name, _ in calls} == {"now"}
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+WRONG_TOOLS: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"tools": [3]}, r"tools\[0\]: 3 is not a function"),
     "another kind": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\].function.name"),
     "a list": ({"tools": [function("f", [1])]}, r"tools\[0\].function.parameters"),
-    "an unknown choice": ({"tools": GIVEN, "tool_choice": "often"}, "tool_choice: 'often' is not"),
+    "an unknown choice": (
+        {"tools": GIVEN_TOOLS, "tool_choice": "often"},
+        "tool_choice: 'often' is not",
+    ),
     "an unknown tool": (
-        {"tools": GIVEN, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        {"tools": GIVEN_TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice: 'g' is not a name of `tools`",
     ),
     "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
     "no list": ({"tools": 3}, "tools: 3 is not a list"),
-    "an object of tools": ({"tools": {"f": GIVEN[0]}}, "tools: .* is not a list"),
-    "no flag": ({"tools": GIVEN, "parallel_tool_calls": "no"}, "parallel_tool_calls: 'no' is not"),
+    "an object of tools": ({"tools": {"f": GIVEN_TOOLS[0]}}, "tools: .* is not a list"),
+    "no flag": (
+        {"tools": GIVEN_TOOLS, "parallel_tool_calls": "no"},
+        "parallel_tool_calls: 'no' is not",
+    ),
     "a strict text": (
         {"tools": [function("f", NOW, strict="yes")]},
         r"tools\[0\].function.strict: 'yes' is not true or false",
@@ -307,7 +319,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_malformed_allowed_tools(allowed_tools: Any) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": allowed_tools}
     with pytest.raises(InvalidArgument, match="tool_choice: "):
-        tools.take_tools({"tools": GIVEN, "tool_choice": choice})
+        tools.take_tools({"tools": GIVEN_TOOLS, "tool_choice": choice})
 
 
 NO_SCHEMAS: dict[str, tuple[Any, str]] = {
@@ -343,7 +355,7 @@ NO_SCHEMAS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", NO_SCHEMAS)
 def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
     schema, message = NO_SCHEMAS[case]
-    given_tools = [GIVEN[1], function("f", schema)]
+    given_tools = [GIVEN_TOOLS[1], function("f", schema)]
     with pytest.raises(InvalidArgument, match=rf"tools\[1\].function.parameters: .*{message}"):
         tools.take_tools({"tools": given_tools, "tool_choice": choice})
 
@@ -367,38 +379,49 @@ def test_parameters_that_are_schemas(schema: Any) -> None:
     assert tools.take_tools({"tools": [function("f", schema)]}) is not None
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG_TOOLS)
 def test_errors_name_the_field(case: str) -> None:
-    body, message = WRONG[case]
+    body, message = WRONG_TOOLS[case]
     with pytest.raises(InvalidArgument, match=message):
         tools.take_tools(body)
 
 
-def test_choices() -> None:
-    assert tools.take_tools({"tools": GIVEN, "tool_choice": "none"}) is None
+def test_tool_choices() -> None:
+    assert tools.take_tools({"tools": GIVEN_TOOLS, "tool_choice": "none"}) is None
     assert tools.take_tools({"tools": [], "tool_choice": "auto"}) is None
-    conversation = {"tools": GIVEN, "parallel_tool_calls": False}
-    free = tools.take_tools(conversation)
-    assert free is not None and not free.constrained and not free.parallel
-    assert conversation == {"tools": GIVEN}
+    conversation = {"tools": GIVEN_TOOLS, "parallel_tool_calls": False}
+    free_tools = tools.take_tools(conversation)
+    assert free_tools is not None and not free_tools.constrained and not free_tools.parallel
+    assert conversation == {"tools": GIVEN_TOOLS}
     some_tools = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
     for choice in (
         {"type": "allowed_tools", "allowed_tools": some_tools},
         {"type": "allowed_tools", **some_tools},
     ):
-        conversation = {"tools": GIVEN, "tool_choice": choice}
+        conversation = {"tools": GIVEN_TOOLS, "tool_choice": choice}
         taken_tools = tools.take_tools(conversation)
         assert taken_tools is not None and taken_tools.required
         assert [tool.name for tool in taken_tools.tools] == ["now"]
-        assert conversation == {"tools": GIVEN[1:]}
+        assert conversation == {"tools": GIVEN_TOOLS[1:]}
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_no_reasoning_begins_after_a_prompt_that_has_closed_it(reasoning: str) -> None:
+    formats = tools.MessageFormats("hermes", reasoning, tokenizer())
+    request = tools.take_tools({"tools": GIVEN_TOOLS, "tool_choice": "required"})
+    for prompt, is_open in (("<think>\n\n</think>\n\n", False), ("hi", True)):
+        formatted = formats.make_format(request, prompt)
+        assert formatted is not None
+        assert ("/think>" in formats.grammar(request, formatted, body=False)) == is_open
+        assert (formats.make_format(None, prompt) is not None) == is_open
 
 
 def test_calls_in_no_known_format() -> None:
     formats = tools.MessageFormats("none", "none", tokenizer())
     assert formats.make_format(None, "") is None
     with pytest.raises(InvalidArgument, match=r"tools: .* set tool_parser"):
-        formats.make_format(tools.take_tools({"tools": GIVEN}), "")
+        formats.make_format(tools.take_tools({"tools": GIVEN_TOOLS}), "")
     assert (
-        formats.make_format(tools.take_tools({"tools": GIVEN, "tool_choice": "required"}), "")
+        formats.make_format(tools.take_tools({"tools": GIVEN_TOOLS, "tool_choice": "required"}), "")
         is not None
     )
