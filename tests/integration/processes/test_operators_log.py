@@ -118,9 +118,7 @@ def test_a_class_that_fails_to_load_is_reported_once_with_its_path(tmp_path: Pat
 
 def test_an_exception_of_predict_is_logged_with_the_frames_of_the_class(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
-    text = BAD.replace("        read()", "        pass").replace(
-        "        return x", "        read()"
-    )
+    text = BAD_MODEL.replace("        read()", "        pass").replace("return x", "read()")
     file.write_text(f"import numpy as np\nfrom shmserve.model import FP32\n{text}")
     with running([], f"{file}:Bad") as server:
         server.wait_ready()
