@@ -209,6 +209,9 @@ class HttpTransport:
                     raise TransportError(message or f"{reply.status} {reply.reason}")
                 yield reply
         except (OSError, http.client.HTTPException) as error:
+            if type(error) is http.client.BadStatusLine:
+                problem = "the response is not HTTP/1.1 (gRPC needs --url grpc://HOST:PORT)"
+                raise TransportError(problem) from error
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise TransportError(f"no response: {reason}") from error
 

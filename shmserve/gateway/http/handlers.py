@@ -258,11 +258,10 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str | None
     registration = memory_api.register_system(
         gateway, peer, *region, is_leased=is_leased, pin_pages=pin_pages
     )
-    await (
-        memory_api.await_leased_registration(gateway, client, registration)
-        if is_leased
-        else registration
-    )
+    if is_leased:
+        await memory_api.await_leased_registration(gateway, client, registration)
+    else:
+        await registration
     return HttpResponse()
 
 

@@ -231,11 +231,9 @@ class SizeTimes:
                 time = min(shortest[lower], shortest[upper]) if lower else shortest[upper] / speedup
                 if _size(highest) > target_rate * time:
                     target_rate, candidate = _size(highest) / time, _middle(lower, highest)
-                    worst_duration = (
-                        max(times[lower], times[upper])
-                        if lower
-                        else times[upper] * _ASSUMED_SLOWDOWN
-                    )
+                    worst_duration = times[upper] * _ASSUMED_SLOWDOWN
+                    if lower:
+                        worst_duration = max(times[lower], times[upper])
             if upper > last_index:
                 break
             lower = upper

@@ -113,11 +113,9 @@ class ModelRegistry:
     def readiness_pids(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
         model_version = self.serving(name, version)
-        return (
-            model_version.instances.readiness_pids()
-            if model_version is not None and model_version.ready
-            else []
-        )
+        if model_version is None or not model_version.ready:
+            return []
+        return model_version.instances.readiness_pids()
 
     def publish_counters(self) -> None:
         """Publish the counters of every serving version as events."""

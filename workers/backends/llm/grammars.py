@@ -43,7 +43,9 @@ class Grammars:
             # The tokens of a text may have other bytes than the text, so it cannot be forced.
             self._default_message = f"{NO_FORCING}\nstart: @body"
 
-    def matcher(self, grammar: tuple[str, str], message_grammar: str = "", name: str = "") -> Any:
+    def matcher(
+        self, grammar: tuple[str, str], message_grammar: str = "", name: str = "tools"
+    ) -> Any:
         """Return a new matcher of a grammar.
 
         Args:
@@ -58,7 +60,7 @@ class Grammars:
 
         kind, text = grammar
         if not self._end_tokens:
-            raise InvalidArgument("response_format: the model has no end-of-text token")
+            raise InvalidArgument(f"{name}: the model has no end-of-text token")
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _compile_json_schema,
@@ -75,7 +77,7 @@ class Grammars:
         except ValueError as raised:
             error = str(raised)
         if error:
-            raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_shorten(error)}")
+            raise InvalidArgument(f"{name}: cannot be compiled: {_shorten(error)}")
         return new_matcher
 
 
@@ -146,13 +148,11 @@ def _shorten(error: str) -> str:
     return "it matches no text" if first_line.startswith("NoExtension") else clip(first_line, 200)
 
 
-def matcher_error(matcher: Any) -> InvalidArgument | None:
-    """Return the error of a matcher that has failed, or None."""
+def matcher_error(matcher: Any, name: str) -> InvalidArgument | None:
+    """Return the error of a matcher that has failed, or None; `name` is the request's parameter."""
     if not matcher.is_error():
         return None
-    return InvalidArgument(
-        f"response_format: the grammar has failed: {_shorten(matcher.get_error())}"
-    )
+    return InvalidArgument(f"{name}: the grammar has failed: {_shorten(matcher.get_error())}")
 
 
 def _compile_lark(text: str) -> Any:

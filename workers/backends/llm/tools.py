@@ -300,11 +300,10 @@ class MessageFormats:
             )
             start = lark.sequence(calls, lark.alternatives(heads), request.parallel)
             if not request.required:
-                start = (
-                    f"{start} | @body"
-                    if body
-                    else f"{start}{'*' if request.parallel else '?'} TEXT"
-                )
+                if body:
+                    start = f"{start} | @body"
+                else:
+                    start = f"{start}{'*' if request.parallel else '?'} TEXT"
         return "\n".join(
             [
                 NO_FORCING,

@@ -124,11 +124,9 @@ class Assembly:
 
         The result is valid once `take_message` has returned None.
         """
-        return (
-            PREFIX.size + self._size - self.missing_bytes
-            if self.missing_bytes
-            else len(self._prefix)
-        )
+        if self.missing_bytes:
+            return PREFIX.size + self._size - self.missing_bytes
+        return len(self._prefix)
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""

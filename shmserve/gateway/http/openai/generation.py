@@ -541,11 +541,9 @@ class _Generation:
             )
             for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
-        return (
-            list(self._with_extra_members(deltas, values))
-            if self._text_request.detail_outputs
-            else deltas
-        )
+        if self._text_request.detail_outputs:
+            return list(self._with_extra_members(deltas, values))
+        return deltas
 
     def _with_extra_members(
         self, deltas: list[Delta], values: dict[str, list[Any]]
