@@ -17,9 +17,8 @@ FIRST_CREDIT = 32
 MAX_UNREAD_BYTES = 8 << 20
 
 RESPONSES_PER_CREDIT = FIRST_CREDIT // 2
-BYTES_PER_CREDIT = (
-    MAX_UNREAD_BYTES // 4
-)  # a reader sends credit after this many bytes at the latest
+# A reader sends credit after this many bytes at the latest.
+BYTES_PER_CREDIT = MAX_UNREAD_BYTES // 4
 
 
 class SendWindow:

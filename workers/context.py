@@ -23,7 +23,7 @@ from shmserve.workers.memory.device_memory import (
     is_out_of_memory,
 )
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.user_code import describe_error
+from shmserve.workers.user_code import describe_error, format_error
 
 
 @dataclass(slots=True)
@@ -135,7 +135,10 @@ def client_error(
     fields = {}
     if work is not None:
         fields = {"request_id": work.request_id, "trace_id": TraceContext.of(work.trace).trace_id}
-    logger.error("model '%s' failed", model, exc_info=error, extra=fields)
+    if text := format_error(error, context.version_dir):
+        logger.error("model '%s' failed\n%s", model, text, extra=fields)
+    else:
+        logger.error("model '%s' failed", model, exc_info=error, extra=fields)
     if is_device_lost(error):
         raise error
     if is_out_of_memory(error):

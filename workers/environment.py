@@ -160,11 +160,9 @@ def _check_interpreter(python: Path) -> Path:
         )
     release = tuple(map(int, re.findall(r"\d+", numpy_version)[:2]))
     if release < _OLDEST_NUMPY:
-        problem = (
-            f"has numpy {numpy_version}"
-            if release
-            else f"has no numpy for its Python {version_text}"
-        )
+        problem = f"has no numpy for its Python {version_text}"
+        if release:
+            problem = f"has numpy {numpy_version}"
         oldest_numpy = ".".join(map(str, _OLDEST_NUMPY))
         raise InvalidArgument(
             f"{subject} {problem}, and a worker needs {oldest_numpy} or later: install it there"

@@ -217,9 +217,8 @@ def _set_signals() -> int:
     """Ignore termination signals; return the descriptor to which SIGUSR2 writes stacks."""
     faulthandler.enable()
     stacks_fd = os.memfd_create("stacks", os.MFD_CLOEXEC)
-    fcntl.fcntl(
-        stacks_fd, fcntl.F_SETFL, os.O_APPEND
-    )  # the supervisor truncates the file before it reads it
+    # The supervisor truncates the file before it reads it.
+    fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=stacks_fd, all_threads=True)
     # The supervisor decides when to exit. A handler, because child processes of a model would
     # inherit SIG_IGN.

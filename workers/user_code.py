@@ -71,11 +71,27 @@ def source_location(error: BaseException, folder: Path) -> str:
 
 
 def model_traceback(error: BaseException, folder: Path) -> str:
-    """Return the traceback of an exception without its last line and without the server's frames.
+    """Return the traceback of `format_error` without its last line, or "" if there is no frame."""
+    report = _model_report(error, folder)
+    if not report.stack:
+        return ""
+    lines = "".join(report.format()).splitlines()
+    last_lines = "".join(report.format_exception_only()).splitlines()
+    return "\n".join(lines[: -len(last_lines)])
 
-    Frames of the import system are left out, too. The folder of a model given by its file is a link
-    in the run directory: the user's own path is shown.
+
+def format_error(error: BaseException, folder: Path) -> str:
+    """Return an exception with its traceback, or "" if no frame is the model's.
+
+    The server's frames before the model's first one and those of the import system are left out.
+    The folder of a model given by its file is a link in the run directory: the user's own path is
+    shown.
     """
+    report = _model_report(error, folder)
+    return "".join(report.format()).rstrip("\n") if report.stack else ""
+
+
+def _model_report(error: BaseException, folder: Path) -> traceback.TracebackException:
     user_folder = _user_path(folder)
     report = traceback.TracebackException.from_exception(error)
     chained: traceback.TracebackException | None = report
@@ -85,11 +101,7 @@ def model_traceback(error: BaseException, folder: Path) -> str:
         for frame in chained.stack:
             frame.filename = frame.filename.replace(f"{folder}/", f"{user_folder}/")
         chained = chained.__cause__ or chained.__context__
-    if not report.stack:
-        return ""
-    lines = "".join(report.format()).splitlines()
-    last_lines = "".join(report.format_exception_only()).splitlines()
-    return "\n".join(lines[: -len(last_lines)])
+    return report
 
 
 def traceback_line(text: str, model: str, folder: Path) -> str:

@@ -131,9 +131,8 @@ class PaddedBatch:
         self._largest: Sequence[Shape] = ()
         self._rows = 0
         self._true_elements = [0] * len(self._pads)  # elements of each input that clients sent
-        self._elements_if_alone = [0] * len(
-            self._pads
-        )  # elements if each request were padded by itself
+        # Elements if each request were padded by itself.
+        self._elements_if_alone = [0] * len(self._pads)
 
     def may_join(self, key: bytes, units: int) -> bool:
         """Add a request to the batch if it may join.
@@ -158,10 +157,8 @@ class PaddedBatch:
             pairs = zip(self._largest, shapes, strict=True)
             largest = [tuple(map(max, first, second)) for first, second in pairs]
         rows = self._rows + units
-        true_elements, elements_if_alone = (
-            self._true_elements.copy(),
-            self._elements_if_alone.copy(),
-        )
+        true_elements = self._true_elements.copy()
+        elements_if_alone = self._elements_if_alone.copy()
         for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
             true_elements[index] += units * element_count(shape)
             elements_if_alone[index] += units * element_count(pad.padded_shape(shape) or shape)

@@ -44,11 +44,9 @@ def record(cls: type[T]) -> type[T]:
     compared_values: Callable[[Any], Any] = attrgetter(*compared_names) if compared_names else type
 
     def __eq__(self: Any, other: object) -> Any:
-        return (
-            compared_values(self) == compared_values(other)
-            if type(other) is record_class
-            else NotImplemented
-        )
+        if type(other) is not record_class:
+            return NotImplemented
+        return compared_values(self) == compared_values(other)
 
     def __hash__(self: Any) -> int:
         return hash(compared_values(self))
@@ -104,11 +102,9 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
         (member,) = (argument for argument in type_arguments if argument is not type(None))
         return decoder(member)
     if generic_type is tuple:
-        return (
-            partial(_decode_tuple, decoder(type_arguments[0]))
-            if type_arguments[-1] is Ellipsis
-            else tuple
-        )
+        if type_arguments[-1] is not Ellipsis:
+            return tuple
+        return partial(_decode_tuple, decoder(type_arguments[0]))
     if generic_type is dict:
         return partial(
             _decode_dict,

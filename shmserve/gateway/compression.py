@@ -78,11 +78,9 @@ class Inflater:
                 )
             yield piece
             member_ended = self._decompressor.eof
-            chunk = (
-                self._decompressor.unused_data
-                if member_ended
-                else self._decompressor.unconsumed_tail
-            )
+            chunk = self._decompressor.unconsumed_tail
+            if member_ended:
+                chunk = self._decompressor.unused_data
             # After a full piece, the stream may have buffered output.
             has_input = bool(chunk) or (not member_ended and len(piece) == _PIECE_BYTES)
 

@@ -151,11 +151,9 @@ class ClientIdentity:
         if rules.asks_for_tokens and not self.is_server_user and scope not in OPEN:
             header = headers.get(_AUTHORIZATION)
             if header is None or header != self._checked_header or rules is not self._checked_rules:
-                self._granted_scopes, self._checked_header, self._checked_rules = (
-                    rules.scopes(header),
-                    header,
-                    rules,
-                )
+                self._granted_scopes = rules.scopes(header)
+                self._checked_header = header
+                self._checked_rules = rules
             if (refusal := rules.refuse_scope(scope, self._granted_scopes)) is not None:
                 return refusal
         return rules.refuse_restricted(scope, headers) if rules.restrictions else None

@@ -156,8 +156,19 @@ class RegionReferences:
         region, span = write
         if region.written_ranges.add(span):
             self._writes.append(write)
-        else:
-            self._handle_overlap(region)
+            return
+        # Both requests succeed, but one of the clients reads the result of the other request.
+        if self._table.overlap == "error":
+            raise AlreadyExists(
+                f"an output in shared memory region '{region.name}' overlaps one of a request in "
+                "flight"
+            )
+        if not region.written_ranges.warned:
+            region.written_ranges.warned = True
+            logger.warning(
+                "requests in flight write to overlapping parts of shared memory region '%s'",
+                region.name,
+            )
 
     def as_template(self) -> ReferenceTemplate:
         """Return the references for later requests with the same header."""
@@ -189,20 +200,6 @@ class RegionReferences:
             uses.release()
             raise
         return uses
-
-    def _handle_overlap(self, region: GatewayRegion) -> None:
-        # Both requests succeed, but one of the clients reads the result of the other request.
-        if self._table.overlap == "error":
-            raise AlreadyExists(
-                f"an output in shared memory region '{region.name}' overlaps one of a request in "
-                "flight"
-            )
-        if not region.written_ranges.warned:
-            region.written_ranges.warned = True
-            logger.warning(
-                "requests in flight write to overlapping parts of shared memory region '%s'",
-                region.name,
-            )
 
     def release(self) -> None:
         """Release the references at the end of the request."""
@@ -246,9 +243,8 @@ class RegionTable:
         self._report = report
         self.version = 0  # a number that changes when a name is added or removed
         self.overlap = overlap
-        self._spans: dict[
-            int | bytes, WrittenRanges
-        ] = {}  # written ranges by the shared memory object
+        # The written ranges by the shared memory object.
+        self._spans: dict[int | bytes, WrittenRanges] = {}
         self._by_name: dict[str, GatewayRegion] = {}
         # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
         self._draining: dict[int, GatewayRegion] = {}
@@ -332,12 +328,12 @@ class RegionTable:
         Raises:
             NotFound: No region of this kind has the name; the message is Triton's.
         """
-        regions_by_name = self._listed_regions()
+        regions_by_name = {region.name: region for region in self._draining.values()}
+        regions_by_name |= self._by_name
         if not name:
-            regions = [regions_by_name[region_name] for region_name in sorted(regions_by_name)]
             return [
                 region
-                for region in regions
+                for _, region in sorted(regions_by_name.items())
                 if region.admits(peer) and (region.memory.cuda is not None) == cuda
             ]
         kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
@@ -351,13 +347,9 @@ class RegionTable:
             )
         return [region]
 
-    def _listed_regions(self) -> dict[str, GatewayRegion]:
-        """Return the regions by name, including those that only requests in flight use."""
-        return {**{region.name: region for region in self._draining.values()}, **self._by_name}
-
     def named_regions(self) -> Iterable[GatewayRegion]:
         """Return the regions that have a name, sorted by name."""
-        return [self._by_name[name] for name in sorted(self._by_name)]
+        return [region for _, region in sorted(self._by_name.items())]
 
     def unnamed_regions(self) -> Iterable[GatewayRegion]:
         """Return the regions that no request can name: withdrawn ones and local clients' memory."""
@@ -371,6 +363,7 @@ def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
         NotFound: A region belongs to another user.
     """
     for region in regions:
+        # `GatewayRegion.admits`, without a call for each region of each request.
         if peer.uid != EVERYONE and not region.owner.admits(peer):
             raise NotFound(
                 f"Unable to find shared memory region: '{region.name}' (it was registered by "

@@ -163,9 +163,8 @@ class _TensorMaker:
         """Return an input with generated content: zeros, or random numbers or letters."""
         tensor, shape = self.tensor(name), self.shape(name)
         is_zero = self.options.source == "zero"
-        dtype = NUMPY_DTYPES.get(
-            tensor.datatype, np.dtype(np.float32)
-        )  # BF16 is the upper half of FP32
+        # BF16 is the upper half of FP32.
+        dtype = NUMPY_DTYPES.get(tensor.datatype, np.dtype(np.float32))
         if tensor.datatype == "BYTES":
             length = 0 if is_zero else self.options.text_length
             letters = self.random.integers(97, 123, (element_count(shape), length), np.uint8)

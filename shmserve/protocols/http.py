@@ -209,6 +209,9 @@ class HttpTransport:
                     raise TransportError(message or f"{reply.status} {reply.reason}")
                 yield reply
         except (OSError, http.client.HTTPException) as error:
+            if type(error) is http.client.BadStatusLine:
+                problem = "the response is not HTTP/1.1 (gRPC needs --url grpc://HOST:PORT)"
+                raise TransportError(problem) from error
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise TransportError(f"no response: {reason}") from error
 
@@ -443,12 +446,10 @@ class HttpLane:
 
     def lost(self, reason: str) -> None:
         """Report the exchange in flight, if any, as failed."""
-        was_busy, self._is_busy, self._in_body, self._partial_data = (
-            self._is_busy,
-            False,
-            False,
-            b"",
-        )
+        was_busy = self._is_busy
+        self._is_busy = False
+        self._in_body = False
+        self._partial_data = b""
         if was_busy:
             self.observer.on_end(reason)
 

@@ -28,11 +28,9 @@ def create_transport(args: argparse.Namespace) -> Transport:
 def create_admin_transport(args: argparse.Namespace) -> AdminTransport:
     """Return the transport for all operations; raise InvalidArgument, or Disconnected."""
     client_credentials = read_credentials(args)
-    return (
-        connect_to(parse_address(args.url), client_credentials)
-        if args.url
-        else _discover_transport(args, client_credentials)
-    )
+    if args.url:
+        return connect_to(parse_address(args.url), client_credentials)
+    return _discover_transport(args, client_credentials)
 
 
 def _discover_transport(args: argparse.Namespace, credentials: Credentials) -> AdminTransport:

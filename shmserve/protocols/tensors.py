@@ -150,9 +150,8 @@ def _from_json(tensor: ModelTensor, value: Any) -> _Array:
 
 
 def _typed_array(tensor: ModelTensor, elements: list[Any]) -> _Array:
-    dtype = NUMPY_DTYPES.get(
-        tensor.datatype, np.dtype(np.float32)
-    )  # BF16 is the upper half of FP32
+    # BF16 is the upper half of FP32.
+    dtype = NUMPY_DTYPES.get(tensor.datatype, np.dtype(np.float32))
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         for element in elements:

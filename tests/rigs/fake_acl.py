@@ -128,8 +128,8 @@ class FakeAcl:
             self._objects[address] = buffer
         return address, error
 
-    def _memcpy(self, destination: int, room: int, source: int, size: int, kind: int) -> int:
-        assert size <= room and kind in (1, 2)
+    def _memcpy(self, destination: int, capacity: int, source: int, size: int, kind: int) -> int:
+        assert size <= capacity and kind in (1, 2)
         ctypes.memmove(destination, source, size)
         return self._call("rt.memcpy")
 

@@ -84,7 +84,7 @@ def _behaviour(random: Random) -> dict[str, Any]:
     return {
         "instances": random.randint(1, 3),
         "compute_us": (least, least * random.choice((2, 20, 100))),
-        "large": random.random() < 0.5,
+        "is_large": random.random() < 0.5,
         "errs": random.choice((0.0, 0.0, 0.05)),
         "arena_byte_size": random.choice((1 << 13, 1 << 20)),
     }
@@ -219,7 +219,7 @@ def generative(random: Random, name: str) -> Model:
     }
     behaviour = {
         **_behaviour(random),
-        "large": False,
+        "is_large": False,
         "compute_us": (20, random.choice((100, 900))),
     }
     return Model(name, _config(name, 0, **config), _limits(random), **behaviour)

@@ -62,13 +62,13 @@ class Request:
         have run.
         """
         model = self.model
-        lacking = model.skipped_steps(self.content)
-        if bool(outputs) == (len(model.steps) - 1 in lacking):
-            self.fail(f"has the outputs {outputs}, and no steps {lacking}")
-        for number in lacking if outputs else ():
+        skipped_steps = model.skipped_steps(self.content)
+        if bool(outputs) == (len(model.steps) - 1 in skipped_steps):
+            self.fail(f"has the outputs {outputs}, and no steps {skipped_steps}")
+        for number in skipped_steps if outputs else ():
             if b"|%s." % model.steps[number].name.encode() in outputs["OUT"]:
-                self.fail(f"has the outputs {outputs}, and no steps {lacking}")
-        if outputs and not lacking:
+                self.fail(f"has the outputs {outputs}, and no steps {skipped_steps}")
+        if outputs and not skipped_steps:
             for step in model.steps:
                 if b"|%s." % step.name.encode() not in outputs["OUT"]:
                     self.fail(f"has the outputs {outputs}, and all steps")

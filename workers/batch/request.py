@@ -9,33 +9,26 @@ Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema
-
-if TYPE_CHECKING:
-    import torch
-
-
-from collections.abc import Sequence
-
-from shmserve.errors import InvalidArgument
-from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.descriptors import unpack_range
-from shmserve.ipc.tensors.inference import TensorSchema, has_overlap
+from shmserve.ipc.tensors.descriptors import Range, unpack_range
+from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema, TensorSchema, has_overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.frames import MalformedMessage
+
+if TYPE_CHECKING:
+    import torch
 
 Array = np.ndarray[Any, Any]
 

@@ -51,10 +51,8 @@ class MetricsReports:
         self._link = link
         self._last_report: MetricsReported | None = None
         self._next_report_s = 0.0
-        self._tokens, self._refilled_s = (
-            float(_BURST_REPORTS),
-            0.0,
-        )  # tokens of the bucket, and the time of their last count
+        # Tokens of the bucket, and the time of their last count.
+        self._tokens, self._refilled_s = float(_BURST_REPORTS), 0.0
         self.timer = Timer(_REPORT_DELAY_NS, self._send)
 
     def report_change(self, immediately: bool) -> None:
@@ -369,9 +367,8 @@ class OutputStream:
         try:
             return client_error(self._writer.context, error, self.request.work)
         except BaseException as device_error:
-            self._writer.context.control.inbox.append(
-                device_error
-            )  # the loop then ends the process
+            # The loop then ends the process.
+            self._writer.context.control.inbox.append(device_error)
             self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")
 

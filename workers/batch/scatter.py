@@ -184,11 +184,9 @@ class Scatterer:
         budget = MAX_TRACED_CHARS - sum(map(len, spans))
         for tensor in tensors:
             output = tensor if isinstance(tensor, Output) else _as_output(tensor)
-            text = (
-                elements_as_text(tensor.datatype, _host_array(output))
-                if output.data.nbytes < budget
-                else ""
-            )
+            text = ""
+            if output.data.nbytes < budget:
+                text = elements_as_text(tensor.datatype, _host_array(output))
             text = text if len(text) < budget else ""
             budget -= len(text)
             shape = ",".join(map(str, tensor.shape))
@@ -300,11 +298,9 @@ class Scatterer:
         # A shape that does not match the model's side of the reshape is returned unchanged.
         dims = spec.reshape or ()
         batch_dim, item_shape = (shape[:1], shape[1:]) if self._batched else ((), shape)
-        return (
-            (*batch_dim, *reshape(item_shape, dims, spec.dims))
-            if shapes_match(dims, item_shape)
-            else shape
-        )
+        if shapes_match(dims, item_shape):
+            return (*batch_dim, *reshape(item_shape, dims, spec.dims))
+        return shape
 
     def _put(
         self,

@@ -128,9 +128,8 @@ class DeviceMemory:
     # The pointers and devices of the allocations to close.
     _unused: deque[tuple[int, int]] = field(default_factory=deque)
     written_devices: set[int] = field(default_factory=set)
-    _working_devices: set[int] = field(
-        default_factory=set
-    )  # devices that have worked at least once
+    # Devices that have worked at least once.
+    _working_devices: set[int] = field(default_factory=set)
     _loop_thread: int = field(default_factory=threading.get_ident)
     _open_lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -175,9 +175,8 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-_MIN_PARALLEL_BYTES = (
-    4 * 1024 * 1024
-)  # in bytes; for smaller copies a wake-up costs as much as it saves
+# In bytes; for smaller copies a wake-up costs as much as it saves.
+_MIN_PARALLEL_BYTES = 4 * 1024 * 1024
 _PIECE_BYTES = LARGE_COPY  # bytes; smaller pieces would be copied through the caches
 _MAX_HELPERS = 3
 

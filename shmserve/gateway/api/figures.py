@@ -62,11 +62,8 @@ class Figures:
         previous_reports = self._snapshots[-1][1] if self._snapshots else {}
         self._snapshots.append((now_s, by_version))
         for key, report in by_version.items():
-            if (
-                key in previous_reports
-                and (new_exits := report["workers_lost"] - previous_reports[key]["workers_lost"])
-                > 0
-            ):
+            new_exits = report["workers_lost"] - previous_reports.get(key, report)["workers_lost"]
+            if new_exits > 0:
                 self._exits.setdefault(key, deque()).append((now_s, new_exits))
         return {
             key: build_row(
@@ -160,16 +157,14 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
         for name in report
         if type(report[name]) is int
     }
-    batch_sizes, batch_counts = (
-        report["batch_size"],
-        _bucket_increases(report["batch_size"], earlier_report["batch_size"]),
-    )
+    batch_sizes, earlier_sizes = report["batch_size"], earlier_report["batch_size"]
+    batch_counts = _bucket_increases(batch_sizes, earlier_sizes)
     reasons = earlier_report["batches_closed"]
     closed = {key: count - reasons.get(key, 0) for key, count in report["batches_closed"].items()}
     figures: Row = {
-        "rate": _round_to_four_digits(increases["success"] / seconds),
-        "fail_rate": _round_to_four_digits(increases["fail"] / seconds),
-        "execution_rate": _round_to_four_digits(increases["execution_count"] / seconds),
+        "rate": _four_digits(increases["success"] / seconds),
+        "fail_rate": _four_digits(increases["fail"] / seconds),
+        "execution_rate": _four_digits(increases["execution_count"] / seconds),
         "closed": _without_zeros(closed),
         "sizes": _without_zeros(
             dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
@@ -178,13 +173,12 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
         "phases": _mean_phase_ms(increases),
     }
     if sum(batch_counts):
-        figures["batch"] = _round_to_four_digits(
-            (batch_sizes["sum"] - earlier_report["batch_size"]["sum"]) / sum(batch_counts)
+        figures["batch"] = _four_digits(
+            (batch_sizes["sum"] - earlier_sizes["sum"]) / sum(batch_counts)
         )
     if "generated" in report:
         figures |= {
-            name: _round_to_four_digits(increases[key] / seconds)
-            for name, key in _GENERATION_RATES.items()
+            name: _four_digits(increases[key] / seconds) for name, key in _GENERATION_RATES.items()
         }
         figures |= {
             name: _quantiles_ms(report[key], earlier_report[key])
@@ -198,9 +192,7 @@ def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     executed = increases["success"] - increases["cache_hit"]
     counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
-        phase.removeprefix("compute_"): _round_to_four_digits(
-            increases[f"{phase}_ns"] / count / 1e6
-        )
+        phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
         for phase, count in counts.items()
         if count > 0
     }
@@ -215,14 +207,14 @@ def _request_quantiles_ms(report: Report, earlier_report: Report) -> list[float]
     exact_us = dict(report["quantiles"].get("request", ()))
     quantiles_ms = [exact_us.get(quantile) for quantile in _QUANTILES]
     if None not in quantiles_ms:
-        return [_round_to_four_digits(value / 1000) for value in quantiles_ms if value is not None]
+        return [_four_digits(value / 1000) for value in quantiles_ms if value is not None]
     return _quantiles_ms(report["request_seconds"], earlier_report["request_seconds"])
 
 
 def _quantiles_ms(histogram: Report, earlier_histogram: Report) -> list[float]:
     counts = _bucket_increases(histogram, earlier_histogram)
     return [
-        _round_to_four_digits(quantile(fraction, histogram["buckets"], counts) * 1000)
+        _four_digits(quantile(fraction, histogram["buckets"], counts) * 1000)
         for fraction in _QUANTILES
         if sum(counts)
     ]
@@ -267,9 +259,7 @@ def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)
     if fail_rate:
         failed_share = fail_rate / (fail_rate + rate)
-        return _round_to_four_digits(
-            2000 + 100 * failed_share
-        ), f"{failed_share:.0%} of requests fail"
+        return _four_digits(2000 + 100 * failed_share), f"{failed_share:.0%} of requests fail"
     phases = recent.get("phases", {})
     delay_ms = report["queue_delay_ns"] / 1e6
     queue_ms = max(0.0, phases.get("queue", 0) - delay_ms)
@@ -277,7 +267,7 @@ def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     if queue_ms >= max(_LONG_QUEUE_MS, delay_ms / 2) and queue_ms > total_ms / 2:
         delay_text = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
         queue_text = f"{queue_ms:.3g} of {total_ms:.3g} ms in the queue{delay_text}"
-        return _round_to_four_digits(1000 + 100 * queue_ms / total_ms), queue_text
+        return _four_digits(1000 + 100 * queue_ms / total_ms), queue_text
     if recent and not rate and (inflight := figures["pending"] + figures["executing"]):
         return 1000, f"{inflight} requests in flight, but no responses"
     return max(recent.get("ms", ()), default=0), ""
@@ -287,5 +277,5 @@ def _without_zeros(counts: Mapping[Any, int]) -> dict[str, int]:
     return {str(name): count for name, count in counts.items() if count > 0}
 
 
-def _round_to_four_digits(number: float) -> float:
+def _four_digits(number: float) -> float:
     return float(f"{number:.4g}")

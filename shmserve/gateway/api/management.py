@@ -54,13 +54,8 @@ EXTENSIONS = (
 
 def check_not_exiting(gateway: Gateway) -> None:
     """Raise Unavailable if the server exits without a successor."""
-    if is_exiting(gateway):
+    if gateway.health.exiting:
         raise Unavailable("Server exiting")
-
-
-def is_exiting(gateway: Gateway) -> bool:
-    """Return whether the server exits without a successor."""
-    return gateway.health.exiting
 
 
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:

@@ -71,17 +71,8 @@ def register_system(
         pin_pages: Whether workers on CUDA devices pin the pages.
     """
     return gateway.supervisor.send_request(
-        *(
-            RegisterRegion,
-            name,
-            key,
-            offset,
-            byte_size,
-            peer.uid,
-            list(peer.groups),
-            is_leased,
-            pin_pages,
-        )
+        *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups)),
+        *(is_leased, pin_pages),
     )
 
 

@@ -36,7 +36,7 @@ _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 def serving_status(gateway: Gateway) -> HealthCheckResponse:
     """Return the server's status for grpc.health.v1; all services have the same status."""
-    ready = gateway.health.ready and not management.is_exiting(gateway)
+    ready = gateway.health.ready and not gateway.health.exiting
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
     )

@@ -441,10 +441,8 @@ class ConnectionLifetime:
     def _check_alive(self) -> None:
         """Send a ping if no frame was received since the last check."""
         http2, settings = self._connection.http2, self._settings
-        is_silent, self._checked_frames = (
-            http2.received_frames == self._checked_frames,
-            http2.received_frames,
-        )
+        is_silent = http2.received_frames == self._checked_frames
+        self._checked_frames = http2.received_frames
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if not is_silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return

@@ -360,11 +360,9 @@ class Inferences(ActiveCount):
             name, version = message.model_name, message.model_version
         else:
             model = raw_request.built_request.model
-            request, name, version = (
-                raw_request.built_request.infer_request,
-                model.name,
-                model.version,
-            )
+            request = raw_request.built_request.infer_request
+            name = model.name
+            version = model.version
         self.active += 1
         try:
             is_deadline = self.gateway.settings.request_timeout_is_deadline

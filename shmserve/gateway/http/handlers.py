@@ -28,6 +28,11 @@ from shmserve.logs import FORMATS, MAX_LOG_LEVEL
 _TEXT_HEADER = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 
+def _members(body: Any) -> dict[str, Any]:
+    """Return the members of a JSON object; other values have none, as in Triton."""
+    return body if type(body) is dict else {}
+
+
 async def get_live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2/health/live."""
     management.check_not_exiting(gateway)
@@ -122,8 +127,7 @@ async def handle_trace_settings(
     A POST applies all changes or none.
     """
     body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
-    members = body if type(body) is dict else {}
-    changes = {key: _trace_values(key, value) for key, value in members.items()}
+    changes = {key: _trace_values(key, value) for key, value in _members(body).items()}
     settings = await management.change_trace_settings(gateway, name or "", changes)
     response = {
         key: values if key == "trace_level" else values[0] for key, values in settings.items()
@@ -153,8 +157,7 @@ async def handle_log_settings(gateway: Gateway, request: HttpRequest) -> HttpRes
 
 
 def _read_log_changes(body: Any) -> dict[str, Any]:
-    names = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE)
-    members = body if type(body) is dict else {}
+    names, members = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE), _members(body)
     changes = {key: members[key] for key in names if members.get(key) is not None}
     for key, value in changes.items():
         if key == LOG_FILE:
@@ -175,7 +178,7 @@ async def post_index(
 ) -> HttpResponse:
     """Handle POST /v2/repository/index. Triton accepts the name of any repository here."""
     body = await read_json(gateway, request, parse=loads_members)
-    only_ready = body.get("ready", False) if type(body) is dict else False
+    only_ready = _members(body).get("ready", False)
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
     return json_response(await management.repository_index(gateway, only_ready=only_ready))
@@ -210,7 +213,7 @@ async def post_unload(
 
 
 def _read_parameters(body: Any) -> dict[str, Any]:
-    parameters = body.get("parameters", {}) if type(body) is dict else {}
+    parameters = _members(body).get("parameters", {})
     if type(parameters) is not dict:
         raise JsonFault("attempt to get members for non-object")
     return parameters
@@ -249,17 +252,16 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str | None
     peer = client.peer()
     memory_api.check_region_name(name)
     key, offset, size, is_leased, pin_pages = decode_registration(
-        await _read_registration(gateway, request)
+        _members(await read_json(gateway, request))
     )
     region = (name, key, offset, size)
     registration = memory_api.register_system(
         gateway, peer, *region, is_leased=is_leased, pin_pages=pin_pages
     )
-    await (
-        memory_api.await_leased_registration(gateway, client, registration)
-        if is_leased
-        else registration
-    )
+    if is_leased:
+        await memory_api.await_leased_registration(gateway, client, registration)
+    else:
+        await registration
     return HttpResponse()
 
 
@@ -286,11 +288,6 @@ def decode_registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool
     if type(pin_pages) is not bool:
         raise InvalidArgument("'pin' must be true or false")
     return key, offset, size, lifetime == "connection", pin_pages
-
-
-async def _read_registration(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
-    body = await read_json(gateway, request)
-    return body if type(body) is dict else {}
 
 
 def _require_member(body: dict[str, Any], field: str) -> Any:
@@ -331,7 +328,7 @@ async def post_register_cuda(
     if not name:
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
     peer = request.connection.client.peer()
-    body = await _read_registration(gateway, request)
+    body = _members(await read_json(gateway, request))
     raw_handle = _require_member(body, "raw_handle")
     encoded = _typed_member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
     byte_size = _typed_member(body, "byte_size", int)

@@ -120,9 +120,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # after bytes of two requests in one packet. The parser then receives all further bytes.
         self._missing_bytes = 0
         self._offers_upgrade = False  # whether the last request offers another protocol (`Upgrade`)
-        self._idle_start = (
-            loop.time()
-        )  # the end of the last request, or the start of the connection
+        # The end of the last request, or the start of the connection.
+        self._idle_start = loop.time()
         # --- back-pressure
         self.writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
@@ -247,13 +246,9 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._parser = self._new_parser()
         if self._ends_request and not (self._is_handling or self._messages):
             self._partial_head = b""
-        head = (
-            data
-            if is_between_requests
-            else None
-            if self._partial_head is None
-            else self._partial_head + data
-        )
+        head = data if is_between_requests else None
+        if self._partial_head is not None and not is_between_requests:
+            head = self._partial_head + data
         # An incomplete head does not end with an empty line.
         self._partial_head, self._ends_request = None, data.endswith(b"\r\n\r\n")
         try:

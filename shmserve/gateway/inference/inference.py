@@ -250,11 +250,9 @@ class UnaryInference(GatewayRequest):
             Internal: The response is malformed.
         """
         inferred = unpack_response(message.schema, message.data)
-        return (
-            inferred
-            if self.built_request.trace is None
-            else self.built_request.trace.explain(inferred)
-        )
+        if self.built_request.trace is None:
+            return inferred
+        return self.built_request.trace.explain(inferred)
 
     def cancel(self) -> None:
         """Cancel the request, since the client has disconnected."""

@@ -44,11 +44,8 @@ _OPTIMIZATION_FIELDS = (
 # The fields among these that a backend supports.
 _EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
 _BATCH_FIELDS = ("batch_input", "batch_output")
-_BATCH_BACKENDS = (
-    "pytorch",
-    "onnxruntime",
-    "native",
-)  # other backends receive the tensors of each request separately
+# Other backends receive the tensors of each request separately.
+_BATCH_BACKENDS = ("pytorch", "onnxruntime", "native")
 _TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations")
 # Parameters of Triton's backends for files that have an effect here; others cause a warning.
 _FILE_PARAMETERS = {

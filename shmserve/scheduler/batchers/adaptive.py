@@ -51,10 +51,8 @@ from shmserve.scheduler.settings import Batching
 _INITIAL_CREDIT, _MAX_CREDIT = 64.0, 24.0
 _CREDIT_PER_REQUEST = 0.002  # misses earned by each request in time
 
-_TRIAL_INTERVAL, _LEARNING_INTERVAL = (
-    16,
-    2,
-)  # batches between two trials of sizes: usually, and while learning
+# Batches between two trials of sizes: usually, and while learning.
+_TRIAL_INTERVAL, _LEARNING_INTERVAL = 16, 2
 LEARNING = 48  # batches during which new sizes are tried early
 _MIN_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
 
@@ -120,10 +118,8 @@ class WaitingChoice:
         self.waits = True
         self.waiting_clearly_pays = False  # whether waiting certainly has the lower latency
         self._waiting_is_better = True
-        self._other_interval, self._next_other_epoch = (
-            _INITIAL_OTHER_INTERVAL,
-            2 * _INITIAL_OTHER_INTERVAL,
-        )
+        self._other_interval = _INITIAL_OTHER_INTERVAL
+        self._next_other_epoch = 2 * _INITIAL_OTHER_INTERVAL
         self._mean_ns: dict[bool, float] = {}
         self._other_misses = 0  # misses in the last epoch that used the other choice
         self._epochs = 0
@@ -158,10 +154,8 @@ class WaitingChoice:
         with_ns, without_ns = self._mean_ns[True], self._mean_ns[False]
         waiting_is_better = with_ns < without_ns
         if waiting_is_better is not self._waiting_is_better:
-            self._waiting_is_better, self._other_interval = (
-                waiting_is_better,
-                _INITIAL_OTHER_INTERVAL,
-            )
+            self._waiting_is_better = waiting_is_better
+            self._other_interval = _INITIAL_OTHER_INTERVAL
             self._next_other_epoch = self._epochs + _INITIAL_OTHER_INTERVAL
         self.waits = waiting_is_better
         self.waiting_clearly_pays = with_ns < _CLEAR_RATIO * without_ns
@@ -334,10 +328,8 @@ class AdaptiveBatcher(Batcher):
         # A selected batch may not run yet, since the instance may still wait for its ticket. The
         # wait therefore ends when the first request is gone, not with the decision.
         if not any(request is self._first_request for request in head.requests):
-            self._first_request, self._wait_end_ns = (
-                head.requests[0],
-                now_ns + int(self._time.setup_ns),
-            )
+            self._first_request = head.requests[0]
+            self._wait_end_ns = now_ns + int(self._time.setup_ns)
         batch = closed_batch(head)
         if self._draining or not self._time.can_compare:
             return batch or Batch(len(head.requests), CloseReason.IDLE)
@@ -434,9 +426,8 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            is_overloaded = (
-                is_overloaded or load.is_steady
-            )  # Clients wait for responses, or the instance is full.
+            # Clients wait for responses, or the instance is full.
+            is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
             oldest_left_ns, spare_ns, row_ns, load.rows_per_ns, load.max_in_flight, is_overloaded
@@ -457,9 +448,8 @@ class AdaptiveBatcher(Batcher):
         The others run in a second batch. The result is 0 if two batches would not meet it either.
         """
         rows, oldest = 0, NEVER
-        prefixes: list[
-            tuple[int, int]
-        ] = []  # rows, and oldest enqueue time, of the first n requests
+        # Rows, and oldest enqueue time, of the first n requests.
+        prefixes: list[tuple[int, int]] = []
         for request in requests:
             rows, oldest = rows + request.units, min(oldest, request.enqueued_ns)
             prefixes.append((rows, oldest))

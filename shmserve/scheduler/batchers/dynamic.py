@@ -162,11 +162,9 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
 
     Visits at most one request more than fits a batch.
     """
-    largest_preferred, max_size, preferred = (
-        rules.largest_preferred,
-        rules.max_batch_size,
-        rules.preferred,
-    )
+    largest_preferred = rules.largest_preferred
+    max_size = rules.max_batch_size
+    preferred = rules.preferred
     requests: list[Pending] = []
     total = preferred_count = 0
     is_full = other_shape = False

@@ -19,18 +19,14 @@ _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
 _CHANGE_LENGTH = (
     8  # number of durations in a row that are a change of the level if all differ from it
 )
-_MIN_CHANGE, _MAX_DISAGREEMENT = (
-    1.5,
-    2.0,
-)  # minimum ratio of such a change; maximum ratio between such durations
+# Minimum ratio of such a change; maximum ratio between such durations.
+_MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal
 _SURE_ERRORS = 2.0  # standard errors by which a rate must be better
 _MIN_TRIAL_RATIO = 1.1  # minimum ratio of an untried size's possible rate to the best rate
-_ASSUMED_SPEEDUP, _ASSUMED_SLOWDOWN = (
-    4,
-    2,
-)  # assumed initial speed-up, and slow-down, of an untried smaller batch
+# Assumed initial speed-up, and slow-down, of an untried smaller batch.
+_ASSUMED_SPEEDUP, _ASSUMED_SLOWDOWN = 4, 2
 _MAX_TRIALS = 4  # executions after which trials of a size end
 _DISTURBANCE_INTERVAL = 16  # a busy machine disturbs one execution in this many
 
@@ -95,9 +91,8 @@ class SizeTimes:
         self._times = [0.0] * (self._last_index + 1)
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
-        self._shortest: dict[
-            int, float
-        ] = {}  # the shortest plausible duration of each observed size
+        # The shortest plausible duration of each observed size.
+        self._shortest: dict[int, float] = {}
         self._is_stale = False
         self._candidates: dict[int, tuple[int, float]] = {}
 
@@ -236,17 +231,13 @@ class SizeTimes:
                 time = min(shortest[lower], shortest[upper]) if lower else shortest[upper] / speedup
                 if _size(highest) > target_rate * time:
                     target_rate, candidate = _size(highest) / time, _middle(lower, highest)
-                    worst_duration = (
-                        max(times[lower], times[upper])
-                        if lower
-                        else times[upper] * _ASSUMED_SLOWDOWN
-                    )
+                    worst_duration = times[upper] * _ASSUMED_SLOWDOWN
+                    if lower:
+                        worst_duration = max(times[lower], times[upper])
             if upper > last_index:
                 break
-            lower, is_uncertain = (
-                upper,
-                self._sizes[upper].weight < _MAX_TRIALS and upper != best_index,
-            )
+            lower = upper
+            is_uncertain = self._sizes[upper].weight < _MAX_TRIALS and upper != best_index
             if is_uncertain and _size(upper) > target_rate * shortest[upper]:
                 target_rate = _size(upper) / shortest[upper]
                 candidate, worst_duration = _size(upper), times[upper]
@@ -273,10 +264,8 @@ class SizeTimes:
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # An interpolated rate gets no margin.
             if index > highest:
-                self._best_index[index], self._optimistic_index[index] = (
-                    best_index,
-                    optimistic_index,
-                )
+                self._best_index[index] = best_index
+                self._optimistic_index[index] = optimistic_index
                 continue
             if size is not None:
                 error /= size.weight

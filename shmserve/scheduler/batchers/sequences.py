@@ -57,9 +57,8 @@ class WaitingRequests:
     """
 
     def __init__(self) -> None:
-        self._runs: deque[OrderedDict[int, ScheduledRequest]] = (
-            deque()
-        )  # empty runs are possible only in the middle
+        # Empty runs are possible only in the middle.
+        self._runs: deque[OrderedDict[int, ScheduledRequest]] = deque()
         # The run of each request, by the request's key.
         self._run_of: dict[int, OrderedDict[int, ScheduledRequest]] = {}
 
@@ -326,9 +325,8 @@ class Sequences:
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale_slots = 0
         self.backlog = Backlog()
-        self._idle: OrderedDict[StatefulSequence, int] = (
-            OrderedDict()
-        )  # idle sequences in the order in which they became idle
+        # Idle sequences in the order in which they became idle.
+        self._idle: OrderedDict[StatefulSequence, int] = OrderedDict()
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost_ids: OrderedDict[int | str, None] = OrderedDict()
 

@@ -199,11 +199,9 @@ class StepMessages:
         # A client's memory must not keep an output, because the client may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_or_input
-        flags, number_id, text_id = (
-            client_request.flags,
-            client_request.correlation_id,
-            client_request.correlation_text,
-        )
+        flags = client_request.flags
+        number_id = client_request.correlation_id
+        text_id = client_request.correlation_text
         if override:
             correlation_id, flags = sequence_of(client_request, override)
             number_id, text_id = correlation_fields(correlation_id)

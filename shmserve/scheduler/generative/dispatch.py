@@ -113,9 +113,8 @@ class GenerativeDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._engines: dict[
-            bytes, Engine[AssignedRequest]
-        ] = {}  # engines by the address of their worker
+        # Engines by the address of their worker.
+        self._engines: dict[bytes, Engine[AssignedRequest]] = {}
         self._assigned: dict[int, AssignedRequest] = {}  # requests at instances by their key
         self._unassigned: list[AssignedRequest] = []
         self._numbers = itertools.count(1)

@@ -81,10 +81,8 @@ class Engine(Generic[T]):
         The pool must hold all sequences that must run together.
         """
         block_size = self.settings.block_size
-        shared_blocks, max_blocks = (
-            generation.shared // block_size,
-            -(-generation.max_computed // block_size),
-        )
+        shared_blocks = generation.shared // block_size
+        max_blocks = -(-generation.max_computed // block_size)
         preempted = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
         concurrent = 1 if preempted else min(generation.rows, seats)
@@ -495,11 +493,9 @@ class Engine(Generic[T]):
         # Otherwise the blocks must be computed again, too.
         if parent.status is SequenceStatus.RUNNING and has_seat:
             child.status = SequenceStatus.RUNNING
-            child.computed, child.sealed, child.sent_blocks = (
-                parent.computed,
-                parent.sealed,
-                parent.sent_blocks,
-            )
+            child.computed = parent.computed
+            child.sealed = parent.sealed
+            child.sent_blocks = parent.sent_blocks
             child.table = parent.table[:]
             self.pool.share(child.table)
         self._enter(

@@ -46,12 +46,10 @@ class BlockPool:
     def __init__(self, count: int) -> None:
         self.count = count
         self.references = [0] * count
-        self._length_by_start: dict[int, int] = (
-            {0: count} if count else {}
-        )  # free extents by their starts
-        self._start_by_end: dict[int, int] = (
-            {count - 1: 0} if count else {}
-        )  # free extents by their ends
+        # Free extents by their starts.
+        self._length_by_start: dict[int, int] = {0: count} if count else {}
+        # Free extents by their ends.
+        self._start_by_end: dict[int, int] = {count - 1: 0} if count else {}
         self._free = count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}

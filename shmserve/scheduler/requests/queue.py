@@ -413,11 +413,9 @@ def expired_text(message: Submit, arrived_ns: int, deadline_ns: int) -> str:
 
     The text contains the origin of the deadline.
     """
-    origin = (
-        (message.deadline_origin or "the caller")
-        if deadline_ns == message.deadline_ns
-        else _TIMEOUT_ORIGIN
-    )
+    origin = _TIMEOUT_ORIGIN
+    if deadline_ns == message.deadline_ns:
+        origin = message.deadline_origin or "the caller"
     timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
     return _EXPIRED_TEXT.format(us=timeout_us, where="", origin=origin)
 

@@ -275,10 +275,8 @@ class Instances:
             ShmserveError: The load failed.
             Unavailable: The worker died.
         """
-        child, problem = (
-            instance.child,
-            f"the process of instance '{instance.name}' ended while loading",
-        )
+        child = instance.child
+        problem = f"the process of instance '{instance.name}' ended while loading"
         assert child is not None
         receiving = asyncio.ensure_future(instance.inbox.get())
         try:

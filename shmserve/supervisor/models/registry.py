@@ -54,7 +54,7 @@ class ModelRegistry:
         pairs = [
             [name, version]
             for name, summary in sorted(self._summaries.items())
-            for version in summary.failed
+            for version in sorted(summary.problems)
         ]
         return LoadsFailed(pairs, self.failed_loads)
 
@@ -113,11 +113,9 @@ class ModelRegistry:
     def readiness_pids(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
         model_version = self.serving(name, version)
-        return (
-            model_version.instances.readiness_pids()
-            if model_version is not None and model_version.ready
-            else []
-        )
+        if model_version is None or not model_version.ready:
+            return []
+        return model_version.instances.readiness_pids()
 
     def publish_counters(self) -> None:
         """Publish the counters of every serving version as events."""
@@ -180,12 +178,12 @@ class ModelRegistry:
             steps: The models that it would need.
             unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
-        loaded_steps = {entry: model.possible_steps for entry, model in self.models.items()}
 
         def visit(ensemble: str, path: list[str]) -> list[str]:
             if ensemble in path:
                 return [*path[path.index(ensemble) :], ensemble]
-            known_steps = loaded_steps.get(ensemble) or unloaded_steps.get(ensemble, [])
+            loaded_steps = self.models[ensemble].possible_steps if ensemble in self.models else []
+            known_steps = loaded_steps or unloaded_steps.get(ensemble, [])
             next_steps = known_steps if path else steps
             return next(filter(None, (visit(step, [*path, ensemble]) for step in next_steps)), [])
 
@@ -199,9 +197,10 @@ class ModelRegistry:
             shares_hosts: Whether connected ensembles and steps share a process; otherwise the
                 model has a process of its own.
         """
-        step_models = {entry: model.needed_steps for entry, model in self.models.items()}
+        models = self.models.items()
+        step_models = {entry: steps for entry, model in models if (steps := model.needed_steps)}
         names = _connected_models(step_models, name) if shares_hosts else {name}
-        ensembles = {member for member in names if step_models.get(member)}
+        ensembles = names & step_models.keys()
         outermost = sorted(ensembles.difference(*(step_models[ens] for ens in ensembles)))
         title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
         return Group(title, frozenset(names))
@@ -280,21 +279,49 @@ class ModelSummary(NamedTuple):
 
     Attributes:
         states: The status of each version.
-        is_ready: Whether every version that should serve is ready.
-        failed: The versions that should serve and do not, in order.
-        progress: The progress of the load; empty if the model is not loaded at the start.
+        is_ready: Whether every version that should serve is ready; models on demand always are.
+        problems: The reasons why versions that should serve do not, by number.
+        progress: The progress of a load at the start: "loading", "ready", or "failed" with the
+            unlogged reason; empty if the model is not loaded at the start.
     """
 
     states: dict[str, Status]
     is_ready: bool
-    failed: list[str]
+    problems: dict[str, str]
     progress: str
 
     @classmethod
     def of(cls, model: ModelEntry) -> Self:
         """Return the summary of a model in its current state."""
-        text = progress(model) if model.is_expected else ""
-        return cls(statuses(model), is_ready(model), sorted(problems_of(model)), text)
+
+        def should_serve(number: str) -> bool:
+            return number in model.serving or model.outcomes[number].is_failure
+
+        states = statuses(model)
+        is_ready = model.on_demand or not any(
+            status.state is ModelState.LOADING
+            or (status.state is ModelState.UNAVAILABLE and should_serve(number))
+            for number, status in states.items()
+        )
+        problems = {
+            number: status.reason
+            for number, status in states.items()
+            if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
+        }
+        progress = "ready" if model.serving and is_ready else "loading"
+        if problems:
+            progress = _failure_text(model, problems)
+        return cls(states, is_ready, problems, progress if model.is_expected else "")
+
+
+def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
+    logged = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
+    reasons = [
+        f"version {number}: {reason}" if number else reason.rstrip("; \n")
+        for number, reason in problems.items()
+        if number not in logged
+    ]
+    return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 
 _UNLOADED_STATUS = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
@@ -325,42 +352,6 @@ def _status_of(version: ModelVersion) -> Status:
     if version.problem:
         return Status(ModelState.UNAVAILABLE, version.problem)
     return Status(ModelState.READY) if version.ready else Status(ModelState.LOADING, _RESTARTING)
-
-
-def is_ready(model: ModelEntry) -> bool:
-    """Check whether every version that should serve is ready; models on demand always are."""
-
-    def should_serve(number: str) -> bool:
-        return number in model.serving or model.outcomes[number].is_failure
-
-    return model.on_demand or not any(
-        status.state is ModelState.LOADING
-        or (status.state is ModelState.UNAVAILABLE and should_serve(number))
-        for number, status in statuses(model).items()
-    )
-
-
-def problems_of(model: ModelEntry) -> dict[str, str]:
-    """Return the reasons why versions that should serve do not, by number."""
-    return {
-        number: status.reason
-        for number, status in statuses(model).items()
-        if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
-    }
-
-
-def progress(model: ModelEntry) -> str:
-    """Return the progress of a load: "loading", "ready", or "failed" with the unlogged reason."""
-    problems = problems_of(model)
-    if problems:
-        logged = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-        reasons = [
-            f"version {number}: {reason}" if number else reason.rstrip("; \n")
-            for number, reason in problems.items()
-            if number not in logged
-        ]
-        return f"failed: {'; '.join(reasons)}" if reasons else "failed"
-    return "ready" if model.serving and is_ready(model) else "loading"
 
 
 def index_rows(

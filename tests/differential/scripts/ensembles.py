@@ -15,7 +15,9 @@ RETURN_NOTHING = "return self.response()"
 FAILURE_COUNT = [
     Known("statistics.*", "a request that fails counts in fail, and once in an ensemble's")
 ]
-FLAGS = [Known("responses.e.parameters", "a response without outputs has its sequence, too")]
+SEQUENCE_PARAMETERS = [
+    Known("responses.e.parameters", "a response without outputs has its sequence, too")
+]
 FINAL_RESPONSE = [
     Known("responses.r1", "its end is told by itself; Triton's may come with a response")
 ]
@@ -203,7 +205,7 @@ SCRIPTS = [
         RETURN_INCREMENT,
         RETURN_NOTHING,
         Send("e", "no_output_made", 1),
-        known_differences=FLAGS,
+        known_differences=SEQUENCE_PARAMETERS,
     ),
     two_step_ensemble(
         "flags_are_forwarded",

@@ -77,7 +77,7 @@ def direct_one_instance() -> Script:
     return scene(name, [*steps, Release("1b"), Drain()])
 
 
-def direct_lone() -> Script:
+def direct_single_requests() -> Script:
     """A lone first request of an instance whose other slot never had a sequence: one row."""
     name = "direct_lone"
     return scene(name, [SequenceRequests(name)(1, start=True), Drain()], instances=2)
@@ -235,7 +235,7 @@ UNBATCHED_INPUT = '{ name: "INPUT0" data_type: TYPE_INT32 dims: [ -1, -1 ] }'
 SCRIPTS = [
     direct_two_instances(),
     direct_one_instance(),
-    direct_lone(),
+    direct_single_requests(),
     direct_lone_beside_idle(),
     oldest(),
     whole_and_restarted("restarted_direct", DIRECT_STRATEGY),

@@ -96,7 +96,7 @@ def sockets(server: Server) -> list[Path]:
 
 
 @pytest.mark.parametrize("garbage", [b"x", b"[]", b"7", b"[1, 2]", b"[" * 60_000])
-def test_at_the_handover(server: Server, garbage: bytes) -> None:
+def test_garbage_at_the_handover(server: Server, garbage: bytes) -> None:
     """A client that is no server takes over nothing, and does not prevent a take-over."""
     with scene(server) as stage:
         for _ in range(2):

@@ -153,7 +153,7 @@ def test_missing_devices(client: shmserve.client.Server) -> None:
         client.allocate({"x": ((1 << 40,), "FP32")}, device="cuda:0")
 
 
-def test_released_in_flight(server: Server, client: shmserve.client.Server) -> None:
+def test_a_region_released_in_flight(server: Server, client: shmserve.client.Server) -> None:
     region = client.allocate(forms(), device="cuda:0")
     region["x"].fill(1)
     y = region["y"].torch()

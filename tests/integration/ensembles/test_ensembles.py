@@ -46,7 +46,7 @@ def test_two_sequential_steps(server: Server, size: int) -> None:
     assert (infer(server, "two", IN=values).as_numpy("OUT") == (values + 1) * 2).all()
 
 
-def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
+def test_tensors_of_fixed_shapes_are_in_the_ensembles_memory(server: Server) -> None:
     assert "3 tensors of fixed shapes between steps: 7.2 MB per request" in server.log()
     values = np.arange(LARGE, dtype=np.float32)[None]
     for _ in range(100):  # a leak of 3.6 MB per request would fill the arena
@@ -93,7 +93,7 @@ def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
     assert http.infer("pruned", {"inputs": tensors}).status == 500
 
 
-def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:
+def test_batch_dimensions_are_added_and_removed(server: Server) -> None:
     """A leading 1 is added or removed between models with and without batching."""
     assert outputs(server, "into_batch", IN=floats(1, 2)) == {"OUT": [4, 6]}
     assert outputs(server, "out_of_batch", IN=floats(1, 2)[None]) == {"OUT": [[3, 4]]}

@@ -136,7 +136,7 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not
     assert asking_clients.wrong_responses == []
 
 
-def test_components_that_an_ensemble_connects_become_one(server: Server) -> None:
+def test_models_that_an_ensemble_connects_share_a_process(server: Server) -> None:
     server.load("first")
     server.load("third")
     assert schedulers(server) == ["ensemble first", "ensemble third"]

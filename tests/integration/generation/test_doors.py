@@ -127,7 +127,7 @@ def test_other_clients_faults_change_no_tokens(
     )
 
 
-def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
+def test_a_stream_contains_the_whole_text(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
     unary = client.completions.create(**request)
     events = list(

@@ -414,7 +414,7 @@ def test_an_open_sequence_ends_in_its_stream_and_the_channel_finds_the_next_serv
 
 
 def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys: Path) -> None:
-    cert, key = (f"--grpc-server-{end}={keys}/server" for end in ("cert", "key"))
+    cert, key = (f"--grpc-server-{kind}={keys}/server" for kind in ("cert", "key"))
     trusted = ssl.create_default_context(cafile=str(keys / "ca.pem"))
     trusted.set_alpn_protocols(["h2"])
     with (

@@ -75,7 +75,7 @@ def test_an_error_is_a_response(server: Server) -> None:
     ]
 
 
-def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
+def test_an_error_of_a_model_is_a_response(server: Server) -> None:
     """The error names the request and is its final response, as in Triton."""
     with stub(server) as call:
         requests = [crime("error", "a"), crime("ok", "b")]

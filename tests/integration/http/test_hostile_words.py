@@ -81,7 +81,7 @@ def request_body(**members: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
-def test_in_the_json_of_a_request(http: Http, word: str) -> None:
+def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
     first_input, second_input = request_body()["inputs"]
     reply = http.infer("simple", request_body(id=word)).ok()
     assert reply.json()["id"] == word
@@ -114,7 +114,7 @@ def test_hostile_text_in_outputs_and_errors_of_a_model(
 
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])
-def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
+def test_hostile_bytes_that_are_not_text(server: Server, request_id: str) -> None:
     """The model writes half a character to stderr. The log shows it escaped, and no worker
     exits.
     """
@@ -126,7 +126,7 @@ def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
     assert (status, text.endswith(r": a\udcffb")) == ("INTERNAL", True), text
 
 
-def test_in_paths(http: Http) -> None:
+def test_hostile_words_in_paths(http: Http) -> None:
     word = quote(SHORT_WORD, safe="")
     for method, path in (
         ("GET", f"/{word}"),
@@ -147,7 +147,7 @@ def test_in_paths(http: Http) -> None:
 
 
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
-def test_in_requests_to_the_control_plane(http: Http, word: str) -> None:
+def test_hostile_words_in_requests_to_the_control_plane(http: Http, word: str) -> None:
     encoded = base64.b64encode(b"x").decode()
     path = "/v2/repository/models/simple/load"
     region = "/v2/systemsharedmemory/region/r/register"
@@ -166,7 +166,7 @@ def test_in_requests_to_the_control_plane(http: Http, word: str) -> None:
     http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
 
-def test_in_headers_and_malformed_requests(server: Server) -> None:
+def test_hostile_words_in_headers_and_malformed_requests(server: Server) -> None:
     start = b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     for text in (
         b"\x1b[31m" + FORGED_LINE.encode() + b"\r\n\r\n",
@@ -209,7 +209,7 @@ def test_over_grpc(server: Server, word: str) -> None:
 
 
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD[: 1 << 18]], ids=["short", "long"])
-def test_over_the_native_listener(server: Server, word: str) -> None:
+def test_hostile_words_over_the_native_listener(server: Server, word: str) -> None:
     input_refs = (TensorRef("INPUT0", "INT32", (1, 16), ONES.tobytes()),)
     with contextlib.closing(Guest(server).hello()) as local_client:
         link = local_client.link("simple")

@@ -211,7 +211,9 @@ def test_a_request_and_its_responses_in_one_region(client: shmserve.client.Serve
             assert n == 49
 
 
-def test_an_error_in_a_region_does_not_hold_up_the_next(client: shmserve.client.Server) -> None:
+def test_an_error_in_a_region_does_not_delay_the_next_request(
+    client: shmserve.client.Server,
+) -> None:
     with client.allocate({"OUT": ((1,), "INT32")}) as region:
         steps = [b"1", b"error two", b"error three", b"4"]
         stream = client.stream("steps", {"STEPS": steps}, outputs=region)

@@ -28,7 +28,7 @@ def gated_request(value: int, region: str, output_offset: int) -> dict[str, Any]
     return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
 
 
-def test_two_requests_that_write_to_one_place(server: Server) -> None:
+def test_two_requests_that_write_to_the_same_range(server: Server) -> None:
     """Both requests succeed, the last result remains, and the log contains a warning."""
     with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("twice", shared_object.key, 4096).ok()

@@ -182,7 +182,7 @@ def test_outside_of_a_region(
     assert infer_in_region(http, "r").status == 200
 
 
-def test_a_size_that_is_not_the_shapes(http: Http, region: SharedObject) -> None:
+def test_a_byte_size_that_differs_from_the_shape(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
     for size in (SIZE - 4, SIZE + 4, 0):
         reply = http.infer("identity", {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", size)]})
@@ -255,7 +255,7 @@ def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) ->
         (None, 0),
     ],
 )
-def test_sizes_that_are_refused(
+def test_refused_byte_sizes(
     http: Http, region: SharedObject, byte_size: object, offset: object
 ) -> None:
     reply = http.register("r", region.key, byte_size, offset)

@@ -77,7 +77,7 @@ def test_requests_are_never_split(queue: Callable[[str], Queue]) -> None:
     assert held_calls.batches(4) == [[1, 2], [3], [4], [5]]
 
 
-def test_shapes_part_batches(queue: Callable[[str], Queue]) -> None:
+def test_different_shapes_are_in_different_batches(queue: Callable[[str], Queue]) -> None:
     held_calls = queue("eager")
     for value, columns in ((1, 5), (2, 5), (3, 6), (4, 5)):
         held_calls.add(value, 1, columns)
@@ -108,7 +108,7 @@ def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     held_calls.holder.release()
 
 
-def test_the_delay_gathers(server: Server, pool: RequestPool) -> None:
+def test_the_queue_delay_gathers_requests(server: Server, pool: RequestPool) -> None:
     start_s = time.monotonic()
     answers = [pool.number("patient", value) for value in (1, 2, 3)]
     visit = server.gate.next()

@@ -353,7 +353,7 @@ except asyncio.CancelledError:
     until("the model sees it", path.exists)
 
 
-def test_many_at_once_from_a_coroutine(http: Http) -> None:
+def test_many_concurrent_calls_from_a_coroutine(http: Http) -> None:
     code = """
 iterators = await asyncio.gather(*(call().async_exec(decoupled=True) for _ in range(10)))
 for iterator in iterators:

@@ -50,7 +50,7 @@ def state(http: Http) -> tuple[Any, ...]:
     )
 
 
-def test_a_model_at_every_socket(server: Server) -> None:
+def test_a_hostile_model_is_refused_at_every_socket(server: Server) -> None:
     """With its own identity it is accepted only as a worker of its own model."""
     with server.http() as http, SharedObject(4096) as shared_object:
         http.register("kept", shared_object.key, 4096).ok()

@@ -85,7 +85,7 @@ def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     assert [int(result.as_numpy("OUT")[0]) for result in responses] == list(range(1000))
 
 
-def test_a_stream_that_is_left_cancels(server: Server) -> None:
+def test_leaving_a_stream_cancels_its_request(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))

@@ -66,7 +66,7 @@ def sums_of_replies(*replies: Future[Reply]) -> list[int]:
     return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
 
 
-def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) -> None:
+def test_direct_strategy_with_two_instances_of_two_slots(server: Server, pool: RequestPool) -> None:
     """The ids of sequences 0 to 5 are 1 to 6."""
     send_step, gate = step_sender(pool, "pair"), server.gate
     first_replies = [send_step(1, start=True)]
@@ -124,7 +124,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
     assert gate.is_idle()
 
 
-def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
+def test_direct_strategy_with_one_instance(server: Server, pool: RequestPool) -> None:
     """A lone first request runs at once.
 
     Then the instance is idle, and the next request of slot 0 and the first of slot 1 run as one
@@ -154,7 +154,9 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     assert sums_of_replies(*replies) == [3, 1]
 
 
-def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: RequestPool) -> None:
+def test_direct_strategy_with_requests_beside_an_idle_sequence(
+    server: Server, pool: RequestPool
+) -> None:
     """Both slots have had a request.
 
     A lone request in slot 0 is one row, without a row for the idle slot 1, even if it starts
@@ -184,7 +186,9 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
         controls_of(sequence, end=True)
 
 
-def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: RequestPool) -> None:
+def test_oldest_strategy_with_four_candidates_and_batches_of_two(
+    server: Server, pool: RequestPool
+) -> None:
     """The ids of sequences A to D are 1 to 4. Sequence 5 waits until one of them ends."""
     send_step, gate = step_sender(pool, "oldest"), server.gate
     replies = [send_step(1, start=True)]

@@ -171,7 +171,7 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
     until("it is gone", lambda: server.metric("shmserve_shm_unnamed_regions") == 0)
 
 
-def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> None:
+def test_a_region_that_killed_a_worker(server: Server, events: EventReader) -> None:
     with SharedObject(8192) as shared_object, server.http() as http:
         http.register("b", shared_object.key, 8192).ok()
         shared_object.truncate(0)

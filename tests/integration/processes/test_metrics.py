@@ -48,7 +48,7 @@ def stats(http: Http, model: str) -> dict:
     return dict(entry)
 
 
-def test_everything_exists_at_zero(metrics_server: Server) -> None:
+def test_every_metric_exists_with_the_value_zero(metrics_server: Server) -> None:
     for name in COUNTERS:
         samples = metrics_server.samples(name)
         assert all(labels["version"] == "1" for labels, _ in samples), name

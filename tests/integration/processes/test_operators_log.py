@@ -116,6 +116,21 @@ def test_a_class_that_fails_to_load_is_reported_once_with_its_path(tmp_path: Pat
     assert "workers/" not in log
 
 
+def test_an_exception_of_predict_is_logged_with_the_frames_of_the_class(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    text = BAD_MODEL.replace("        read()", "        pass").replace("return x", "read()")
+    file.write_text(f"import numpy as np\nfrom shmserve.model import FP32\n{text}")
+    with running([], f"{file}:Bad") as server:
+        server.wait_ready()
+        with shmserve.client.connect(server.run_dir) as client, pytest.raises(Internal):
+            client.infer("bad", x=[[1.0]])
+        server.wait_log("RuntimeError: no weights\n")
+        log = server.log()
+    assert f'    File "{file}", line 12, in predict' in log and f'"{file}", line 5, in read' in log
+    assert "model 'bad' failed\n    Traceback (most recent call last):\n" in log
+    assert "workers/" not in log
+
+
 def test_an_invalid_class_is_reported_with_its_path(tmp_path: Path) -> None:
     file = tmp_path / "wrong.py"
     file.write_text("class Wrong:\n    max_batch_size = '8'\n    def predict(self, x): ...\n")

@@ -46,7 +46,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, "--gateways=2")
 
 
-def test_workers_end_first_where_memory_is_short(server: Server) -> None:
+def test_workers_are_killed_first_when_memory_is_short(server: Server) -> None:
     def score(title: str) -> int:
         return int(Path(f"/proc/{server.find_one(title).pid}/oom_score_adj").read_text())
 

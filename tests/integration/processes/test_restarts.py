@@ -87,7 +87,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals) -> None:
+def test_restarts_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals) -> None:
     with (
         socket.create_server(("127.0.0.1", 0), backlog=100) as http,
         socket.create_server(("127.0.0.1", 0), backlog=100) as grpc,
@@ -168,7 +168,7 @@ StandardError=append:/var/lib/log
 """
 
 
-def test_by_a_real_systemd(systemd: Systemd) -> None:
+def test_restarts_by_a_real_systemd(systemd: Systemd) -> None:
     hidden_folders = ("/home", "/root", "/tmp")
     if any(
         Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders

@@ -2,9 +2,11 @@
 
 import json
 import math
+import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, cast
@@ -392,3 +394,20 @@ def test_a_file_that_is_no_image_and_a_host_without_pillow(
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InvalidArgument, match="pip install pillow"):
         encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load_value("X", f"@{file}"))
+
+
+def test_a_port_of_grpc_is_no_port_of_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def respond() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0\x40\0")
+                connection.recv(1 << 16)
+
+        done = pool.submit(respond)
+        listener.settimeout(10)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert client.run(["models", f"--url={address}"]) == 1
+        done.result()
+    assert "is not HTTP/1.1 (gRPC needs --url grpc://" in capsys.readouterr().err

@@ -675,12 +675,12 @@ def test_a_write_before_an_exception_is_detected(worker: Rig) -> None:
     )
     serve(worker, vectors({"x": 1}, {"y": 1}))
     region = Region(4096)
-    changed_regions = []
+    was_changed = []
     for value in (0, -9, -9):
         memory_range = region.write(0, data := np.full((1, 1), value, F32))
         worker.batch(inference(tensor("x", data, memory_range)))
-        changed_regions.append(region.read(0, 4) != data.tobytes())
-    assert changed_regions == [
+        was_changed.append(region.read(0, 4) != data.tobytes())
+    assert was_changed == [
         False,
         True,
         False,

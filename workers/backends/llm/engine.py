@@ -29,7 +29,7 @@ from shmserve.workers.backends.llm.sampler import (
 from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
 from shmserve.workers.backends.llm.speculation import Proposer
 
-NO_ALLOWED_TOKEN = "response_format: the other parameters forbid all tokens that the grammar allows"
+_NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that the grammar allows"
 
 
 class SequenceOutput(NamedTuple):
@@ -150,7 +150,8 @@ class WorkerEngine:
             masks: list[torch.Tensor] = []
             if row.samples and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
-                error = matcher_error(sequence.matcher)
+                name = sequence.prompt.parameters.grammar_name
+                error = matcher_error(sequence.matcher, name)
                 if error is not None:
                     self.fail({sequence.prompt.key}, error)
                     del self._sequences[row.sequence]  # `step` reports the sequence as skipped
@@ -236,7 +237,8 @@ class WorkerEngine:
             matcher.consume_tokens(tokens[:-1] if finish_reason else tokens)
             ended = finish_reason == "stop" and tokens[-1] in prompt.end_tokens
             if ended and not matcher.is_accepting():
-                self.fail({prompt.key}, InvalidArgument(NO_ALLOWED_TOKEN))
+                name = prompt.parameters.grammar_name
+                self.fail({prompt.key}, InvalidArgument(f"{name}: {_NO_ALLOWED_TOKEN}"))
         scores: list[TokenLogprobs] = []
         if raw_logits is not None and prompt.parameters.logprobs >= 0:
             rows = raw_logits[check.first_row : check.first_row + len(tokens)]

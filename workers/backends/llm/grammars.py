@@ -17,6 +17,8 @@ import torch
 from shmserve.errors import InvalidArgument, clip
 from shmserve.workers.backends.llm.token_texts import TokenTexts
 
+NO_FORCING = '%llguidance {"no_forcing": true}'  # the model selects the tokenization
+
 
 class Grammars:
     """A factory of grammar matchers for one tokenizer.
@@ -28,7 +30,7 @@ class Grammars:
     def __init__(self, texts: TokenTexts, vocabulary: int, end_tokens: tuple[int, ...]) -> None:
         import llguidance
 
-        self._end_tokens, self._tokenizer = end_tokens, None
+        self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
         # The library's type hints lack the list of end tokens.
         wrapped: Any = llguidance.LLTokenizer
         settings = {"n_vocab": vocabulary, "eos_token": [*end_tokens]}
@@ -38,8 +40,12 @@ class Grammars:
             self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
         except ValueError:  # the library does not support the tokenizer's decoder
             self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, end_tokens), **settings)
+            # The tokens of a text may have other bytes than the text, so it cannot be forced.
+            self._default_message = f"{NO_FORCING}\nstart: @body"
 
-    def matcher(self, grammar: tuple[str, str], message_grammar: str = "", name: str = "") -> Any:
+    def matcher(
+        self, grammar: tuple[str, str], message_grammar: str = "", name: str = "tools"
+    ) -> Any:
         """Return a new matcher of a grammar.
 
         Args:
@@ -54,7 +60,7 @@ class Grammars:
 
         kind, text = grammar
         if not self._end_tokens:
-            raise InvalidArgument("response_format: the model has no end-of-text token")
+            raise InvalidArgument(f"{name}: the model has no end-of-text token")
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _compile_json_schema,
@@ -63,14 +69,15 @@ class Grammars:
         }
         try:
             body = compilers[kind](text) if kind else ""
-            new_matcher = matcher(self._tokenizer, _with_body(message_grammar, body))
+            message = message_grammar or self._default_message
+            new_matcher = matcher(self._tokenizer, _with_body(message, body))
             if not new_matcher.get_error():
                 new_matcher.compute_bitmask()  # raises for grammars that allow no text
             error = new_matcher.get_error() or _list_unsupported(new_matcher.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
-            raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_shorten(error)}")
+            raise InvalidArgument(f"{name}: cannot be compiled: {_shorten(error)}")
         return new_matcher
 
 
@@ -86,8 +93,9 @@ class _TokenBytes:
         self.special_token_ids = sorted(texts.special)
         self._tokenizer = texts.tokenizer
 
-    def __call__(self, data: bytes) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(data.decode(), add_special_tokens=False).ids
+    def __call__(self, data: bytes | str) -> list[int]:
+        text = data if isinstance(data, str) else data.decode()
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
 
@@ -140,13 +148,11 @@ def _shorten(error: str) -> str:
     return "it matches no text" if first_line.startswith("NoExtension") else clip(first_line, 200)
 
 
-def matcher_error(matcher: Any) -> InvalidArgument | None:
-    """Return the error of a matcher that has failed, or None."""
+def matcher_error(matcher: Any, name: str) -> InvalidArgument | None:
+    """Return the error of a matcher that has failed, or None; `name` is the request's parameter."""
     if not matcher.is_error():
         return None
-    return InvalidArgument(
-        f"response_format: the grammar has failed: {_shorten(matcher.get_error())}"
-    )
+    return InvalidArgument(f"{name}: the grammar has failed: {_shorten(matcher.get_error())}")
 
 
 def _compile_lark(text: str) -> Any:

@@ -90,7 +90,7 @@ class GenerationParameters:
         forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
-        grammar_name: The parameter that contains the grammar, for messages.
+        grammar_name: The parameter that contains the grammar, for messages; "tools" if none does.
     """
 
     max_tokens: int = 16
@@ -127,7 +127,7 @@ class GenerationParameters:
     forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
-    grammar_name: str = ""
+    grammar_name: str = "tools"
 
     @cached_property
     def penalised(self) -> bool:
@@ -196,7 +196,7 @@ def parse(
     if len(grammars) > 1:
         problems.append(f"{' and '.join(grammars)}: at most one grammar is allowed")
     values = _combine(values, grammars)
-    values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "")
+    values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
     problems += _find_contradictions(values, vocabulary)
     if values.get("use_beam_search"):
         problems += _find_unsupported({**_resolve_aliases(request), **grammars})

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.grammars import SCHEMA_MAPS, resolve_reference
+from shmserve.workers.backends.llm.grammars import NO_FORCING, SCHEMA_MAPS, resolve_reference
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.tool_formats import (
     ALIASES,
@@ -300,14 +300,13 @@ class MessageFormats:
             )
             start = lark.sequence(calls, lark.alternatives(heads), request.parallel)
             if not request.required:
-                start = (
-                    f"{start} | @body"
-                    if body
-                    else f"{start}{'*' if request.parallel else '?'} TEXT"
-                )
+                if body:
+                    start = f"{start} | @body"
+                else:
+                    start = f"{start}{'*' if request.parallel else '?'} TEXT"
         return "\n".join(
             [
-                '%llguidance {"no_forcing": true}',  # the model selects the tokenization
+                NO_FORCING,
                 f"start: {self._reasoning_rule(lark, output_format)} ({start})",
                 *lark.rules,
                 f"TEXT: {_ANY_TEXT}",

@@ -46,9 +46,8 @@ _ITERATORS = (
     collections.abc.AsyncIterator,
     collections.abc.AsyncGenerator,
 )
-PositionPrefix = Callable[
-    [str], str
-]  # returns a message's prefix for an attribute or "predict.ARGUMENT"
+# Returns a message's prefix for an attribute or "predict.ARGUMENT".
+PositionPrefix = Callable[[str], str]
 _ANNOTATION_ADVICE = "annotate it like FP32[np.ndarray, 1, 8, 8], with FP32 from shmserve.model"
 
 

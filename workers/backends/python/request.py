@@ -382,10 +382,8 @@ class InferenceRequest:
             raise TypeError(
                 "an InferenceRequest needs inputs, requested_output_names and model_name"
             )
-        request_id, model_name = (
-            as_text(request_id, "request_id"),
-            as_text(model_name, "model_name"),
-        )
+        request_id = as_text(request_id, "request_id")
+        model_name = as_text(model_name, "model_name")
         names = [
             as_text(name, "an output's name")
             for name in as_list(requested_output_names, "the outputs")

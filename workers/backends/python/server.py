@@ -264,10 +264,8 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     Raises:
         TritonModelException: The version is not a number.
     """
-    model_name, model_version = (
-        as_text(model_name, "model_name"),
-        as_text(model_version, "model_version"),
-    )
+    model_name = as_text(model_name, "model_name")
+    model_version = as_text(model_version, "model_version")
     if model_version and not (model_version.isdecimal() and int(model_version)):
         reason = (
             f"failed to get model version from specified version string '{model_version}' "

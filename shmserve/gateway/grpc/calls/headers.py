@@ -41,11 +41,8 @@ SUCCEEDED: Ending = (StatusCode.OK, "", ())
 INTERNAL_FAILURE: Ending = (StatusCode.INTERNAL, "internal error", ())
 # Calls whose request is missing, late or malformed end with these statuses.
 REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
-MISSING_REQUEST: Ending = (
-    StatusCode.INTERNAL,
-    "Unable to parse request",
-    (),
-)  # the error text is Triton's
+# The error text is Triton's.
+MISSING_REQUEST: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
 DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 

@@ -21,9 +21,8 @@ from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
-LARGE_MESSAGE_BYTES = (
-    64 * 1024
-)  # messages of at least this size are received into their final memory if possible
+# Messages of at least this size are received into their final memory if possible.
+LARGE_MESSAGE_BYTES = 64 * 1024
 PREFIX = struct.Struct(">BI")
 
 _EMPTY_VIEW = memoryview(b"")
@@ -125,11 +124,9 @@ class Assembly:
 
         The result is valid once `take_message` has returned None.
         """
-        return (
-            PREFIX.size + self._size - self.missing_bytes
-            if self.missing_bytes
-            else len(self._prefix)
-        )
+        if self.missing_bytes:
+            return PREFIX.size + self._size - self.missing_bytes
+        return len(self._prefix)
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""
@@ -180,11 +177,9 @@ class Assembly:
         return None
 
     def _next_piece(self) -> bool:
-        self._piece, self._position, self._is_piece_copied = (
-            memoryview(bytes(self._buffered_data)),
-            0,
-            True,
-        )
+        self._piece = memoryview(bytes(self._buffered_data))
+        self._position = 0
+        self._is_piece_copied = True
         self._buffered_data.clear()
         return bool(self._piece)
 

@@ -228,9 +228,8 @@ class TemplateCache:
         if cached.revision == self._models.revision:
             built_request = cached.template.fill(cut_parts)
         if built_request is None:
-            del layout.templates[
-                kept_parts
-            ]  # `find_by_fingerprint` finds the template if it is still valid
+            # `find_by_fingerprint` finds the template if it is still valid.
+            del layout.templates[kept_parts]
         elif identity != cached.identity:
             built_request.identify(identity)
         return built_request

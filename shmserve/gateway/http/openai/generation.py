@@ -182,10 +182,8 @@ class _Sample:
             index, function = call["index"], {"arguments": call["arguments"]}
             head: dict[str, Any] = {}
             if "id" in call:
-                head, function = (
-                    {"id": call["id"], "type": "function"},
-                    {"name": call["name"], **function},
-                )
+                head = {"id": call["id"], "type": "function"}
+                function = {"name": call["name"], **function}
                 self.tool_calls.append({**head, "function": {**function}})
             else:
                 self.tool_calls[index]["function"]["arguments"] += call["arguments"]
@@ -543,11 +541,9 @@ class _Generation:
             )
             for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
-        return (
-            list(self._with_extra_members(deltas, values))
-            if self._text_request.detail_outputs
-            else deltas
-        )
+        if self._text_request.detail_outputs:
+            return list(self._with_extra_members(deltas, values))
+        return deltas
 
     def _with_extra_members(
         self, deltas: list[Delta], values: dict[str, list[Any]]

@@ -76,7 +76,7 @@ BULLETS = """
     STRATEGIES test_3_4_rows_are_slots_up_to_the_highest_with_a_request
     STRATEGIES test_3_4_the_longest_waiting_request_sets_the_shape
     STRATEGIES test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch
-    WORKED test_direct_lone_requests_beside_an_idle_sequence
+    WORKED test_direct_strategy_with_requests_beside_an_idle_sequence
 3.4.2 the next batch is made when the last has returned
     STRATEGIES test_3_4_the_next_batch_is_made_when_the_last_has_returned
 3.4.3 delay and minimum utilization hold only together
@@ -134,7 +134,7 @@ BULLETS = """
     ENSEMBLE test_every_step_has_the_priority_of_the_request
     WHOLE test_sequence_parameters_of_a_step_hold_for_later_steps
 3.7.4 steps with and without a batch dimension mix; none allows smaller batches
-    SERVED test_batch_dimensions_are_added_and_taken_away
+    SERVED test_batch_dimensions_are_added_and_removed
     GRAPH test_batching_models_and_other_models_may_be_mixed
     GRAPH test_steps_that_do_not_fit_are_refused
 3.7.5 errors have the ensemble's prefix once, and wait for steps that run; a deadlock is told

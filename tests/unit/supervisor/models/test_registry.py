@@ -23,13 +23,7 @@ from shmserve.supervisor.models.orders import (
     OrderKind,
     OrderPhase,
 )
-from shmserve.supervisor.models.registry import (
-    ReadinessCheck,
-    index_rows,
-    is_ready,
-    progress,
-    statuses,
-)
+from shmserve.supervisor.models.registry import ModelSummary, ReadinessCheck, index_rows, statuses
 from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder
 
 
@@ -85,7 +79,7 @@ def test_the_first_matching_status_is_reported(
     entry: ModelEntry, state: str, reason: str, expects_ready: bool
 ) -> None:
     assert statuses(entry) == {"1": (state, reason)}
-    assert is_ready(entry) is expects_ready
+    assert ModelSummary.of(entry).is_ready is expects_ready
 
 
 def test_an_unloaded_model_on_demand_has_no_version() -> None:
@@ -128,7 +122,8 @@ PROGRESS = [
 
 @pytest.mark.parametrize(("entry", "text"), PROGRESS)
 def test_the_progress_of_a_load_is_a_view_of_its_statuses(entry: ModelEntry, text: str) -> None:
-    assert progress(entry) == text
+    entry.is_expected = True
+    assert ModelSummary.of(entry).progress == text
 
 
 def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -216,7 +216,7 @@ class Architecture:
             config.get("num_key_value_heads") or heads,
             config.get("head_dim") or config["hidden_size"] // heads,
             config["vocab_size"],
-            float(config.get("rms_norm_eps", 1e-6)),
+            1e-6 if config.get("rms_norm_eps") is None else float(config["rms_norm_eps"]),
             positions,
             bool(config.get("tie_word_embeddings", False)),
             family == "qwen2" or has_bias,
@@ -275,7 +275,7 @@ class Architecture:
 def _family(config: Mapping[str, Any], problems: list[str]) -> str:
     """Return the family named by `architectures` or, if there are none, by `model_type`."""
     names: list[str] = config.get("architectures") or []
-    family = next((_FAMILIES[name] for name in names if name in _FAMILIES), "")
+    family = next((_FAMILIES[name] for name in map(str, names) if name in _FAMILIES), "")
     if not names and config.get("model_type") in DEFAULTS:
         family = config["model_type"]
     if not family:
@@ -314,8 +314,9 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     """Return the rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(field) or {}
-    scaling = scaling.get("full_attention", scaling)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    nested = scaling.get("full_attention")
+    scaling = nested if isinstance(nested, dict) else scaling
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
     factor = scaling.get("partial_rotary_factor")
     if factor not in _SUPPORTED["partial_rotary_factor"]:

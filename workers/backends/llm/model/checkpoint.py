@@ -470,7 +470,12 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
         document = read_json(path / "chat_template.json", problems, optional=True)
         setting = document.get("chat_template")
     if not templates and isinstance(setting, list):
-        setting = {template.get("name"): template.get("template") for template in setting}
+        named = [template for template in setting if isinstance(template, dict)]
+        if len(named) < len(setting):
+            problems.append(
+                "tokenizer_config.json: chat_template: an item of the list is not an object"
+            )
+        setting = {template.get("name"): template.get("template") for template in named}
     if not templates and isinstance(setting, dict):
         return {str(name): str(template) for name, template in setting.items()}
     return templates or ({"default": str(setting)} if setting else {})

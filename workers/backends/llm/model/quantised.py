@@ -256,13 +256,20 @@ def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
     A section that is a list of layers has the name of a preset, whose tensors describe themselves.
     """
-    groups = (config.get("config_groups") or {}).values()
-    return [config, *(group for group in groups if isinstance(group, dict))]
+    groups = config.get("config_groups")
+    sections = groups.values() if isinstance(groups, dict) else ()
+    return [config, *(section for section in sections if isinstance(section, dict))]
+
+
+def _weight_settings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the settings of weights in the sections of compressed-tensors."""
+    settings = (section.get("weights") for section in _sections(config)[1:])
+    return [setting for setting in settings if isinstance(setting, dict)]
 
 
 def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the roles of the tensors that asymmetric quantisation and act-order require."""
-    parts = [section.get("weights") or {} for section in _sections(config)[1:]] or [config]
+    parts = _weight_settings(config) or [config]
     is_asymmetric = all(part.get("symmetric", part.get("sym")) is False for part in parts)
     if is_asymmetric or config.get("zero_point") is True:
         yield "zeros"
@@ -271,7 +278,7 @@ def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    for part in [config, *(section.get("weights") or {} for section in _sections(config)[1:])]:
+    for part in [config, *_weight_settings(config)]:
         for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
             value = part.get(field)
             rows, columns = value if isinstance(value, list) and len(value) == 2 else (value, value)

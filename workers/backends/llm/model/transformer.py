@@ -321,11 +321,9 @@ class Transformer:
     def _linear(self, prefix: str, *names: str, gain: torch.Tensor | None = None) -> Linear:
         weights = [self._weight(f"{prefix}.{name}.weight") for name in names]
         has_bias = f"{prefix}.{names[0]}.bias" in self.architecture.weights()
-        bias = (
-            torch.cat([self._weight(f"{prefix}.{name}.bias") for name in names])
-            if has_bias
-            else None
-        )
+        bias = None
+        if has_bias:
+            bias = torch.cat([self._weight(f"{prefix}.{name}.bias") for name in names])
         weight = torch.cat(weights)
         return make_linear(weight if gain is None else weight * gain, bias, self._dtype)
 

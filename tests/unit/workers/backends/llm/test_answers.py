@@ -580,10 +580,12 @@ def test_a_text_ends_with_its_grammar(scheduler: Scheduler, options: dict[str, A
 
 def test_a_grammar_without_an_allowed_token_is_an_error(scheduler: Scheduler) -> None:
     (letter,) = TOKENIZER.encode("q").ids
-    settings: dict[str, Any] = {"regex": "[0-9]{3}", "allowed_token_ids": [letter]}
+    settings: dict[str, Any] = {"guided_regex": "[0-9]{3}", "allowed_token_ids": [letter]}
     scheduler.add(1, input_ids=PROMPT, temperature=0, **settings)
     scheduler.run()
-    assert scheduler.errors[1][0] == "INVALID_ARG"
+    code, message = scheduler.errors[1]
+    assert code == "INVALID_ARG"
+    assert message.startswith("guided_regex: the other parameters forbid all tokens")
 
 
 def test_a_grammar_that_fails_ends_its_request_with_an_error(
@@ -595,7 +597,7 @@ def test_a_grammar_that_fails_ends_its_request_with_an_error(
     scheduler.step()
     with monkeypatch.context() as patched:
         error = InvalidArgument("response_format: the grammar has failed")
-        patched.setattr("shmserve.workers.backends.llm.engine.matcher_error", lambda _: error)
+        patched.setattr("shmserve.workers.backends.llm.engine.matcher_error", lambda *_: error)
         scheduler.step()
     assert scheduler.errors[1] == ("INVALID_ARG", error.message)
     scheduler.run()

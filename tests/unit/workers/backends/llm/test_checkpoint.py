@@ -41,6 +41,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
         ("tokenizer_config.json", {"eos_token": ["x"]}, "eos_token: ['x'] is not a string or an"),
         ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "decoder: [] is not an object"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "an item of the list is not an object"),
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
         ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
         ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
@@ -90,6 +91,8 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5' is not a number"),
         ({"rope_scaling": [1]}, "rope_scaling: [1] is not an object"),
         ({"architectures": "Llama"}, "architectures: 'Llama' is not a list"),
+        ({"architectures": [{}]}, "architectures: {} is not supported (supported: Llama"),
+        ({"rope_scaling": {"type": ["a"]}}, "rope_scaling: \"['a']\" is not supported"),
         ({"eos_token_id": "2"}, "eos_token_id: '2' is not an integer or a list"),
         ({"quantization_config": "gptq"}, "quantization_config: 'gptq' is not an object"),
         ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta: '1' is not a positive number"),
@@ -171,6 +174,7 @@ def test_unknown_checkpoints_are_refused(
         ("qwen2", {"sliding_window": None, "use_sliding_window": True}, {"family": "qwen2"}),
         ("mistral", {"attention_bias": True, "sliding_window": None}, {"qkv_bias": False}),
         ("llama", {"hidden_act": "swish"}, {"family": "llama"}),
+        ("llama", {"rms_norm_eps": None}, {"epsilon": 1e-6}),
     ],
 )
 def test_fields_have_the_effects_and_defaults_of_transformers(
