@@ -150,7 +150,7 @@ class ServerEnding:
 class HealthChanged:
     """Sent by the supervisor to gateways and local clients when a health check has a new result.
 
-    With `exiting`, the receiver rejects new inferences.
+    With `exiting`, gateways respond to requests for the server's health with an error.
     """
 
     live: bool

@@ -51,10 +51,13 @@ def total(reply: Reply) -> int:
 
 
 def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None:
-    """The server is no longer ready and rejects a START. Open sequences continue until their
-    END."""
+    """The server is no longer ready and rejects a START. Open sequences continue until their END.
+    A model without sequences accepts requests meanwhile."""
+    repositories.add_identity(tmp_path, "other", "INT32", [1])
     with ending(tmp_path, _LONG_S) as server:
         assert not server.answers("/v2/health/ready")
+        with server.http() as http:
+            http.infer("other", {"inputs": [json_input("INPUT0", np.ones(1, np.int32))]}).ok()
         refused_reply = send_step(server, 2, start=True)
         assert (
             refused_reply.status == 503 and "stopped accepting new inference" in refused_reply.error
