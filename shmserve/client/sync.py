@@ -50,8 +50,8 @@ class Server:
             **tensors: The inputs by keyword, instead of `inputs`. A tensor is a numpy array, a
                 torch tensor on the CPU, a DLPack tensor, or nested lists. Its shape includes the
                 batch dimension if the model has one. The datatype of an array must be that of the
-                model's input. Lists are converted to it. A uint16 array is BF16 where the input is,
-                and an array of bytes or str objects is BYTES.
+                model's input. Lists are converted to it. For a BF16 input, pass a uint16 array with
+                the bits of the elements. For a BYTES input, pass an array of bytes or str objects.
             outputs: The names of the outputs to return, by default all. Or the memory to write
                 outputs to: a region, or {name: array of a region}.
             version: The model's version, by default the latest.
@@ -75,8 +75,8 @@ class Server:
             TimedOut: The timeout expired. The request is cancelled.
             Disconnected: There is no server, or it exited before it responded.
             Unsupported: The model sends any number of responses: use `stream`.
-            Unavailable: The call is in a callback of `infer_async`, and other threads use all
-                channels.
+            Unavailable: The call is in a callback of `infer_async`, and 15 other threads use this
+                client, or no file descriptor is free.
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
