@@ -12,6 +12,7 @@ from typing import Any
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.tensors.descriptors import Memory, Range
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.scheduler.batching import BatchingCore
@@ -33,7 +34,7 @@ _SUPERVISOR_PID = 1
 _MAX_ENTRIES = {
     "ClientTable": 1024,
     "LruCache._entries": 1 << 20,
-    "Front._dead": 64,
+    "Front._dead": REMEMBERED_EXITS,
     "Sequences._lost_ids": 4096,
     "Sequences._free": 1 << 20,
     "Timers._heap": 1100,

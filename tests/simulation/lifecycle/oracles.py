@@ -29,7 +29,7 @@ from shmserve.supervisor.models.instances import InstanceState, VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
-from shmserve.supervisor.models.registry import ModelRegistry, ModelState, statuses
+from shmserve.supervisor.models.registry import ModelRegistry, ModelState, ModelSummary, statuses
 from tests.simulation.lifecycle.versions import ObservedVersion, counts_of
 from tests.simulation.world import Violation
 
@@ -323,8 +323,12 @@ class LifecycleOracles:
             ):
                 self.broke(f"10: {version} serves, and is not published")
         shown: Any = model.published
-        models = self._executor.registry.models.values()
+        registry = self._executor.registry
+        models = registry.models.values()
         moves = any(e.orders and e.orders[0].phase is OrderPhase.MOVING for e in models)
+        # A version in transition is checked after the transition.
+        if not moves and registry._summaries.get(model.name) != ModelSummary.of(model):
+            self.broke(f"12: the stored status of {model.name} is not the current one")
         for number, status in statuses(model).items():
             could = number in model.serving and self._could_serve(shown[number])
             if (status.state is ModelState.READY) is not could:
@@ -332,7 +336,6 @@ class LifecycleOracles:
             update = self._executor.audience.last.get((model.name, number))
             if isinstance(update, ModelPublished):
                 could = self._could_serve(self._executor.audience.by_endpoint[update.endpoint])
-                # A version in transition is checked after the transition.
                 if update.ready is not could and not moves:
                     self.broke(f"12: {model.name} {number} is published as ready: {update.ready}")
 
