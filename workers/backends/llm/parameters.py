@@ -15,6 +15,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
 from shmserve.logs import warn_once
+from shmserve.workers.backends.llm.token_texts import with_pauses
 
 logger = logging.getLogger(__name__)
 
@@ -231,9 +232,10 @@ def _find_contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str
     problems: list[str] = []
     largest = vocabulary - 1
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        invalid = [token for token in values.get(name, ()) if not 0 <= token <= largest]
-        if invalid:
-            problems.append(f"{name}: {invalid[0]} is not a token; allowed are 0 to {largest}")
+        tokens = with_pauses(values.get(name, ()))
+        invalid = next((token for token in tokens if not 0 <= token <= largest), None)
+        if invalid is not None:
+            problems.append(f"{name}: {invalid} is not a token; allowed are 0 to {largest}")
     min_tokens, max_tokens = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if min_tokens > max_tokens:
         problems.append(f"min_tokens: {min_tokens} is more than max_tokens {max_tokens}")
@@ -364,10 +366,10 @@ def _parse_bias(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise ValueError(allowed)
     try:
-        biases = {int(token): float(bias) for token, bias in decoded.items()}
+        biases = {int(token): float(bias) for token, bias in with_pauses(decoded.items())}
     except (TypeError, ValueError):
         raise ValueError(allowed) from None
-    if not all(-100 <= bias <= 100 for bias in biases.values()):
+    if not all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
         raise ValueError(allowed)
     return {name: biases}
 

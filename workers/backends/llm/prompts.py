@@ -32,7 +32,7 @@ from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
+from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts, with_pauses
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 
 MAX_OBJECTS = 4096  # number of objects of a conversation that is rendered in 20 ms
@@ -306,7 +306,7 @@ class PromptReader:
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             outputs["token_ids"] = "INT32", encoding.ids
             if "text_output" in requested:
-                pieces = [self._tokenizer.id_to_token(piece) or "" for piece in encoding.ids]
+                pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(encoding.ids)]
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
                 encoded = b",".join(orjson.dumps(part)[1:-1] for part in parts)
                 outputs["text_output"] = "BYTES", [b"[%b]" % encoded]

@@ -6,7 +6,9 @@ import bisect
 import codecs
 import functools
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
@@ -16,6 +18,8 @@ _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character
 _MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+T = TypeVar("T")
+
 
 @functools.cache
 def _byte_by_character() -> dict[str, int]:
@@ -24,6 +28,18 @@ def _byte_by_character() -> dict[str, int]:
     invisible = [byte for byte in range(256) if byte not in visible]
     by_character = {chr(byte): byte for byte in visible}
     return by_character | {chr(256 + index): byte for index, byte in enumerate(invisible)}
+
+
+def with_pauses(values: Iterable[T]) -> Iterator[T]:
+    """Yield values, and release the GIL after every 64 of them.
+
+    Otherwise a loop over many values delays the streams of the model, whose threads wait for the
+    interpreter's switch interval each time that they need the GIL.
+    """
+    for number, value in enumerate(values, 1):
+        yield value
+        if not number % 64:
+            time.sleep(0)
 
 
 class TokenTexts:

@@ -8,7 +8,6 @@ calls of strict tools from their opening tag.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 from shmserve.errors import InvalidArgument, clip
 from shmserve.workers.backends.llm.grammars import NO_FORCING, SCHEMA_MAPS, resolve_reference
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
+from shmserve.workers.backends.llm.token_texts import with_pauses
 from shmserve.workers.backends.llm.tool_formats import (
     ALIASES,
     FAMILIES,
@@ -50,9 +50,6 @@ class ToolRequest:
         return self.required or any(tool.strict for tool in self.tools)
 
 
-_TOOLS_BETWEEN_SLEEPS = 64
-
-
 def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
     """Remove the choice of tools from a conversation, and return the tool request.
 
@@ -67,11 +64,7 @@ def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
     _check_type("parallel_tool_calls", parallel, bool, "true or false")
     _check_type("tools", conversation.get("tools"), list, "a list")
     definitions = conversation.get("tools") or []
-    tools = []
-    for index, definition in enumerate(definitions):
-        tools.append(_parse_tool(index, definition))
-        if index % _TOOLS_BETWEEN_SLEEPS == _TOOLS_BETWEEN_SLEEPS - 1:
-            time.sleep(0)  # releases the GIL, which many tools would hold for milliseconds
+    tools = [_parse_tool(*pair) for pair in with_pauses(enumerate(definitions))]
     if choice == "none" or not tools:
         conversation.pop("tools", None)
         if choice not in (None, "none", "auto"):
