@@ -1,7 +1,7 @@
 """The parser of large bodies with prompts, which runs in a separate process.
 
 Parsing a body of 64 MiB takes a second, in which the gateway would serve no other request. A body
-above `LARGE`, or with many objects, is therefore sent to a process. It finds prompts that are too
+above 512 KiB, or with many objects, is therefore sent to a process. It finds prompts that are too
 long for every model, other large fields, and JSON errors. It returns the body without its prompts
 as JSON, and the prompts as the bytes of their tensors, which the gateway only has to copy in
 pieces.
