@@ -72,7 +72,11 @@ def serve_models(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Pat
         names = sorted(path.name for path in repository.iterdir())
         for name in names:
             shutil.move(repository / name, folder / name)
-        server.load(*names)
+        with server.http() as http:
+            for name in names:
+                # An ensemble has loaded its steps; a second load would leave a process that exits.
+                if http.get(f"/v2/models/{name}/ready").status != 200:
+                    server.load(name)
         return server
 
     yield load
