@@ -127,7 +127,7 @@ async def read_json(
         if (
             parse_large is not None
             and size > MAX_OBJECTS
-            and (size > LARGE // 2 or has_many_objects(b"".join(pieces)))
+            and (size > _MAX_PROMPT_BODY_BYTES or has_many_objects(b"".join(pieces)))
         ):
             return await parse_large(pieces)
         raw = b"".join(pieces)
