@@ -186,7 +186,7 @@ class Architecture:
             is_absent = size is None and name in _OPTIONAL
             if not is_absent and (type(size) is not int or size < 1):
                 problems.append(f"config.json: {name}: {size!r} is not a positive integer")
-            elif not is_absent and size > _MAX_SIZE:
+            elif size is not None and size > _MAX_SIZE:
                 problems.append(f"config.json: {name}: {clip(repr(size))} exceeds {_MAX_SIZE}")
         epsilon = config.get("rms_norm_eps")
         if epsilon is not None and not 0 <= epsilon <= _MAX_NUMBER:
