@@ -41,7 +41,7 @@ def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
 
 
 def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
-    """Rule 3.9.3: otherwise a waiting model would always be next, whatever its share so far."""
+    """If the old ticket were returned first, a waiting model would always be next."""
     rig = limited_rig()
     rig.submit(2)
     rig.supervisor(m.TicketGranted(1))

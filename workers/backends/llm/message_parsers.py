@@ -235,8 +235,8 @@ class MessageParser:
         else:
             self._calls.append({"index": call.index, **opening, "arguments": new_arguments})
 
-    def read_call(self, body: Reading[None], end: str = "") -> Reading[bool]:
-        """Read a call with `body`, and the tag `end` after it; return False if it is malformed.
+    def read_call(self, body: Reading[None]) -> Reading[bool]:
+        """Read a call with `body`; return False if it is malformed.
 
         The text of a malformed call becomes content, unless a part of the call was passed on.
         """
@@ -245,7 +245,6 @@ class MessageParser:
             yield from body
             if not (self.stream and call.index >= 0) and not _is_object(call.arguments):
                 raise MalformedCall
-            yield from self.read_until(ignore, end) if end else ()
         except MalformedCall:
             text, self._read_text = self._read_text, ""
             if call.index < 0:
