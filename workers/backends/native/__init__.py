@@ -7,9 +7,9 @@ The class may have these attributes: `max_batch_size` (32; 0: no batch dimension
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
 `batch_input`, `batch_output`, `padding` and `sequence_batching` (as in a configuration), and
 `instances` (a number) or `instance_group`. The supervisor reads `environment`. The class may have
-the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which
-is called between two batches. A `torch.nn.Module` is moved to the device and set to evaluation
-mode; without `predict`, its annotated `forward` is used.
+the methods `load(self, context)` and `unload(self)`. It may also have `is_ready(self)`, plain or
+`async def`, which is called between two batches. A `torch.nn.Module` is moved to the device and set
+to evaluation mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
