@@ -36,7 +36,7 @@ class Dealer:
 
     def __init__(self, endpoint: str, identity: str) -> None:
         self.endpoint = endpoint
-        self.malformed = 0
+        self.malformed_messages = 0
         self.pending: list[Any] = []
         # Queues a message for the next `flush`. Requests use this often, so it avoids another call.
         self.post: Callable[[Any], None] = self.pending.append
@@ -106,13 +106,13 @@ class Dealer:
             try:
                 messages += unpack(frame)
             except MalformedMessage as error:
-                self.malformed += 1
+                self.malformed_messages += 1
                 logger.warning("dropped a malformed frame: %s", error)
         if frames is None or connection.decoder.violation:
             self._disconnect(connection)
-        elif connection.decoder.dropped:
-            self.malformed += connection.decoder.dropped
-            connection.decoder.dropped = 0
+        elif connection.decoder.dropped_messages:
+            self.malformed_messages += connection.decoder.dropped_messages
+            connection.decoder.dropped_messages = 0
         return messages
 
     def _disconnect(self, connection: Connection) -> None:

@@ -46,13 +46,13 @@ class Decoder:
         largest: The maximum size of a frame in bytes.
         properties: The peer's properties, after its READY.
         violation: The protocol violation after which the connection is unusable, or "".
-        dropped: The number of dropped multipart messages, which no peer of this server sends.
+        dropped_messages: The number of dropped multipart messages; no peer of a server sends any.
     """
 
     largest: int = _MAX_FRAME_SIZE
     properties: dict[str, bytes] | None = None
     violation: str = ""
-    dropped: int = 0
+    dropped_messages: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
     _greeted: bool = False
@@ -143,7 +143,7 @@ class Decoder:
                 self._decode_ready_command(body)
         else:
             self._skipping = bool(flags & _MORE_FLAG)
-            self.dropped += not self._skipping
+            self.dropped_messages += not self._skipping
 
     def _decode_ready_command(self, body: bytes) -> None:
         if not body.startswith(b"\x05READY"):
@@ -182,7 +182,7 @@ class Connection:
     unsent: bytearray
     decoder: Decoder = field(default_factory=Decoder)
     identity: bytes | None = None
-    malformed: int = 0
+    malformed_messages: int = 0
     max_unsent: int = sys.maxsize  # a peer with more unread output is not read
     events: int = select.EPOLLIN
 

@@ -272,7 +272,7 @@ class _RequestProperties:
         inputs: The inputs, with the shapes that the model receives.
         input_count: The number of inputs.
         batch_size: The rows of each input; 0 if the model does not batch.
-        requested: The requested outputs by name.
+        requested_outputs: The requested outputs by name.
         placed_outputs: The names of the requested outputs that have a range in the data.
         string_inputs: The names of the BYTES inputs.
         response_kinds: The cache of responses to requests with this schema (see
@@ -284,7 +284,7 @@ class _RequestProperties:
         "input_count",
         "inputs",
         "placed_outputs",
-        "requested",
+        "requested_outputs",
         "response_kinds",
         "schema",
         "string_inputs",
@@ -295,13 +295,13 @@ class _RequestProperties:
         schema: RequestSchema,
         inputs: list[TensorSchema],
         batch_size: int,
-        requested: dict[str, OutputSchema],
+        requested_outputs: dict[str, OutputSchema],
     ) -> None:
         self.schema = schema
         self.inputs = inputs
         self.input_count = len(inputs)
         self.batch_size = batch_size
-        self.requested = requested
+        self.requested_outputs = requested_outputs
         self.placed_outputs = [output.name for output in schema.outputs if output.placed]
         self.string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
         self.response_kinds: dict[Any, Any] = {}
@@ -388,7 +388,7 @@ class Unpacker:
             properties.schema,
             properties.batch_size,
             inputs,
-            properties.requested,
+            properties.requested_outputs,
             memory_ranges,
             is_cancelled,
             properties.response_kinds,

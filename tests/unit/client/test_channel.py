@@ -298,7 +298,7 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
 
         until("all are there", all_arrived)
         assert numbers == [*range(count)]
-        assert not router.malformed
+        assert not router.malformed_messages
     finally:
         channel.close()
         router.close()
