@@ -502,7 +502,7 @@ class CallRouter:
         """
         schema, data = message.schema, message.data
         try:
-            unpacked = self._responses.find(schema) or self._responses.learn(schema)
+            unpacked = self._responses[schema]
             response = unpacked.inferred(data)
         except MalformedMessage as error:
             logger.error("a worker's response is malformed: %s", error)
