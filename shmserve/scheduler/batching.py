@@ -135,7 +135,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if may_be_full and self._pool.free and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
-        fit = self._fits.get(submit.schema) or self._learn_schema(submit)
+        fits, schema = self._fits, submit.schema
+        fit = fits[schema] if schema in fits else self._learn_schema(submit)
         sequence_key = dispatch.identify(client, submit, fit) if dispatch.tracks_requests else None
         request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
@@ -216,7 +217,8 @@ class BatchingCore(Core[ScheduledRequest]):
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
-        fit = self._fits.get(submit.schema) or self._learn_schema(submit)
+        fits, schema = self._fits, submit.schema
+        fit = fits[schema] if schema in fits else self._learn_schema(submit)
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.register(request)
