@@ -32,8 +32,8 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import WorkerInstance
 from shmserve.workers.links.scheduler import InstanceLink, Timer

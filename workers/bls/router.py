@@ -54,8 +54,8 @@ from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.inference import ResponseSchema, unpack_ranges
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.frames import MalformedMessage
+from shmserve.ipc.transport.zmtp import LinkTable
 from shmserve.workers.bls.request import (
     CallRequest,
     Outcome,

@@ -29,7 +29,7 @@ from shmserve.ipc.messages.inference import (
     ReleaseOutputs,
     Work,
 )
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.workers.links.supervisor import SupervisorLink, readable
 
 logger = logging.getLogger(__name__)

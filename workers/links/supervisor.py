@@ -17,7 +17,7 @@ from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.messages.control_requests import Answer, Answered, Refused
 from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import SetLogging
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 
 
 class Follower(Protocol):
