@@ -26,8 +26,7 @@ from shmserve.ipc.messages.generation import NewSequence, Row, Step
 from shmserve.workers.backends.llm.engine import Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.support.hf_folders import write_folder
 

@@ -41,8 +41,7 @@ from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import DraftModel, Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 

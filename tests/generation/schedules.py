@@ -24,8 +24,7 @@ from shmserve.scheduler.generative.sequences import Generation
 from shmserve.workers.backends.llm.engine import Prompt, RowPlan, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.simulation.generative import EngineRig
 from tests.support.generative_worker import GenerativeWorker

@@ -33,8 +33,7 @@ from shmserve.workers.backends.llm.engine import DraftModel, Propose, WorkerEngi
 from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import read_inputs
 from shmserve.workers.backends.llm.texts import Texts

@@ -20,7 +20,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import BeamSearch, Prepared, Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.grammars import allowed_tokens, matcher_error
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
-from shmserve.workers.backends.llm.model.passes import Passes
+from shmserve.workers.backends.llm.model.transformer import Passes
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import (
     PROPOSAL,
