@@ -44,7 +44,7 @@ from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.backends.python.execution import log_thread_exception
 from shmserve.workers.instance import WorkerInstance
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.processes import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory

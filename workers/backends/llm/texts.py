@@ -43,7 +43,7 @@ from shmserve.workers.backends.llm.token_texts import (
     token_entry,
 )
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
-from shmserve.workers.links.scheduler import InstanceLink
+from shmserve.workers.links.processes import InstanceLink
 
 logger = logging.getLogger(__name__)
 
