@@ -48,7 +48,7 @@ class _LoopChannel:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self._flushing = False
-        self._closed = False
+        self._is_closed = False
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
@@ -69,7 +69,7 @@ class _LoopChannel:
 
     def _flush(self) -> None:
         self._flushing = False
-        if not self._closed:
+        if not self._is_closed:
             self.requests.flush()
 
     def cancel(self, pending: ClientRequest) -> None:
@@ -79,7 +79,7 @@ class _LoopChannel:
 
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
-        self._closed = True
+        self._is_closed = True
         self.requests.close()
 
     def close_soon(self) -> None:

@@ -78,7 +78,7 @@ class Publications:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[str, dict[str, _SentMessage]] = {}
+        self._sent_messages: dict[str, dict[str, _SentMessage]] = {}
 
     def update(
         self,
@@ -95,7 +95,7 @@ class Publications:
             published: The current publications by version, see `ModelRegistry.publications`.
             absent: Versions to withdraw even if they were never published.
         """
-        sent = self._sent.setdefault(name, {})
+        sent = self._sent_messages.setdefault(name, {})
         for version, message in published.items():
             previous = sent.get(version)
             if previous is None or previous.message != message:
@@ -106,16 +106,16 @@ class Publications:
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
         if not sent:
-            del self._sent[name]
+            del self._sent_messages[name]
 
     def are_acknowledged(self, audience: Audience, name: str) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
-        sent = self._sent.get(name, {})
+        sent = self._sent_messages.get(name, {})
         return all(audience.is_acknowledged(number) for _, number in sent.values())
 
     def snapshot(self) -> Iterator[Any]:
         """Yield every publication, for a new client."""
-        for sent in self._sent.values():
+        for sent in self._sent_messages.values():
             for message, _ in sent.values():
                 yield message
 

@@ -289,7 +289,7 @@ class GeneratorStreams:
         self._predict = predict
         self._respond = respond
         self._free_slots = max_streams
-        self._waiting: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
+        self._waiting_streams: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
         # One thread per stream that waits for credit, so that slow clients do not delay the
@@ -300,7 +300,7 @@ class GeneratorStreams:
         """Start a request, or queue it while `max_streams` requests run."""
         with self._lock:
             if not self._free_slots:
-                self._waiting.append((stream, inputs))
+                self._waiting_streams.append((stream, inputs))
                 return
             self._free_slots -= 1
         self._start_in_slot(stream, inputs)
@@ -330,10 +330,10 @@ class GeneratorStreams:
     def _pass_on_slot(self) -> None:
         """Pass the free place of an ended request to the next request in the queue."""
         with self._lock:
-            if not self._waiting:
+            if not self._waiting_streams:
                 self._free_slots += 1
                 return
-            stream, inputs = self._waiting.popleft()
+            stream, inputs = self._waiting_streams.popleft()
         if stream.is_cancelled():
             self._finish(stream)
         else:
