@@ -112,7 +112,7 @@ class Arena:
         )
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Return the number of allocated bytes."""
         return self._free_list.used
 

@@ -196,7 +196,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
     model.begin(0)
     assert [response[0] for response in model.responses(1)[:-1]] == [0, 1, 2]
     arena = model.rig.context.arena
-    assert arena.used >= 3 * 40_000
+    assert arena.used_bytes >= 3 * 40_000
     offsets = [
         output.data.offset
         for message in model.messages
@@ -206,7 +206,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
     ]
     model.rig.release(offsets)
     model.rig.instance.link.pump()
-    assert arena.used == 0
+    assert arena.used_bytes == 0
 
 
 def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
