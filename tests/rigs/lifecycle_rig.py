@@ -119,7 +119,7 @@ class LifecycleRig:
         config = ModelSpec.of(config_fields)
         spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
-        self.pending.append(("read", lambda: self.lifecycle.was_planned(order, plan)))
+        self.pending.append((f"read {name}", lambda: self.lifecycle.was_planned(order, plan)))
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
         version = Generation(spec, self, next(self._endpoints))

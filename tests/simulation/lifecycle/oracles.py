@@ -235,9 +235,9 @@ class LifecycleOracles:
         version.drains = True
         self._check_unknown(version, "drained")
         model = self._executor.registry.models.get(version.spec.name)
-        if (model is None or not model.serving) and not self._in_circle(version):
+        if model is None or not model.serving:
             for user in self._executor.alive:
-                if user.uses(version.spec.name):
+                if user.uses(version.spec.name) and not self._in_circle(version, user):
                     self.broke(f"4: {version} is drained before {user}")
 
     def ended(self, version: ObservedVersion) -> None:
@@ -261,19 +261,22 @@ class LifecycleOracles:
             update = peer.latest.get(version.spec.name)
             if update is None or update.endpoint not in endpoints:
                 continue
-            if not self._in_circle(version) and peer.ensemble is not version:
+            if not self._in_circle(version, peer.ensemble) and peer.ensemble is not version:
                 self.broke(f"3: {version} is {state}, and {peer.ensemble} would send it a step")
 
-    def _in_circle(self, version: ObservedVersion) -> bool:
-        """Return whether live generations depend on each other in a cycle."""
-        observed_versions: set[ObservedVersion] = set()
+    def _in_circle(self, version: ObservedVersion, user: ObservedVersion) -> bool:
+        """Return whether two live generations depend on each other."""
+        return version in self._users_of(user) and user in self._users_of(version)
+
+    def _users_of(self, version: ObservedVersion) -> set[ObservedVersion]:
+        users: set[ObservedVersion] = set()
         waiting = [version]
         while waiting:
             name = waiting.pop().spec.name
-            more = {each for each in self._executor.alive if each.uses(name)} - observed_versions
-            observed_versions |= more
+            more = {each for each in self._executor.alive if each.uses(name)} - users
+            users |= more
             waiting += more
-        return version in observed_versions
+        return users
 
     def discarded(self, folder: Path) -> None:
         for version in self._executor.alive:
