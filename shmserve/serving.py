@@ -233,7 +233,7 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
             text = f"import sys\nsys.path.remove({resolved!r})\ndel sys.modules[__name__]\n{text}"
     else:
         text = _source_of(cls)
-        sources[path] = Path(inspect.getsourcefile(cls) or path)
+        sources[path] = _source_file(cls) or path
     if path.parent.exists():
         raise InvalidArgument(f"two classes have the name '{cls.__name__}'")
     path.parent.mkdir()
@@ -250,8 +250,7 @@ def _source_of(cls: type) -> str:
         InvalidArgument: The source cannot be found, or uses a name that is not at the top level.
     """
     try:
-        class_lines, class_line = inspect.getsourcelines(cls)
-        class_text = textwrap.dedent("".join(class_lines))
+        class_line, class_text = _class_block(cls)
         class_tree = ast.parse(class_text)
     except (OSError, TypeError, SyntaxError) as error:
         raise InvalidArgument(
@@ -292,6 +291,28 @@ def _source_of(cls: type) -> str:
     return text
 
 
+def _class_block(cls: type) -> tuple[int, str]:
+    """Return the number of the first line of a class in its file or cell, and its lines.
+
+    Raises:
+        OSError: The class is neither in a file nor in a cell.
+    """
+    for cell in reversed(_cells(cls) or []):  # a class may be defined again in a later cell
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse(cell)):
+                if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+                    line, text = _block(node, cell.splitlines())
+                    return line, textwrap.dedent(text)
+    lines, line = inspect.getsourcelines(cls)
+    return line, textwrap.dedent("".join(lines))
+
+
+def _source_file(cls: type) -> Path | None:
+    """Return the file that defines a class, or None for a class of a notebook."""
+    file = getattr(sys.modules[cls.__module__], "__file__", None)
+    return None if file is None else Path(file)
+
+
 def _cells(cls: type) -> list[str] | None:
     """Return the cells of the notebook in which a class is defined, or None."""
     cells = vars(sys.modules[cls.__module__]).get("In")
@@ -304,9 +325,7 @@ def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
     Yields:
         A statement, and the lines of its file or cell.
     """
-    module = sys.modules[cls.__module__]
-    file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
-    for text in _cells(cls) or ["".join(linecache.getlines(str(file)))]:
+    for text in _cells(cls) or ["".join(linecache.getlines(str(_source_file(cls))))]:
         with contextlib.suppress(SyntaxError):  # a notebook cell with a magic command is not Python
             for node in ast.parse(text).body:
                 yield node, text.splitlines()

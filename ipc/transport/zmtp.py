@@ -54,7 +54,7 @@ class Decoder:
     violation: str = ""
     dropped: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
-    _needed: int = 0  # minimum size of the buffer that contains a complete frame
+    _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
     _greeted: bool = False
     _skipping: bool = False  # whether the current frame belongs to a multipart message
 
@@ -77,7 +77,7 @@ class Decoder:
                 return [data[2:]]
         if buffer:
             buffer += data
-            if len(buffer) < self._needed:
+            if len(buffer) < self._needed_bytes:
                 return []
             data = bytes(buffer)
             buffer.clear()
@@ -95,7 +95,7 @@ class Decoder:
         if not GREETING.startswith(data[:1]) or (len(data) >= _SIGNATURE_SIZE and not data[9] & 1):
             self.violation = "not ZMTP"
         elif len(data) < len(GREETING):
-            self._needed = _SIGNATURE_SIZE if len(data) < _SIGNATURE_SIZE else len(GREETING)
+            self._needed_bytes = _SIGNATURE_SIZE if len(data) < _SIGNATURE_SIZE else len(GREETING)
         elif data[10] < 3 or data[12:32] != GREETING[12:32]:
             self.violation = "an unsupported version or mechanism of ZMTP"
         else:
@@ -106,7 +106,7 @@ class Decoder:
     def _decode_frames(self, data: bytes, offset: int, messages: list[bytes]) -> int:
         """Take complete frames from `offset`; return the offset of the first incomplete one."""
         size = len(data)
-        self._needed = 0
+        self._needed_bytes = 0
         while size - offset >= 2 and not self.violation:
             flags = data[offset]
             if flags & _LONG_FLAG:
@@ -122,7 +122,7 @@ class Decoder:
             ):
                 self.violation = "a frame that is too large"
             elif end > size:
-                self._needed = end - offset
+                self._needed_bytes = end - offset
                 break
             elif not flags & ~_LONG_FLAG and not self._skipping:
                 if self.properties is None:

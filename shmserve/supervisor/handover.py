@@ -55,7 +55,7 @@ class Handover:
     _listener: Listener | None = field(init=False, default=None)
     _predecessor: HandoverLink | None = field(init=False, default=None)
     _successor: HandoverLink | None = field(init=False, default=None)
-    _accepted: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _accepted_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def open(self) -> None:
@@ -95,14 +95,14 @@ class Handover:
             "registrations of regions received from the previous server: %d",
             len(self._regions.active()),
         )
-        accepted = asyncio.ensure_future(self._accepted.wait())
+        accepted = asyncio.ensure_future(self._accepted_event.wait())
         await wait_any(accepted, predecessor.ended)
         accepted.cancel()
         in_background(self._await_predecessor_exit(predecessor), self._tasks)
 
     async def _execute(self, verb: str, name: str, fds: list[int]) -> None:
         if verb == _ACCEPT:
-            self._accepted.set()
+            self._accepted_event.set()
         elif verb == _GO:
             await self._hand_over()
         else:

@@ -121,14 +121,14 @@ class Watchdog:
                     "the service manager is not notified, and ends this server %g s after the "
                     "last notification, because these processes do not respond: %s",
                     limit_s,
-                    ", ".join(self._missing(number)),
+                    ", ".join(self._missing_peers(number)),
                 )
                 await acknowledgements.until_acknowledged(number)
                 logger.warning("all processes respond again")
             self._manager.alive()
             await asyncio.sleep(limit_s / 2)
 
-    def _missing(self, number: int) -> list[str]:
+    def _missing_peers(self, number: int) -> list[str]:
         missing = self._control.acknowledgements.missing(number)
         children = [child for child in self._processes.all() if child.pid in missing]
         return sorted(f"{child.title} (pid {child.pid})" for child in children)

@@ -122,6 +122,33 @@ def test_lines_are_those_of_a_script_with_a_future_import(
     assert text.splitlines().index("class Model:") == script.splitlines().index("class Model:")
 
 
+def test_a_class_of_a_notebook_is_found_in_the_last_cell_that_defines_it() -> None:
+    cells = [
+        "",
+        "from shmserve.model import FP32\nimport numpy as np",
+        "class Scaled:\n    factor = 1",
+        "%matplotlib inline",
+        "FACTOR = 3",
+        "def decorated(cls): return cls\n\n@decorated\nclass Scaled:\n"
+        "    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:\n"
+        "        return x * FACTOR",
+    ]
+    notebook = ModuleType("a_notebook")  # a kernel's __main__ has no file
+    sys.modules["a_notebook"] = notebook
+    try:
+        for cell in cells:
+            if not cell.startswith("%"):
+                exec(cell, vars(notebook))
+        notebook.In = cells  # type: ignore[attr-defined]
+        text = serving._source_of(notebook.Scaled)
+    finally:
+        del sys.modules["a_notebook"]
+    assert "factor = 1" not in text
+    namespace = {"__name__": "model"}
+    exec(text, namespace)
+    assert namespace["Scaled"]().predict(3) == 9  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("models", "message"),
     [

@@ -320,7 +320,7 @@ class Unpacker:
     _device_inputs: bool = False
 
     def __post_init__(self) -> None:
-        self._batched = self._signature.max_batch_size > 0
+        self._supports_batching = self._signature.max_batch_size > 0
         outputs = self._signature.outputs
         self._all_outputs = {name: OutputSchema(name, False, False) for name in outputs}
         self._properties_by_schema = Schemas(self._derive)
@@ -404,7 +404,7 @@ class Unpacker:
         batch_size = 0
         for tensor in schema.inputs:
             inputs.append(self._as_model_sees(tensor))
-            if self._batched:
+            if self._supports_batching:
                 batch_size = tensor.shape[0]
         requested = self._all_outputs
         if schema.outputs:
@@ -419,7 +419,7 @@ class Unpacker:
         """
         spec = self._signature.inputs.get(tensor.name)
         shape = tensor.shape
-        if spec is None or (self._batched and not shape):
+        if spec is None or (self._supports_batching and not shape):
             raise InvalidArgument(
                 f"unexpected inference input '{tensor.name}' for model '{self._signature.name}'"
             )
@@ -457,7 +457,7 @@ class Unpacker:
         return Input(name, datatype, shape, raw, memory_range, model, on_device, shared)
 
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
-        if self._batched:
+        if self._supports_batching:
             return (shape[0], *reshape(shape[1:], spec.dims, spec.reshape))
         return reshape(shape, spec.dims, spec.reshape)
 

@@ -57,7 +57,7 @@ class Timer:
         self._fd = -1
         # struct itimerspec: no interval, then the first expiration, in s and ns
         self._expiration = (ctypes.c_long * 4)(0, 0, 0, delay_ns)
-        self._closed = False
+        self._is_closed = False
 
     def start(self) -> None:
         """Set or reset the timer to expire in `delay_ns`.
@@ -72,7 +72,7 @@ class Timer:
 
     def close(self) -> None:
         """Stop the timer and its thread."""
-        self._closed = True
+        self._is_closed = True
         if self._fd >= 0:
             self.start()
 
@@ -83,7 +83,7 @@ class Timer:
         threading.Thread(target=self._run, name="timer", daemon=True).start()
 
     def _run(self) -> None:
-        while os.read(self._fd, 8) and not self._closed:
+        while os.read(self._fd, 8) and not self._is_closed:
             self._on_expiry()
         os.close(self._fd)
 

@@ -249,7 +249,7 @@ class RequestChannel:
         self._numbers = itertools.count(1)
         self._losses = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closed = False
+        self._is_closed = False
         watch(self.waker)
         server.add_channel(self)
 
@@ -283,10 +283,10 @@ class RequestChannel:
         """
         server, packed = self.server, pending.packed
         is_other_server = packed.model.source is not server.models
-        if self._closed or not server.alive or is_other_server:
+        if self._is_closed or not server.alive or is_other_server:
             packed.release_memory()
             raise Disconnected(
-                "this client is closed" if self._closed and not is_other_server else CLOSED_EARLY
+                "this client is closed" if self._is_closed and not is_other_server else CLOSED_EARLY
             )
         options = packed.options
         size = len(packed.schema) + inline_size_of(packed.data) + len(options.request_id)
@@ -414,7 +414,7 @@ class RequestChannel:
 
     def wake(self) -> None:
         """Wake up the thread that waits at this channel. May be called from any thread."""
-        if not self._closed:
+        if not self._is_closed:
             os.eventfd_write(self.waker, 1)
 
     def _reset_waker(self) -> None:
@@ -423,8 +423,8 @@ class RequestChannel:
 
     def close(self) -> None:
         """Close every link and fail the pending requests."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._fail_all()
             self._unwatch(self.waker)
             self.server.remove_channel(self)

@@ -118,7 +118,7 @@ class ClientTemplate:
         self._schema = self._pack_schema({})
         self.uses_slots = uses_slot or not self._inline
         self._ring: deque[Buffer] = deque()
-        self._closed = False
+        self._is_closed = False
         if self.uses_slots:
             memories.register_owner(self)
 
@@ -178,12 +178,12 @@ class ClientTemplate:
     def return_slot(self, slot: Buffer) -> None:
         """Return a slot to the ring; safe in any thread and at any time."""
         self._ring.append(slot)
-        if self._closed:
+        if self._is_closed:
             self.close()
 
     def close(self) -> None:
         """Free the slots; slots in use are freed when their requests end."""
-        self._closed = True
+        self._is_closed = True
         self.free_idle()
 
     def free_idle(self) -> None:

@@ -60,7 +60,7 @@ class BodyBudget:
     def __init__(self, capacity: int, trim: MallocTrim) -> None:
         self._capacity = capacity
         self._trim = trim
-        self._used = 0
+        self._used_bytes = 0
         self._bodies: set[Arrival] = set()
 
     def reserve(self, body: Arrival, byte_size: int) -> None:
@@ -71,11 +71,11 @@ class BodyBudget:
         """
         self._bodies.add(body)
         body.heap_bytes += byte_size
-        self._used += byte_size
-        if self._used > max(self._capacity, body.heap_bytes):
+        self._used_bytes += byte_size
+        if self._used_bytes > max(self._capacity, body.heap_bytes):
             for slow_body in self._slow_bodies(attrgetter("heap_bytes")):
                 slow_body.evict()
-                if self._used <= max(self._capacity, body.heap_bytes):
+                if self._used_bytes <= max(self._capacity, body.heap_bytes):
                     break
             else:
                 raise Unavailable(
@@ -86,7 +86,7 @@ class BodyBudget:
     def release(self, body: Arrival) -> None:
         """Release the bytes of a body that is complete or discarded."""
         heap_bytes, body.heap_bytes = body.heap_bytes, 0
-        self._used -= heap_bytes
+        self._used_bytes -= heap_bytes
         self._bodies.discard(body)
         self._trim.schedule(heap_bytes)
 

@@ -64,7 +64,9 @@ class StepRunner:
         )
         self._messages = StepMessages(self._graph, self._memory, self.schedulers)
         self._in_flight = [0] * len(steps)
-        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
+        self._waiting_firings: list[deque[tuple[EnsembleRequest, Firing]]] = [
+            deque() for _ in steps
+        ]
 
     # --- from the schedulers ----------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ class StepRunner:
             step.blocks.clear()
         request.running.discard(step.submit.id)
         self._in_flight[index] -= 1
-        if self._waiting[index]:
+        if self._waiting_firings[index]:
             self._run_waiting(index, now_ns)
 
     # --- to the schedulers ------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class StepRunner:
             firing = firings.pop(0)
             index = firing.step.index
             if max_inflight and in_flight[index] >= max_inflight:
-                self._waiting[index].append((request, firing))
+                self._waiting_firings[index].append((request, firing))
                 request.waiting += 1
                 self.waiting += 1
             else:
@@ -196,7 +198,7 @@ class StepRunner:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
-        waiting = self._waiting[index]
+        waiting = self._waiting_firings[index]
         while waiting and self._in_flight[index] < self._graph.max_inflight:
             request, firing = waiting.popleft()
             request.waiting -= 1
@@ -232,10 +234,12 @@ class StepRunner:
         """Remove the waiting steps of a request, which will not run."""
         if not request.waiting:
             return
-        for index, waiting in enumerate(self._waiting):
+        for index, waiting in enumerate(self._waiting_firings):
             firings = [firing for owner, firing in waiting if owner is request]
             if firings:
-                self._waiting[index] = deque(entry for entry in waiting if entry[0] is not request)
+                self._waiting_firings[index] = deque(
+                    entry for entry in waiting if entry[0] is not request
+                )
             for firing in firings:
                 firing.release()
         self.waiting -= request.waiting

@@ -54,17 +54,17 @@ class BlockPool:
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
         # Cached blocks without references, least recently used first.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached_blocks: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
         """Return the number of free blocks and of cached blocks without a reference."""
-        return self._free + len(self._cached)
+        return self._free + len(self._cached_blocks)
 
     @property
     def cached(self) -> int:
         """Return the number of unreferenced blocks with reusable content."""
-        return len(self._cached)
+        return len(self._cached_blocks)
 
     @property
     def used(self) -> int:
@@ -81,7 +81,7 @@ class BlockPool:
         blocks: list[int] = []
         while len(blocks) < count and previous >= 0:
             previous += 1
-            if previous in self._cached:
+            if previous in self._cached_blocks:
                 self._evict(previous)
             if not self._take_start(previous):
                 break
@@ -94,10 +94,10 @@ class BlockPool:
 
     def _take_free(self, count: int) -> Iterator[int]:
         """Yield `count` free blocks, taken from as few extents as possible."""
-        while self._cached and max(self._length_by_start.values(), default=0) < count:
+        while self._cached_blocks and max(self._length_by_start.values(), default=0) < count:
             if self._free >= 4 * count:
                 break
-            self._evict(next(iter(self._cached)))
+            self._evict(next(iter(self._cached_blocks)))
         while count:
             start = max(self._length_by_start, key=self._length_by_start.__getitem__)
             length = self._length_by_start[start]
@@ -145,7 +145,7 @@ class BlockPool:
         """Take a reference to blocks, which may be cached."""
         for block in blocks:
             self.references[block] += 1
-            self._cached.pop(block, None)
+            self._cached_blocks.pop(block, None)
 
     def release(self, blocks: list[int]) -> None:
         """Remove a reference from the successive blocks of a table.
@@ -157,7 +157,7 @@ class BlockPool:
             if self.references[block]:
                 continue
             if block in self._keys:
-                self._cached[block] = None
+                self._cached_blocks[block] = None
             else:
                 self._free_block(block)
 
@@ -178,7 +178,7 @@ class BlockPool:
         return self._by_key.get(key)
 
     def _evict(self, block: int) -> None:
-        del self._cached[block]
+        del self._cached_blocks[block]
         del self._by_key[self._keys.pop(block)]
         self._free_block(block)
 

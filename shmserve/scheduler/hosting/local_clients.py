@@ -51,7 +51,7 @@ class LocalClientListener:
     def __init__(
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
     ) -> None:
-        self._exited: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
+        self._exited_numbers: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
         self.link = UntrustedRouter(endpoint, self._may_connect)
         self._capabilities = capabilities
         self._rules = LocalClientRules(capabilities, signature, limit_us)
@@ -82,14 +82,14 @@ class LocalClientListener:
 
     def _may_connect(self, peer: bytes) -> bool:
         number = self._capabilities.local_client(peer)
-        if not number or number in self._exited:
+        if not number or number in self._exited_numbers:
             return False
         links = [peer for peer in self.link.peers() if _client_number(peer) == number]
         return len(links) < MAX_LINKS
 
     def process_exited(self, number: int) -> None:
         """Remove the links of a local client that has exited."""
-        self._exited.append(number)
+        self._exited_numbers.append(number)
         for peer in self.link.peers():
             if _client_number(peer) == number:
                 self.link.dismiss(peer)

@@ -69,7 +69,7 @@ def infer_sequence(client: shmserve.client.Server, model: str, **flags: Any) -> 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_3_5_a_state_stays_on_the_device(
+def test_a_state_stays_on_the_device(
     server: Server, client: shmserve.client.Server, model: str
 ) -> None:
     sums = [infer_sequence(client, model, start=True)[0], infer_sequence(client, model)[0]]
@@ -81,7 +81,7 @@ def test_3_5_a_state_stays_on_the_device(
     infer_sequence(client, model, end=True)
 
 
-def test_3_5_one_buffer_is_one_address(client: shmserve.client.Server) -> None:
+def test_input_and_output_of_a_state_have_one_address(client: shmserve.client.Server) -> None:
     infer_sequence(client, "in_place", start=True)  # begun from the host's zeros
     memory_ranges = {infer_sequence(client, "in_place")[1] for _ in range(4)}
     assert len(memory_ranges) == 1

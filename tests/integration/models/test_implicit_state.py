@@ -240,7 +240,7 @@ def number(value: float, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("model", ["zero", "candidates", "unbatched"])
-def test_3_5_a_state_is_passed_from_request_to_request(
+def test_a_state_is_passed_from_request_to_request(
     client: shmserve.client.Server, model: str
 ) -> None:
     """Each sequence has its own state, which begins at zero, and again at zero after a START."""
@@ -270,7 +270,7 @@ def test_3_5_a_state_is_passed_from_request_to_request(
         sum_of(sequence_id, 0, end=True)
 
 
-def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> None:
+def test_states_of_a_batch_are_separate(client: shmserve.client.Server) -> None:
     """The sequences run in one execution, in the rows of their slots."""
     for at in range(6):
         futures = [
@@ -283,7 +283,7 @@ def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> Non
         assert sums == [sequence * (at + 1) for sequence in range(1, 5)]
 
 
-def test_3_5_an_initial_state_from_a_file_and_one_that_is_also_an_output(
+def test_an_initial_state_from_a_file_and_one_that_is_also_an_output(
     client: shmserve.client.Server,
 ) -> None:
     """A longer file is truncated. A state that `output` names is sent to the client."""
@@ -299,7 +299,7 @@ def test_3_5_an_initial_state_from_a_file_and_one_that_is_also_an_output(
 
 
 @pytest.mark.parametrize("model", ["growing", "growing_oldest"])
-def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> None:
+def test_states_may_have_variable_dimensions(client: shmserve.client.Server, model: str) -> None:
     """States begin with one element, and sequences of different lengths are independent."""
     for length in (3, 5):
         futures = [
@@ -317,7 +317,7 @@ def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> 
         assert futures[-1].result()["OUTPUT"].tolist() == [[0, 1, 1, 2]]
 
 
-def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
+def test_a_state_may_use_one_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
     """The model updates the buffer in place in each request."""
     states = []
     for at in range(5):
@@ -334,7 +334,7 @@ def append_word(client: shmserve.client.Server, model: str, word: bytes, **flags
     return result["OUTPUT"][0, 0]
 
 
-def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
+def test_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
     """Python models may have states, too, unlike in Triton."""
     first_reply = append_word(client, "words", b"a", start=True)
     replies = [first_reply, *(append_word(client, "words", word) for word in (b"b", b"keep"))]
@@ -346,7 +346,7 @@ def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.clien
     ]
 
 
-def test_3_5_strings_of_a_script(client: shmserve.client.Server) -> None:
+def test_a_torchscript_model_may_have_string_states(client: shmserve.client.Server) -> None:
     """The state is a List[str], like all texts of a TorchScript model."""
     replies = [append_word(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
     assert [*replies, append_word(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]

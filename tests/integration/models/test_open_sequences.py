@@ -50,7 +50,7 @@ def total(reply: Reply) -> int:
     return int(reply.ok().json()["outputs"][0]["data"][0])
 
 
-def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None:
+def test_a_server_that_exits_waits_for_open_sequences(tmp_path: Path) -> None:
     """The server is no longer ready and rejects a START. Open sequences continue until their END.
     A model without sequences accepts requests meanwhile."""
     repositories.add_identity(tmp_path, "other", "INT32", [1])
@@ -67,7 +67,7 @@ def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None
         assert total(send_step(server, 1, end=True)) == 5
 
 
-def test_3_3_a_drain_waits_at_most_for_the_idle_time(tmp_path: Path) -> None:
+def test_a_drain_waits_at_most_for_the_idle_time(tmp_path: Path) -> None:
     with ending(tmp_path, _SHORT_S) as server:
         assert total(send_step(server, 1)) == 2
         server.wait_log("sequence 1 of model 'sums' was idle for too long")

@@ -78,7 +78,7 @@ def number(value: int) -> np.ndarray:
 
 
 def test_priorities_are_accepted_over_every_protocol(server: Server, pool: RequestPool) -> None:
-    """Rule 3.2.1: over HTTP, gRPC, from a local client, and from a model."""
+    """The protocols are HTTP, gRPC, the local client's, and that of calls by a model."""
 
     def infer_over_grpc() -> None:
         with grpc.InferenceServerClient(server.grpc_url) as client:
@@ -106,7 +106,6 @@ def test_priorities_are_accepted_over_every_protocol(server: Server, pool: Reque
 
 
 def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, pool: RequestPool) -> None:
-    """Rule 3.2.2."""
     queue = Queue(server, pool, "levels")
     for value in range(1, 5):
         queue.add(value, priority=1)
@@ -118,7 +117,7 @@ def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, pool: Req
 
 
 def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, pool: RequestPool) -> None:
-    """Rule 3.2.4: its own timeout, which is shorter than the level's, only delays it."""
+    """The request's own timeout, which is shorter than the level's, only delays it."""
     queue = Queue(server, pool, "levels")
     queue.add(1, priority=5, timeout=500)
     time.sleep(0.01)  # its timeout expires, so later requests precede it

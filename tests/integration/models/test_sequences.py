@@ -150,7 +150,7 @@ def add_value(
 
 
 @pytest.mark.parametrize("id_type", ID_TYPES)
-def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
+def test_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
     """The model stores state by `correlation_id()`. Numbers and texts are different ids."""
     sequence_ids: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
     for sequence in sequence_ids:
@@ -168,7 +168,7 @@ def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None
 
 
 @pytest.mark.parametrize("pair", CONTROL_PAIRS)
-def test_3_3_pairs_of_every_datatype(http: Http, pair: str) -> None:
+def test_control_pairs_of_every_datatype(http: Http, pair: str) -> None:
     shape = (1,) if pair == "fp32" else (1, 1)
     for flags, total in ((1, 2), (0, 4), (2, 6), (3, 2)):
         assert add_value(http, f"pair_{pair}", "one", 2, flags, shape)[0] == 400
@@ -256,7 +256,7 @@ def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
 
 
 @pytest.mark.parametrize("model", ["again", "again_oldest"])
-def test_3_5_an_iterative_sequence_without_ids(http: Http, model: str) -> None:
+def test_an_iterative_sequence_needs_no_id(http: Http, model: str) -> None:
     """Each request has a generated id, and is rescheduled without START until it is answered."""
     for count in (1, 4, 2):
         tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
@@ -267,7 +267,7 @@ def test_3_5_an_iterative_sequence_without_ids(http: Http, model: str) -> None:
     assert stats["execution_count"] == 7
 
 
-def test_3_5_an_iterative_sequence_that_streams(server: Server) -> None:
+def test_an_iterative_sequence_may_stream_responses(server: Server) -> None:
     """Each round sends responses, and the last round the end."""
     with shmserve.client.connect(server.run_dir) as client:
         for count in (3, 1):

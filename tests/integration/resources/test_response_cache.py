@@ -190,7 +190,7 @@ def test_the_bound_is_the_servers(server: Server) -> None:
 
 
 def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:
-    """Rule 3.8.1: the texts of a load."""
+    """The error names the property that forbids the cache."""
     server, repository = empty_server
     add_model(repository, "sequence", COUNTING_METHOD, settings=CACHED + " sequence_batching {}")
     decoupled = CACHED + " model_transaction_policy { decoupled: true }"

@@ -158,7 +158,6 @@ def test_zeros_once_where_no_count_is_given(server: Server) -> None:
 
 
 def test_a_warmup_batch_is_executed_as_single_row_requests(server: Server) -> None:
-    """Rule 3.9.4."""
     assert warmup_requests(server, "batched") == [[ROW] * 3] * 2
 
 
@@ -266,7 +265,6 @@ def test_warmup_requests_are_not_counted(server: Server) -> None:
 def test_a_sample_that_fails_fails_the_load(
     empty_server: tuple[Server, Path], name: str, warmup: str, expected_error: str
 ) -> None:
-    """Rule 3.9.5."""
     server, repository = empty_server
     add(repository, name, warmup, values=b"1234")
     with server.http() as http:

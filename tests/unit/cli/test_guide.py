@@ -128,8 +128,8 @@ BEST_PAGES = {
     **{
         name: name for name in ("debug", "camera", "troubleshooting", "sequences", "perf", "faults")
     },
-    **dict.fromkeys(("port", "arm", "macOS", "requirements"), "deployment"),
-    **dict.fromkeys(("upload", "base64", "Rust"), "clients"),
+    **dict.fromkeys(("port", "arm", "macOS", "Windows", "requirements", "OOM"), "deployment"),
+    **dict.fromkeys(("upload", "base64", "Rust", "cancel"), "clients"),
     **dict.fromkeys(("ulimit", "cold start", "address already in use"), "troubleshooting"),
     **dict.fromkeys(("tracing", "logs"), "observability"),
     **dict.fromkeys(("embeddings", "reasoning"), "generation"),

@@ -180,7 +180,7 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
         errors: list[Exception] = []
 
         def callback(_: RequestChannel) -> None:
-            until("the client is closed", lambda: session._closed)
+            until("the client is closed", lambda: session._is_closed)
             try:
                 session.connection()
             except Disconnected as error:

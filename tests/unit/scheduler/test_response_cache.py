@@ -105,7 +105,7 @@ def submit_hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
 
 
 def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
-    """Rule 3.8.3: a hit counts as success, queue and hit, but not as execution or inference."""
+    """A hit counts as success, queue and hit, but not as execution or inference."""
     rig = cached_rig()
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
@@ -272,7 +272,7 @@ def test_requests_with_client_regions_are_not_cached(arena: Arena, region_kind: 
 
 
 def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    """Rule 3.8.4: the response is not inserted, which is logged."""
+    """The response is not inserted, which is logged."""
     rig = cached_rig(byte_size=1000)
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"small"))
@@ -368,12 +368,10 @@ def request_key(
     ],
 )
 def test_requests_that_differ_have_different_keys(other_request: Inference) -> None:
-    """Rule 3.8.2."""
     assert request_key(other_request) != request_key(REQUEST)
 
 
 def test_another_sequence_or_position_has_another_key() -> None:
-    """Rule 3.8.2."""
     positions = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
     assert len({request_key(REQUEST, sequence=position) for position in positions}) == len(
         positions
@@ -417,7 +415,7 @@ STEPS = st.lists(
 def test_the_cache_keeps_the_last_used_entries_within_its_bound(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    """Rule 3.8.5: the size in bytes is bounded, the least recently used entry is evicted, and
+    """The size in bytes is bounded, the least recently used entry is evicted, and
     no entry is larger than the cache.
     """
     cache: LruCache[int] = LruCache(50)

@@ -60,7 +60,6 @@ def test_every_setting_is_read() -> None:
 
 
 def test_a_priority_that_is_no_level_is_the_default_level() -> None:
-    """Rule 3.2.1."""
     block = {
         "priority_levels": 3,
         "default_priority_level": 2,
@@ -94,7 +93,7 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
     ],
 )
 def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], is_limited: bool) -> None:
-    """Rule 3.1.8: batches then form only when an instance is free."""
+    """Batches then form only when an instance is free."""
     assert (
         read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited
         is is_limited

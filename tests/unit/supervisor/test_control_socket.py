@@ -117,6 +117,6 @@ def test_a_change_that_all_peers_know_is_dropped() -> None:
     changes = Acknowledgements()
     number = changes.begin({1})
     changes.acknowledged(1, number)
-    assert not changes._missing
+    assert not changes._missing_peers
     changes.acknowledged(1, number)
     assert changes.is_acknowledged(number)

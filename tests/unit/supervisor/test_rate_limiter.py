@@ -38,7 +38,6 @@ def make_limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
 
 
 def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
-    """Rule 3.9.1."""
     rate_limiter = make_limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
     assert rate_limiter.capacity() == {R: 3, S: 4}
     rate_limiter.remove(0)
@@ -53,7 +52,6 @@ def test_the_configured_amount_is_the_capacity() -> None:
 
 
 def test_a_model_that_could_never_run_does_not_load() -> None:
-    """Rule 3.9.2."""
     with pytest.raises(InvalidArgument) as caught:
         make_limiter([Needs({R: 4}, 1)], R=3)
     assert caught.value.message == (
@@ -98,7 +96,7 @@ def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
 
 
 def test_a_large_request_does_not_block_smaller_ones() -> None:
-    """Rule 3.9.3: Triton tries only the first waiting request."""
+    """Triton tries only the first waiting request."""
     rate_limiter = make_limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small_ticket,) = rate_limiter.ask(1, 0, "small")
     assert rate_limiter.ask(0, 0, "large") == []

@@ -70,7 +70,7 @@ PAIRS: dict[str, tuple[list[Any], Any]] = {
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("kind", ["START", "END", "READY"])
 @pytest.mark.parametrize("batched", [True, False])
-def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
+def test_control_pairs(pair: str, kind: str, batched: bool) -> None:
     (false_value, true_value), dtype = PAIRS[pair]
     for row, control_values in (
         (SequenceRow(0, 1, START_FLAG), {"START"}),
@@ -91,7 +91,7 @@ def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
 
 @pytest.mark.parametrize("datatype", NUMBERS)
 @given(number=st.integers(1, 2**64 - 1))
-def test_3_3_ids_are_cut_to_their_low_bytes(datatype: str, number: int) -> None:
+def test_ids_are_truncated_to_the_width_of_the_control(datatype: str, number: int) -> None:
     row = SequenceRow(0, 1, 0, number)
     value = values(row, control("CORRID", data_type=f"TYPE_{datatype}"))["CORRID"]
     assert value == np.array([number], np.uint64).view(NUMBERS[datatype])[0]
@@ -99,7 +99,7 @@ def test_3_3_ids_are_cut_to_their_low_bytes(datatype: str, number: int) -> None:
 
 
 @given(text=st.text(max_size=128))
-def test_3_3_ids_that_are_texts(text: str) -> None:
+def test_string_ids(text: str) -> None:
     row = SequenceRow(0, 1, 0, 0, text)
     assert values(row, control("CORRID", data_type="TYPE_STRING"))["CORRID"] == text.encode()
     assert values(SequenceRow(0, 0), control("CORRID", data_type="TYPE_STRING"))["CORRID"] == b""
@@ -173,7 +173,7 @@ def new_state(*numbers: float, name: str = "O") -> Output:
     return Output(name, "FP32", np.array([numbers], np.float32))
 
 
-def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
+def test_a_state_begins_with_zero_at_each_start() -> None:
     model = Model(spec())
     assert model.value(0, START_FLAG) == [[0.0]]
     model.complete_request(new_state(5))
@@ -183,7 +183,7 @@ def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
     assert model.value(0, START_FLAG) == [[0.0]]
 
 
-def test_3_5_missing_and_failed_updates_keep_the_state() -> None:
+def test_missing_and_failed_updates_keep_the_state() -> None:
     model = Model(spec())
     model.add_inputs(0, START_FLAG)
     model.complete_request(new_state(5))
@@ -194,7 +194,7 @@ def test_3_5_missing_and_failed_updates_keep_the_state() -> None:
     assert model.value() == [[5.0]]
 
 
-def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
+def test_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
     model = Model(spec(dims=[-1, 2]))
     assert model.value(0, START_FLAG) == [[[0.0, 0.0]]]
     model.complete_request(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
@@ -203,7 +203,7 @@ def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
     assert request.inputs["I"].numpy().tolist() == [[[0, 1], [2, 3], [4, 5]]]
 
 
-def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
+def test_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     model = Model(spec())
     answer = new_state(1, name="Y")
     model.add_inputs(0, START_FLAG)
@@ -219,7 +219,7 @@ def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     assert model.value() == [[6.0]]
 
 
-def test_3_5_initial_states_come_from_a_file_or_zeros(tmp_path: Path) -> None:
+def test_initial_states_come_from_a_file_or_zeros(tmp_path: Path) -> None:
     folder = tmp_path / "initial_state"
     folder.mkdir()
     (folder / "f").write_bytes(np.arange(3, dtype=np.float32).tobytes())
@@ -250,7 +250,7 @@ def test_3_5_initial_states_come_from_a_file_or_zeros(tmp_path: Path) -> None:
         ("../f", "the data file of state 'I' must lie in the model's folder 'initial_state'"),
     ],
 )
-def test_3_5_invalid_initial_state_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_invalid_initial_state_files_are_rejected(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "f").write_bytes(b"1234")
     initial = {"name": "n", "data_type": "TYPE_FP32", "dims": [2], "data_file": name}
@@ -259,7 +259,7 @@ def test_3_5_invalid_initial_state_files_are_refused(tmp_path: Path, name: str, 
     assert caught.value.message == text
 
 
-def test_3_5_input_and_output_share_one_buffer() -> None:
+def test_the_input_and_output_of_a_state_share_one_buffer() -> None:
     """The model receives the buffer itself.
 
     Without the setting it receives a copy if it may write.

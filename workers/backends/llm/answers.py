@@ -220,19 +220,19 @@ class TextResponse:
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
-        self._requested = {output.name for output in stream.request.schema.outputs}
-        if not self._requested:
+        self._requested_outputs = {output.name for output in stream.request.schema.outputs}
+        if not self._requested_outputs:
             scored = max(parameters.logprobs, parameters.prompt_logprobs) >= 0
-            self._requested = {"text_output", *["logprobs"] * scored}
+            self._requested_outputs = {"text_output", *["logprobs"] * scored}
             if parameters.return_token_ids:
-                self._requested |= {"token_ids", "prompt_token_ids"}
+                self._requested_outputs |= {"token_ids", "prompt_token_ids"}
         # The log probabilities of each token of the prompt as JSON: the entry in those of the
         # echoed text, and the entry in `prompt_logprobs`.
         self._prompt_entries: list[tuple[orjson.Fragment, orjson.Fragment]] = []
         self.samples = [self._sample(index) for index in range(parameters.samples)]
 
     def _sample(self, index: int) -> SampleText:
-        message = "message" in self._requested
+        message = "message" in self._requested_outputs
         return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
@@ -304,7 +304,7 @@ class TextResponse:
             "prompt_token_ids": ("INT32", () if samples[0].was_sent else self.prompt.tokens),
             "usage": ("BYTES", [self._encode_usage(samples) if final else b""]),
         }
-        outputs = Output.select(values, self._requested)
+        outputs = Output.select(values, self._requested_outputs)
         for sample in samples:
             sample.was_sent = True
         return outputs

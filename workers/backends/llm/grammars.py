@@ -31,6 +31,7 @@ class Grammars:
         import llguidance
 
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
+        self._has_quotes = True  # whether a token can end a string of JSON without a space
         # The library's type hints lack the list of end tokens.
         wrapped: Any = llguidance.LLTokenizer
         settings = {"n_vocab": vocabulary, "eos_token": [*end_tokens]}
@@ -39,7 +40,9 @@ class Grammars:
         try:
             self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
         except ValueError:  # the library does not support the tokenizer's decoder
-            self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, end_tokens), **settings)
+            pieces = _TokenBytes(texts, vocabulary, end_tokens)
+            self._tokenizer = wrapped(pieces, **settings)
+            self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
             # The tokens of a text may have other bytes than the text, so it cannot be forced.
             self._default_message = f"{NO_FORCING}\nstart: @body"
 
@@ -61,6 +64,11 @@ class Grammars:
         kind, text = grammar
         if not self._end_tokens:
             raise InvalidArgument(f"{name}: the model has no end-of-text token")
+        if kind == "json_schema" and not self._has_quotes:
+            raise InvalidArgument(
+                f"{name}: the model's vocabulary cannot write JSON: it has no token that begins "
+                "with a quote and continues a word"
+            )
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _compile_json_schema,
@@ -70,6 +78,9 @@ class Grammars:
         try:
             body = compilers[kind](text) if kind else ""
             message = message_grammar or self._default_message
+            if kind == "json_schema" and not message_grammar:
+                # In some vocabularies, every token that begins a word has a space.
+                message = message.replace("@body", "/ ?/ @body")
             new_matcher = matcher(self._tokenizer, _with_body(message, body))
             if not new_matcher.get_error():
                 new_matcher.compute_bitmask()  # raises for grammars that allow no text

@@ -39,7 +39,7 @@ class VllmAnswer:
 
     def __init__(self, call: VllmCall, requested: Collection[str], flags: Collection[str]) -> None:
         self._call = call
-        self._requested = {*(requested or ("text_output",)), *flags}
+        self._requested_outputs = {*(requested or ("text_output",)), *flags}
         self._flags = flags
         self._prompt_tokens: list[int] = []
         self._cached_tokens = 0
@@ -92,7 +92,7 @@ class VllmAnswer:
             "num_output_tokens": ("UINT32", (len(sample.token_ids) for sample in samples)),
             "usage": ("BYTES", [self._encode_usage() if is_last else b""]),
         }
-        return Output.select(values, self._requested)
+        return Output.select(values, self._requested_outputs)
 
     def _encode_usage(self) -> bytes:
         usage = {

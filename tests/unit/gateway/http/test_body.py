@@ -35,7 +35,7 @@ budget = BodyBudget(MIB, MallocTrim())
 @pytest.fixture(autouse=True)
 def no_bodies() -> Iterator[None]:
     yield
-    assert not budget._used
+    assert not budget._used_bytes
     budget._bodies.clear()
 
 

@@ -37,7 +37,7 @@ def only_error(rig: Rig) -> str:
 
 
 @pytest.mark.parametrize("sequence", [0, ""])
-def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
+def test_a_sequence_id_is_required(rig: SequenceRig, sequence: int | str) -> None:
     rig.request(sequence, START)
     assert only_error(rig) == (
         "inference request to model 'm' must specify a non-zero or non-empty correlation ID"
@@ -45,7 +45,7 @@ def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 2])
-def test_3_3_batch_size_must_be_one(rig: SequenceRig, rows: int) -> None:
+def test_the_batch_size_of_a_sequence_request_must_be_one(rig: SequenceRig, rows: int) -> None:
     rig.request(1, START, batch_size=rows)
     assert only_error(rig) == (
         "inference request to model 'm' must specify batch-size 1 due to requirements of sequence "
@@ -53,7 +53,7 @@ def test_3_3_batch_size_must_be_one(rig: SequenceRig, rows: int) -> None:
     )
 
 
-def test_3_3_the_first_needs_start(rig: SequenceRig) -> None:
+def test_the_first_request_needs_the_start_flag(rig: SequenceRig) -> None:
     text = (
         "inference request for sequence {} to model 'm' must specify the START flag on the first "
         "request of the sequence"
@@ -67,7 +67,7 @@ def test_3_3_the_first_needs_start(rig: SequenceRig) -> None:
     assert only_error(rig) == text.format(7)
 
 
-def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
+def test_the_type_of_an_id_must_be_that_of_the_control() -> None:
     texts: dict[str, tuple[int | str, str, str]] = {
         "TYPE_UINT64": ("x", "BYTES", "UINT64"),
         "TYPE_STRING": (5, "UINT64", "BYTES"),
@@ -82,7 +82,7 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
         )
 
 
-def test_3_3_a_number_and_a_text_are_different_ids(rig: SequenceRig) -> None:
+def test_a_number_and_a_string_are_different_ids(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request("1", START)
     rig.done()
@@ -93,7 +93,7 @@ def test_3_3_a_number_and_a_text_are_different_ids(rig: SequenceRig) -> None:
     assert rig.answers() == []
 
 
-def test_3_3_refusals_are_not_counted_as_failures(rig: SequenceRig) -> None:
+def test_rejected_sequence_requests_are_not_counted_as_failures(rig: SequenceRig) -> None:
     rig.request(7)
     assert rig.report()["inference_stats"]["fail"]["count"] == 0
 
@@ -101,7 +101,7 @@ def test_3_3_refusals_are_not_counted_as_failures(rig: SequenceRig) -> None:
 # --- 3.3: slots and the backlog -------------------------------------------------------------------
 
 
-def test_3_3_slots_by_their_number_over_all_instances() -> None:
+def test_the_lowest_free_slot_of_all_instances_is_used() -> None:
     rig = SequenceRig(rows=2, instances=3)
     for sequence in range(1, 7):
         rig.request(sequence, START)
@@ -111,7 +111,7 @@ def test_3_3_slots_by_their_number_over_all_instances() -> None:
     assert rig.batches() == {0: [None, 4], 1: [None, 5], 2: [None, 6]}
 
 
-def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
+def test_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
     for sequence in (1, 2, 3, 4):
         rig.request(sequence, START)
     rig.request(3)
@@ -129,7 +129,7 @@ def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
     assert len(rig.outcomes()) == 2
 
 
-def test_3_3_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig) -> None:
+def test_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig) -> None:
     for sequence in (1, 2):
         rig.request(sequence, START)
     first_requests = [rig.request(3, START), rig.request(3, END)]
@@ -143,7 +143,7 @@ def test_3_3_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig)
     assert order.index(first_requests[0]) < order.index(first_requests[1]) and restarted in order
 
 
-def test_3_3_a_start_on_a_live_id_restarts_in_its_slot(rig: SequenceRig) -> None:
+def test_a_start_on_an_open_sequence_restarts_it_in_its_slot(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request(2, START)
     rig.done()
@@ -154,7 +154,7 @@ def test_3_3_a_start_on_a_live_id_restarts_in_its_slot(rig: SequenceRig) -> None
     assert (row.slot, row.flags, row.correlation_id) == (0, START, 1)
 
 
-def test_3_3_an_id_that_has_ended_may_start_while_its_end_runs() -> None:
+def test_an_id_may_start_again_while_its_end_runs() -> None:
     rig = SequenceRig(rows=2)
     rig.request(1, START)
     rig.done()
@@ -167,7 +167,7 @@ def test_3_3_an_id_that_has_ended_may_start_while_its_end_runs() -> None:
 # --- 3.3: idle sequences --------------------------------------------------------------------------
 
 
-def test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
+def test_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
     rig.request(2, START)
@@ -183,7 +183,7 @@ def test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     assert "must specify the START flag" in only_error(rig)
 
 
-def test_3_3_running_and_waiting_sequences_are_not_idle() -> None:
+def test_running_and_waiting_sequences_are_not_idle() -> None:
     """The idle time begins with the last response: a model may compute for any time."""
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
@@ -197,7 +197,7 @@ def test_3_3_running_and_waiting_sequences_are_not_idle() -> None:
     assert rig.runs()
 
 
-def test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
+def test_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     backlogged_start = rig.request(2, START)
@@ -212,7 +212,7 @@ def test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
 # --- 3.3: time and cancellation -------------------------------------------------------------------
 
 
-def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
+def test_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     numbers = [rig.request(2, START), rig.request(2, timeout_ns=5 * MS), rig.request(2)]
@@ -224,7 +224,7 @@ def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
     assert rig.report()["inference_stats"]["fail"]["count"] == 3
 
 
-def test_3_3_the_parameter_timeout_applies_in_the_backlog_only() -> None:
+def test_the_parameter_timeout_applies_in_the_backlog_only() -> None:
     rig = SequenceRig(rows=1)
     running_requests = [rig.request(1, START), rig.request(1, timeout_us=5000)]
     numbers = [rig.request(2, START), rig.request(2, timeout_us=5000)]
@@ -236,7 +236,7 @@ def test_3_3_the_parameter_timeout_applies_in_the_backlog_only() -> None:
     assert rig.outcomes() == dict.fromkeys(running_requests)
 
 
-def test_3_3_the_timeout_also_rejects_restarted_sequences() -> None:
+def test_the_timeout_also_rejects_restarted_sequences() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     numbers = [
@@ -270,7 +270,7 @@ def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceR
 
 
 @pytest.mark.parametrize("slots", [0, 1])
-def test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence(slots: int) -> None:
+def test_cancelling_a_request_cancels_later_requests_of_its_sequence(slots: int) -> None:
     """Holds in the backlog and in a slot. Earlier requests of the sequence still run."""
     rig = SequenceRig(rows=1)
     if not slots:
@@ -291,7 +291,7 @@ def test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence(slots: int
     assert rig.batches()[0] == [5]
 
 
-def test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence(rig: SequenceRig) -> None:
+def test_after_a_cancellation_the_next_start_is_a_new_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
     second_request = rig.request(1)
     restarted = rig.request(1, START)
@@ -318,7 +318,7 @@ def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -
 # --- 3.3: the end of a model ----------------------------------------------------------------------
 
 
-def test_3_3_a_drain_refuses_only_new_sequences(rig: SequenceRig) -> None:
+def test_a_drain_rejects_only_new_sequences(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     rig.supervisor(Drain())
@@ -331,7 +331,7 @@ def test_3_3_a_drain_refuses_only_new_sequences(rig: SequenceRig) -> None:
     assert rig.outcomes() == {continuing: None}
 
 
-def test_3_3_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
+def test_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """A drained model waits until its last sequence has ended; an unloaded model does not."""
     rig.request(1, START)
     rig.done()
@@ -343,7 +343,7 @@ def test_3_3_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     assert Drained() in rig.to_supervisor()
 
 
-def test_3_3_an_idle_sequence_ends_the_drain(rig: SequenceRig) -> None:
+def test_an_idle_sequence_ends_the_drain(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     rig.supervisor(Drain(sequences=True))
@@ -440,7 +440,7 @@ def submit_message(sequence: int) -> m.Submit:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_3_5_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) -> None:
+def test_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) -> None:
     rig = SequenceRig(strategy, rows=2, iterative_sequence=True)
     number = rig.request(0)
     (row,) = rig.rows()
@@ -461,7 +461,7 @@ def test_3_5_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) ->
     assert not rig.runs()
 
 
-def test_3_5_iterative_and_decoupled() -> None:
+def test_an_iterative_model_may_be_decoupled() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True, decoupled=True)
     number = rig.request(0)
     key = rig.rows()[0].key
@@ -529,12 +529,12 @@ def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
     rig.outcomes()
 
 
-def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
+def test_an_executed_end_needs_no_message(rig: SequenceRig) -> None:
     begin_sequence(rig, START | END)
     assert ended_slots(rig) == []
 
 
-def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
+def test_the_worker_is_notified_of_an_end_that_is_not_executed(rig: SequenceRig) -> None:
     begin_sequence(rig)
     rig.request(1)
     ending_request = rig.request(1, END)
@@ -546,7 +546,7 @@ def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig
     assert ended_slots(rig) == [] and rig.batches() == {0: [2]}
 
 
-def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: SequenceRig) -> None:
+def test_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: SequenceRig) -> None:
     begin_sequence(rig)
     rig.request(2, START)  # keeps the instance busy
     rig.request(1)
@@ -557,7 +557,7 @@ def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: Seq
     assert ended_slots(rig) == [[0]]
 
 
-def test_3_5_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -> None:
+def test_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     begin_sequence(rig)
     rig.request(2, START)
@@ -566,7 +566,7 @@ def test_3_5_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -
     assert sent_types == [m.EndSequences, m.Execute]
 
 
-def test_3_5_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> None:
+def test_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True)
     rig.request(0)
     key = rig.rows()[0].key
@@ -576,7 +576,7 @@ def test_3_5_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> Non
     assert ended_slots(rig) == [[0]]
 
 
-def test_3_5_no_notification_for_a_sequence_that_has_not_begun(rig: SequenceRig) -> None:
+def test_the_worker_is_not_notified_of_a_sequence_that_has_not_begun(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request(2, START)
     waiting_request = rig.request(

@@ -51,7 +51,7 @@ def test_the_worked_example_of_one_instance() -> None:
     assert [row.flags & START for row in rows] == [0, 1]
 
 
-def test_3_4_rows_are_slots_up_to_the_highest_with_a_request() -> None:
+def test_a_batch_has_a_row_for_each_slot_up_to_the_highest_with_a_request() -> None:
     rig = SequenceRig(rows=4)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
@@ -71,7 +71,7 @@ def test_3_4_rows_are_slots_up_to_the_highest_with_a_request() -> None:
     assert rig.batches() == {0: [None, 2]}
 
 
-def test_3_4_the_longest_waiting_request_sets_the_shape() -> None:
+def test_the_longest_waiting_request_determines_the_shape() -> None:
     rig = SequenceRig(rows=3)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
@@ -91,7 +91,7 @@ def test_3_4_the_longest_waiting_request_sets_the_shape() -> None:
     assert rig.batches() == {0: [1]}
 
 
-def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
+def test_the_next_batch_is_formed_when_the_last_has_returned() -> None:
     rig = SequenceRig(rows=2)
     rig.request(1, START)
     rig.batches()
@@ -114,7 +114,7 @@ def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
         ({"minimum_slot_utilization": 1.0}, False),
     ],
 )
-def test_3_4_delay_and_minimum_utilization_only_together(
+def test_delay_and_minimum_utilization_apply_only_together(
     fields: dict[str, float], must_wait: bool
 ) -> None:
     rig = SequenceRig(rows=2, strategy_fields=fields)
@@ -128,7 +128,7 @@ def test_3_4_delay_and_minimum_utilization_only_together(
         assert rig.batches() == {0: [1]}
 
 
-def test_3_4_enough_slots_end_the_wait_and_so_does_a_deadline() -> None:
+def test_enough_filled_slots_or_a_deadline_end_the_wait() -> None:
     fields = {"max_queue_delay_microseconds": 500_000, "minimum_slot_utilization": 0.75}
     rig = SequenceRig(rows=4, strategy_fields=fields)
     for sequence in (1, 2):
@@ -143,7 +143,7 @@ def test_3_4_enough_slots_end_the_wait_and_so_does_a_deadline() -> None:
     assert rig.batches() == {0: [1]}
 
 
-def test_3_4_null_rows_are_no_inferences_but_rows_of_a_batch() -> None:
+def test_null_rows_count_in_the_batch_size_but_not_as_inferences() -> None:
     """As in Triton, `inference_count` counts requests, and `batch_stats` counts executed rows."""
     rig = SequenceRig(rows=3)
     for sequence in (1, 2, 3):
@@ -197,7 +197,9 @@ def test_the_worked_example() -> None:
 
 
 @pytest.mark.parametrize(("fields", "slots"), [(CANDIDATES, 4), ({}, 2)])
-def test_3_5_slots_number_the_candidates_or_the_batch(fields: dict[str, int], slots: int) -> None:
+def test_the_slot_count_is_the_candidates_or_the_batch_size(
+    fields: dict[str, int], slots: int
+) -> None:
     rig = SequenceRig("oldest", rows=2, strategy_fields=fields)
     for sequence in range(1, 7):
         rig.request(sequence, START)
@@ -208,7 +210,7 @@ def test_3_5_slots_number_the_candidates_or_the_batch(fields: dict[str, int], sl
     assert sorted(sizes) == list(range(1, slots + 1))
 
 
-def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
+def test_the_oldest_strategy_forms_the_dynamic_batchers_batches() -> None:
     fields = {
         "max_candidate_sequences": 8,
         "preferred_batch_size": [3],
@@ -227,7 +229,7 @@ def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
     assert rig.batches() == {0: [1]}
 
 
-def test_3_5_at_most_one_request_of_a_sequence_runs() -> None:
+def test_at_most_one_request_of_a_sequence_runs() -> None:
     rig = SequenceRig("oldest", rows=4, strategy_fields={"max_candidate_sequences": 4})
     rig.request(1, START)
     for _ in range(3):
@@ -237,7 +239,7 @@ def test_3_5_at_most_one_request_of_a_sequence_runs() -> None:
         rig.done()
 
 
-def test_3_5_oldest_has_no_null_rows_and_passes_the_slot_of_the_state() -> None:
+def test_the_oldest_strategy_has_no_null_rows_and_passes_the_slot_of_the_state() -> None:
     rig = SequenceRig("oldest", rows=4, strategy_fields=CANDIDATES)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
@@ -247,7 +249,7 @@ def test_3_5_oldest_has_no_null_rows_and_passes_the_slot_of_the_state() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_3_5_without_batching(rows: int) -> None:
+def test_the_oldest_strategy_without_batching(rows: int) -> None:
     rig = SequenceRig("oldest", rows=rows, strategy_fields=CANDIDATES)
     rig.submit(flags=START, correlation_id=1, batch_size=rows)
     rig.submit(flags=START, correlation_id=2, batch_size=rows)

@@ -416,6 +416,14 @@ def _check_weights(
     problems: list[str],
 ) -> None:
     """Add missing and misfitting weights to `problems`; tied models need one of two weights."""
+    if not stored:
+        return
+    if architecture.layers > len(stored):  # the list of weights would have no limit
+        problems.append(
+            f"config.json: num_hidden_layers: {architecture.layers} is more than the number of "
+            f"weights in the files, {len(stored)}"
+        )
+        return
     expected = architecture.weights()
     if architecture.tied_embeddings and _HEAD in stored:
         expected[_HEAD] = expected[_EMBEDDING]
@@ -427,7 +435,7 @@ def _check_weights(
             missing.append(name)
         elif problem := quantisation.problem(name, shape, stored):
             misfits.append(problem)
-    if stored and missing:
+    if missing:
         problems.append(f"weights are missing: {_list_names(missing)}")
     if misfits:
         problems.append(f"weights do not fit config.json: {_list_names(misfits)}")

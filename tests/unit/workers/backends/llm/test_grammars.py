@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.grammars import Grammars, with_patterns
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import Detokenizer, TokenTexts
 from tests.support.hf_folders import tokenizer_text
 
 BYTES = Tokenizer.from_str(tokenizer_text())
@@ -105,20 +105,29 @@ TRAINERS: dict[str, Any] = {
         (models.BPE(unk_token="<unk>"),
          decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])),
         (models.Unigram(), decoders.Metaspace()),
+        (models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"), decoders.BPEDecoder("</w>")),
         (models.WordPiece(unk_token="<unk>"), decoders.WordPiece(cleanup=False)),
+        (models.WordPiece(unk_token="<unk>"), decoders.WordPiece(cleanup=True)),
     ],
 )  # fmt: skip
 def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any) -> None:
     test_tokenizer = Tokenizer(model)
     is_words = isinstance(model, models.WordPiece)
-    test_tokenizer.pre_tokenizer = (
-        pre_tokenizers.Whitespace() if is_words else pre_tokenizers.Metaspace()
+    suffix = getattr(model, "end_of_word_suffix", None)
+    splitters: dict[bool, Any] = {True: pre_tokenizers.BertPreTokenizer()}
+    test_tokenizer.pre_tokenizer = splitters.get(
+        is_words or bool(suffix), pre_tokenizers.Metaspace()
     )
     test_tokenizer.decoder = decoder
     trainer = TRAINERS[type(model).__name__](
-        vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False
+        vocab_size=300,
+        special_tokens=["<unk>", "</s>"],
+        show_progress=False,
+        **({"end_of_word_suffix": suffix} if suffix else {}),
     )
     test_tokenizer.train_from_iterator([TEXT] * 5, trainer)
+    if is_words and decoder.cleanup:  # like BERT's vocabulary
+        test_tokenizer.add_tokens([f"##{character}" for character in '{}[]":,a1nul'])
     texts = TokenTexts(test_tokenizer)
     grammars = Grammars(texts, test_tokenizer.get_vocab_size() + 5, (1,))
     matcher = grammars.matcher(("regex", "(a|b| ?the)+ x"))
@@ -130,12 +139,20 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
     ]
     first_letters = ("a", "b", "t", " ")
     assert bits and all(texts.bytes_of(token).decode().startswith(first_letters) for token in bits)
-    if is_words:  # the first token of words begins with a space, and JSON does not
+    if is_words and not decoder.cleanup:
+        with pytest.raises(InvalidArgument, match="f: the model's vocabulary cannot write JSON"):
+            grammars.matcher(("json_schema", "{}"), name="f")
         return
     matcher, data = grammars.matcher(("json_schema", '{"const": {"a": [1, null]}}')), b""
+    tokens: list[int] = []
     while not matcher.is_stopped():
         bitmask = matcher.compute_bitmask()
         token = next(token for token in range(300) if bitmask[token // 8] >> token % 8 & 1)
         matcher.consume_token(token)
         data += texts.bytes_of(token)
+        tokens.append(token)
     assert json.loads(data.removesuffix(b"</s>")) == {"a": [1, None]}
+    prompt = test_tokenizer.encode("the fox").ids
+    detokenizer = Detokenizer(texts, True, prompt)
+    pieces = [*map(detokenizer.add, tokens), detokenizer.flush()]
+    assert json.loads("".join(pieces)) == {"a": [1, None]}

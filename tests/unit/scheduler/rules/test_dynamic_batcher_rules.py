@@ -1,4 +1,4 @@
-"""The dynamic batcher's rules 3.1.1 to 3.1.10, tested by the messages to workers and clients."""
+"""The rules of the dynamic batcher, tested by the messages to workers and clients."""
 
 import itertools
 from typing import Any
@@ -53,13 +53,13 @@ def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
 def test_batch_sizes_are_summed_and_no_request_is_split(
     max_batch_size: int, units: tuple[int, ...], expected: list[int]
 ) -> None:
-    """Rule 3.1.1: a request counts as its batch size, at least 1; a maximum of 0 is one of 1."""
+    """A request counts as its batch size, at least 1; a maximum of 0 is one of 1."""
     rig = Rig({}, max_batch_size=max_batch_size)
     assert batch_sizes(rig, queue_requests(rig, *units)) == expected
 
 
 def test_batching_stops_at_the_first_incompatible_request() -> None:
-    """Rule 3.1.2: a request that does not fit or has other shapes closes the batch; later
+    """A request that does not fit or has other shapes closes the batch; later
     requests are not pulled ahead. Shapes are compared with those of the first request.
     """
     rig = Rig(DELAYED_BATCHING)
@@ -73,27 +73,25 @@ def test_batching_stops_at_the_first_incompatible_request() -> None:
 
 
 def test_beyond_the_largest_preferred_size_any_size_counts_as_preferred() -> None:
-    """Rule 3.1.3: 3 and 4 with a preferred 6 run as 3, immediately."""
+    """With a preferred size of 6, requests of 3 and 4 rows run as 3, immediately."""
     rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [6]})
     assert batch_sizes(rig, queue_requests(rig, 3, 4)) == [1]
     assert count_closed(rig) == {CloseReason.PREFERRED: 1}
 
 
 def test_the_largest_preferred_size_reached_is_taken() -> None:
-    """Rule 3.1.3."""
     rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [2, 4]})
     assert batch_sizes(rig, queue_requests(rig, 1, 1, 1, 1)) == [4]
 
 
 def test_a_preferred_size_runs_exactly_and_the_rest_waits() -> None:
-    """Rule 3.1.4: 7 queued with preferred 4 and 6, without a delay, run as 6 and 1."""
+    """With preferred sizes of 4 and 6 and no delay, 7 queued rows run as 6 and 1."""
     rig = Rig({"preferred_batch_size": [4, 6]})
     assert batch_sizes(rig, queue_requests(rig, *[1] * 7)) == [6, 1]
     assert count_closed(rig) == {CloseReason.PREFERRED: 1, CloseReason.IDLE: 1}
 
 
 def test_after_the_delay_all_requests_run_even_past_a_preferred_size() -> None:
-    """Rule 3.1.5."""
     rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [4]})
     rig.submit(5)
     rig.pass_time(MS)
@@ -102,14 +100,13 @@ def test_after_the_delay_all_requests_run_even_past_a_preferred_size() -> None:
 
 
 def test_without_a_delay_queued_requests_run_at_once() -> None:
-    """Rule 3.1.6."""
     rig = Rig({"preferred_batch_size": [4]})
     assert batch_sizes(rig, queue_requests(rig, 1, 1)) == [2]
     assert count_closed(rig) == {CloseReason.IDLE: 1}
 
 
 def test_the_delay_counts_from_the_oldest_that_waits() -> None:
-    """Rule 3.1.6: the oldest request need not be the first of the batch."""
+    """The oldest request need not be the first of the batch."""
     rig = Rig({**DELAYED_BATCHING, "priority_levels": 2, "default_priority_level": 2})
     rig.submit()
     rig.pass_time(400_000)
@@ -121,7 +118,7 @@ def test_the_delay_counts_from_the_oldest_that_waits() -> None:
 
 
 def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
-    """Rule 3.1.6: the wait ends after the rest of the delay, or at a request's timeout."""
+    """The wait ends after the rest of the delay, or at a request's timeout."""
     policy = {"default_timeout_microseconds": 300}
     rig, _ = ready_rig({**DELAYED_BATCHING, "default_queue_policy": policy})
     (number,) = rig.submit()
@@ -132,13 +129,13 @@ def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
 
 @pytest.mark.parametrize("preferred", [[4], [], [2, 4]])
 def test_the_largest_preferred_size_runs_at_once(preferred: list[int]) -> None:
-    """Rule 3.1.7: the default preferred size is the maximum size."""
+    """The default preferred size is the maximum size."""
     rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": preferred}, max_batch_size=4)
     assert batch_sizes(rig, queue_requests(rig, 1, 1, 2)) == [3]
 
 
 def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
-    """Rule 3.1.8: requests that arrive while the instance is busy join the next batch."""
+    """Requests that arrive while the instance is busy join the next batch."""
     rig, peer = ready_rig(DELAYED_BATCHING)
     rig.submit()
     rig.pass_time(MS)
@@ -163,7 +160,7 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
 def test_with_a_policy_no_batch_is_sent_before_an_instance_is_free(
     block: dict[str, Any], sent_sizes: list[int]
 ) -> None:
-    """Rule 3.1.8: without a queue policy, a batch that cannot grow may be sent ahead to a busy
+    """Without a queue policy, a batch that cannot grow may be sent ahead to a busy
     instance.
     """
     rig, _ = ready_rig(block)
@@ -176,7 +173,7 @@ def test_with_a_policy_no_batch_is_sent_before_an_instance_is_free(
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
 def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int]) -> None:
-    """Rule 3.1.9: holds whichever instance finishes first, and whichever request fails."""
+    """The order is kept whichever instance finishes first, and whichever request fails."""
     rig = Rig({"preserve_ordering": True}, max_batch_size=1)
     for index in range(4):
         rig.start(index, 100 + index)
@@ -194,7 +191,6 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
 
 
 def test_shutdown_rejects_new_requests() -> None:
-    """Rule 3.1.10."""
     rig = Rig({})
     rig.supervisor(Drain())
     (number,) = rig.submit(request_id="r1")
@@ -206,7 +202,7 @@ def test_shutdown_rejects_new_requests() -> None:
 
 
 def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:
-    """Rule 3.0: first in, first out, one request per execution, no queue policy."""
+    """Requests run first in, first out, one per execution, without a queue policy."""
     rig, peer = ready_rig(max_batch_size=8)
     rig.submit(2, priority=0)
     rig.submit(2, priority=1)
@@ -220,7 +216,7 @@ def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:
 
 
 def test_requests_are_numbered_by_arrival() -> None:
-    """Rule 3.1.1: requests run in order of arrival, whatever their sizes."""
+    """Requests run in order of arrival, whatever their sizes."""
     rig = Rig({})
     peer = queue_requests(rig, 3, 8, 1, 1, 7)
     contents = []

@@ -1,4 +1,4 @@
-"""The rules of priorities and queue policies, 3.2.1 to 3.2.6, tested by the sent messages."""
+"""The rules of priorities and queue policies, tested by the sent messages."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def busy_rig(dynamic_batching: dict[str, Any], **settings: Any) -> tuple[Rig, by
 
 
 def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
-    """Rule 3.2.1: level 1 is the highest. 0 and invalid levels mean the default level."""
+    """Level 1 is the highest. 0 and invalid levels mean the default level."""
     rig = Rig(PRIORITY_LEVELS, max_batch_size=1)
     for priority in (3, 0, 1, 2**40, 2, 3, 1):
         rig.submit(priority=priority)
@@ -42,7 +42,6 @@ def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
 
 
 def test_a_batch_may_span_levels() -> None:
-    """Rule 3.2.1."""
     rig = Rig(PRIORITY_LEVELS, max_batch_size=4)
     for priority in (3, 2, 1, 3, 2):
         rig.submit(priority=priority)
@@ -50,7 +49,6 @@ def test_a_batch_may_span_levels() -> None:
 
 
 def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
-    """Rule 3.2.1."""
     rig, peer = ready_rig(
         {**PRIORITY_LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4
     )
@@ -63,7 +61,7 @@ def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
 
 
 def test_a_low_level_may_starve() -> None:
-    """Rule 3.2.1: strict priority, no ageing."""
+    """Priority is strict: waiting requests are not promoted."""
     rig, peer, batch = busy_rig(PRIORITY_LEVELS, max_batch_size=1)
     rig.submit(priority=3)
     for _ in range(50):
@@ -75,7 +73,7 @@ def test_a_low_level_may_starve() -> None:
 
 
 def test_each_level_has_its_policy_and_its_own_bound() -> None:
-    """Rule 3.2.2: a level without a policy has the default policy.
+    """A level without a policy has the default policy.
 
     Running requests do not count.
     """
@@ -100,14 +98,12 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
 
 
 def test_a_bound_of_zero_leaves_only_the_servers_bound() -> None:
-    """Rule 3.2.2."""
     rig, _, _ = busy_rig({})
     rig.submit(10_000)
     assert rig.answers() == []
 
 
 def test_delayed_requests_count_towards_the_bound_of_their_level() -> None:
-    """Rule 3.2.2."""
     rig, _, _ = busy_rig({"default_queue_policy": {**DELAY_POLICY, "max_queue_size": 2}})
     rig.submit(1)
     rig.pass_time(MS + 1)
@@ -119,7 +115,6 @@ def test_delayed_requests_count_towards_the_bound_of_their_level() -> None:
 
 
 def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
-    """Rule 3.2.3."""
     policies = {"1": {"default_timeout_microseconds": 1000}}
     dynamic_batching = {
         **PRIORITY_LEVELS,
@@ -151,7 +146,7 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
 def test_a_requests_timeout_applies_if_allowed_and_shorter(
     policy: dict[str, Any], own_us: int, limit_us: int | None
 ) -> None:
-    """Rule 3.2.3: `allow_timeout_override`."""
+    """`allow_timeout_override` allows it."""
     rig, _, _ = busy_rig({"default_queue_policy": policy})
     (number,) = rig.submit(timeout_us=own_us)
     if limit_us is None:
@@ -164,8 +159,8 @@ def test_a_requests_timeout_applies_if_allowed_and_shorter(
     assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
 
 
-def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
-    """Rule 3.2.4: REJECT."""
+def test_a_request_rejected_by_timeout_is_unavailable_and_counts_as_rejected() -> None:
+    """REJECT is the default action."""
     rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     (number,) = rig.submit(request_id="r")
     rig.pass_time(MS + 1)
@@ -174,7 +169,7 @@ def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
 
 
 def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
-    """Rule 3.2.4: DELAY. Delayed requests no longer time out."""
+    """Delayed requests no longer time out."""
     rig, peer, batch = busy_rig(
         {**PRIORITY_LEVELS, "default_queue_policy": DELAY_POLICY}, max_batch_size=1
     )
@@ -189,7 +184,6 @@ def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
 
 
 def test_delayed_requests_may_wait_for_ever() -> None:
-    """Rule 3.2.4."""
     rig, peer, batch = busy_rig({"default_queue_policy": DELAY_POLICY}, max_batch_size=1)
     (delayed,) = rig.submit()
     for _ in range(20):
@@ -204,7 +198,7 @@ def test_delayed_requests_may_wait_for_ever() -> None:
 @pytest.mark.parametrize("limit_us", [0, 5000])
 @pytest.mark.parametrize("is_deadline", [False, True])
 def test_a_requests_own_timeout_also_delays_it(limit_us: int, is_deadline: bool) -> None:
-    """Rule 3.2.4: with DELAY, a timeout that overrides the policy's is no deadline, even with
+    """With DELAY, a timeout that overrides the policy's is no deadline, even with
     --request-timeout-is-deadline. Other deadlines still apply.
     """
     policy = {**DELAY_POLICY, "allow_timeout_override": True}
@@ -255,7 +249,6 @@ def test_an_expired_request_names_the_limit_and_its_origin(
 
 
 def test_cancelling_a_delayed_request_removes_it() -> None:
-    """Rule 3.2.4."""
     rig, peer, batch = busy_rig({"default_queue_policy": DELAY_POLICY})
     delayed, remaining = rig.submit(2)
     rig.pass_time(MS + 1)
@@ -266,7 +259,7 @@ def test_cancelling_a_delayed_request_removes_it() -> None:
 
 @pytest.mark.parametrize("policy", [{}, DELAY_POLICY])
 def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) -> None:
-    """Rule 3.2.5: the request is rejected at once, even while the instance is busy."""
+    """The request is rejected at once, even while the instance is busy."""
     policy = {"default_timeout_microseconds": 1000, **policy}
     rig, _, _ = busy_rig({"default_queue_policy": policy})
     number = rig.submit()[0]
@@ -278,7 +271,6 @@ def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) ->
 
 
 def test_a_timeout_expires_after_its_microseconds() -> None:
-    """Rule 3.2.6."""
     rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 7}})
     (number,) = rig.submit()
     rig.pass_time(7_000)
