@@ -14,7 +14,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import CopyCounter
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.processes import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import (
     DeviceMemory,

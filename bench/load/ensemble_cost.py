@@ -223,7 +223,7 @@ class Chain:
         """
         (received,) = frames.unpack(frames.pack([batch]))
         (request,) = received.requests
-        schema_entry = self._schemas.find(request.schema) or self._schemas.learn(request.schema)
+        schema_entry = self._schemas[request.schema]
         size, data = _SMALL, _DATA
         if schema_entry.outputs[0].placed:
             data = request.data[-1]

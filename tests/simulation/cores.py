@@ -33,6 +33,7 @@ _SUPERVISOR_PID = 1
 # models, instances and settings, counters, and collections with a limit of their own.
 _MAX_ENTRIES = {
     "ClientTable": 1024,
+    "Schemas": 256,
     "LruCache._entries": 1 << 20,
     "Front._dead": REMEMBERED_EXITS,
     "Sequences._lost_ids": 4096,

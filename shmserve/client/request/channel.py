@@ -44,8 +44,8 @@ from shmserve.ipc.scheduler_client import NO_SCHEDULER, InflightRequest, Schedul
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, phase_durations, unpack_spans
-from shmserve.ipc.transport.dealer import Dealer, LinkTable
 from shmserve.ipc.transport.frames import MalformedMessage
+from shmserve.ipc.transport.zmtp import Dealer, LinkTable
 
 DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use `stream`"
 LATE = "no response arrived within the timeout"

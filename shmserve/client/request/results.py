@@ -143,7 +143,7 @@ def _read(
     """Return the result, and whether its outputs may be in shared memory."""
     packed = reader.packed
     responses = packed.model.responses
-    schema = responses.find(message.schema) or responses.learn(message.schema)
+    schema = responses[message.schema]
     datas = message.data
     if len(datas) != len(schema.outputs):
         raise MalformedMessage("a response's data do not match its schema")

@@ -131,7 +131,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             Unavailable: The model of a step is not served.
             InvalidArgument: The memory range of a tensor is not allowed.
         """
-        schema_properties = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
+        schema_properties = self._schemas[submit.schema]
         data, plan = submit.data, self._plan(schema_properties.outputs)
         if len(data) != schema_properties.entries:
             raise MalformedMessage("a request's data do not match its schema")

@@ -26,8 +26,8 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.scheduler_client import Links, SchedulerClient
 from shmserve.ipc.trace import TraceContext, TracedTensor, unpack_spans
-from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.frames import MalformedMessage
+from shmserve.ipc.transport.zmtp import LinkTable
 from shmserve.scheduler.ensemble.flow import Firing, Graph, Targets
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests

@@ -67,8 +67,8 @@ from shmserve.ipc.messages.unions import (
 )
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import PeerCredRouter, UntrustedRouter, leading_pid, trailing_pid
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory

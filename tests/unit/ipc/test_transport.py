@@ -13,8 +13,8 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered
 from shmserve.ipc.messages.supervision import ConfigCompleted, Drain
 from shmserve.ipc.transport import frames, zmtp
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 
 

@@ -13,7 +13,7 @@ import orjson
 
 from shmserve.errors import Internal
 from shmserve.workers.backends import Output
-from shmserve.workers.backends.llm.answers import token_entry
+from shmserve.workers.backends.llm.token_texts import token_entry
 from shmserve.workers.backends.vllm.engine import VllmCall, parse_message
 
 # The outputs that clients of Triton's vllm_backend request by inputs, such as return_logprobs.
