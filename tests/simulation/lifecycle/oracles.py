@@ -275,10 +275,9 @@ class LifecycleOracles:
             update = peer.latest_publications.get(version.spec.name)
             if update is None or update.endpoint not in endpoints:
                 continue
-            if not self._is_in_cycle(version, peer.ensemble) and peer.ensemble is not version:
-                self.report_violation(
-                    f"3: {version} is {state}, and {peer.ensemble} would send it a step"
-                )
+            user = peer.ensemble
+            if user is not version and (user is None or not self._is_in_cycle(version, user)):
+                self.report_violation(f"3: {version} is {state}, and {user} would send it a step")
 
     def _is_in_cycle(self, version: ObservedVersion, user: ObservedVersion) -> bool:
         """Return whether two live generations depend on each other."""
