@@ -277,7 +277,7 @@ class ThreadChannel(Waiter):
         if pending.ready():
             return
         channel.flush()
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             timeout_s: float | None = None
             if deadline_ns:
@@ -347,7 +347,7 @@ class SharedChannel(Waiter):
         return future.result()
 
     def wait_until_ready(self, pending: ClientStream) -> None:
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             self.check_may_wait()
             timeout_s: float | None = None
