@@ -55,13 +55,13 @@ class Decoder:
         largest: The maximum size of a frame in bytes.
         properties: The peer's properties, after its READY.
         violation: The protocol violation after which the connection is unusable, or "".
-        dropped: The number of dropped multipart messages, which no peer of this server sends.
+        dropped_messages: The number of dropped multipart messages; no peer of a server sends any.
     """
 
     largest: int = _MAX_FRAME_SIZE
     properties: dict[str, bytes] | None = None
     violation: str = ""
-    dropped: int = 0
+    dropped_messages: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
     _greeted: bool = False
@@ -152,7 +152,7 @@ class Decoder:
                 self._decode_ready_command(body)
         else:
             self._skipping = bool(flags & _MORE_FLAG)
-            self.dropped += not self._skipping
+            self.dropped_messages += not self._skipping
 
     def _decode_ready_command(self, body: bytes) -> None:
         if not body.startswith(b"\x05READY"):
@@ -191,7 +191,7 @@ class Connection:
     unsent: bytearray
     decoder: Decoder = field(default_factory=Decoder)
     identity: bytes | None = None
-    malformed: int = 0
+    malformed_messages: int = 0
     max_unsent: int = sys.maxsize  # a peer with more unread output is not read
     events: int = select.EPOLLIN
 
@@ -288,7 +288,7 @@ class Dealer:
 
     def __init__(self, endpoint: str, identity: str) -> None:
         self.endpoint = endpoint
-        self.malformed = 0
+        self.malformed_messages = 0
         self.pending: list[Any] = []
         # Queues a message for the next `flush`. Requests use this often, so it avoids another call.
         self.post: Callable[[Any], None] = self.pending.append
@@ -358,13 +358,13 @@ class Dealer:
             try:
                 messages += unpack(frame)
             except MalformedMessage as error:
-                self.malformed += 1
+                self.malformed_messages += 1
                 logger.warning("dropped a malformed frame: %s", error)
         if frames is None or connection.decoder.violation:
             self._disconnect(connection)
-        elif connection.decoder.dropped:
-            self.malformed += connection.decoder.dropped
-            connection.decoder.dropped = 0
+        elif connection.decoder.dropped_messages:
+            self.malformed_messages += connection.decoder.dropped_messages
+            connection.decoder.dropped_messages = 0
         return messages
 
     def _disconnect(self, connection: Connection) -> None:

@@ -131,7 +131,7 @@ class ResponseStream:
         return pending.take()
 
     async def _wait_for_item(self, pending: ClientStream) -> None:
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
             async with asyncio.timeout(remaining_s):

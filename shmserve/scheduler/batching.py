@@ -399,5 +399,5 @@ class BatchingCore(Core[ScheduledRequest]):
             "instances": self._pool.counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
-            "malformed": self._to_workers.malformed + self.results.unexpected,
+            "malformed": self._to_workers.malformed_messages + self.results.unexpected_messages,
         }

@@ -61,10 +61,10 @@ R = TypeVar("R")
 
 
 class ClientLinks(Protocol):
-    """The links to clients. `malformed` counts their unreadable frames."""
+    """The links to clients. `malformed_messages` counts their unreadable frames."""
 
     @property
-    def malformed(self) -> int:
+    def malformed_messages(self) -> int:
         """Return the number of unreadable frames so far."""
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
@@ -468,5 +468,5 @@ class Front(Generic[R]):
         gauges = self._core.gauges()
         gauges["live"] = self._core.live_requests
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()
-        gauges["malformed"] += self._links.malformed + self._control.malformed
+        gauges["malformed"] += self._links.malformed_messages + self._control.malformed_messages
         return gauges

@@ -141,7 +141,7 @@ class Gateways(PermanentProcesses):
         self._snapshot = snapshot
         self._drain_futures: dict[int, asyncio.Future[None]] = {}
         # Clients wait at the shared sockets until the models are loaded.
-        self._waits_for_models = bool(listeners.shared)
+        self._waits_for_models = bool(listeners.shared_sockets)
 
     async def _spawn(self, name: str, title: str) -> Child:
         config, listeners = self._context.config, self._listeners

@@ -272,7 +272,7 @@ class _RequestProperties:
         schema: The unpacked schema.
         inputs: The inputs, with the shapes that the model receives.
         batch_size: The rows of each input; 0 if the model does not batch.
-        requested: The requested outputs by name.
+        requested_outputs: The requested outputs by name.
         placed_outputs: The names of the requested outputs that have a range in the data.
         string_inputs: The names of the BYTES inputs.
         response_kinds: The cache of responses to requests with this schema (see
@@ -282,7 +282,7 @@ class _RequestProperties:
     schema: RequestSchema
     inputs: list[TensorSchema]
     batch_size: int
-    requested: dict[str, OutputSchema]
+    requested_outputs: dict[str, OutputSchema]
     placed_outputs: list[str]
     string_inputs: list[str]
     response_kinds: dict[Any, Any] = field(default_factory=dict)
@@ -365,7 +365,7 @@ class Unpacker:
             properties.schema,
             properties.batch_size,
             inputs,
-            properties.requested,
+            properties.requested_outputs,
             memory_ranges,
             is_cancelled,
             properties.response_kinds,

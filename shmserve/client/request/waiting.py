@@ -277,7 +277,7 @@ class ThreadChannel(Waiter):
         if pending.ready():
             return
         channel.flush()
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             timeout_s: float | None = None
             if deadline_ns:
@@ -347,7 +347,7 @@ class SharedChannel(Waiter):
         return future.result()
 
     def wait_until_ready(self, pending: ClientStream) -> None:
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             self.check_may_wait()
             timeout_s: float | None = None
@@ -396,7 +396,7 @@ def _submit(
 
     deadline_ns = packed.options.deadline_ns
     if deadline_ns:
-        connection.expire_at(deadline_ns, pending.submit.id)
+        connection.timeouts.add(deadline_ns, pending.submit.id)
 
     # The callback has a parameter, because a reference to `future` would form a cycle.
     def on_done(completed: Future[Result]) -> None:

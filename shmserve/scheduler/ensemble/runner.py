@@ -45,7 +45,7 @@ class StepRunner:
 
     Attributes:
         waiting: The number of steps that wait because of `max_inflight_requests`.
-        malformed: The number of responses of steps that could not be read.
+        malformed_messages: The number of responses of steps that could not be read.
     """
 
     _graph: Graph
@@ -55,7 +55,7 @@ class StepRunner:
     _requests: EnsembleRequests
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     waiting: int = 0
-    malformed: int = 0
+    malformed_messages: int = 0
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
@@ -78,7 +78,7 @@ class StepRunner:
         if step is None:
             self.schedulers.handle(endpoint, message)
         else:
-            self._requests.changed[step.request] = None
+            self._requests.changed_requests[step.request] = None
             self._respond(step, message, now_ns)  # type: ignore[arg-type]
             self._end_step(step, now_ns)
         if self._messages.events:
@@ -103,7 +103,7 @@ class StepRunner:
         events = self._messages.events
         while events:
             step, message = events.pop(0)
-            self._requests.changed[step.request] = None
+            self._requests.changed_requests[step.request] = None
             if message is None:
                 self._end_step(step, now_ns)
             elif type(message) is Failed:
@@ -129,7 +129,7 @@ class StepRunner:
                 self._requests.fail(request, error.code, error.message, now_ns)
                 return
             except MalformedMessage as error:
-                self.malformed += 1
+                self.malformed_messages += 1
                 logger.error("a worker's response is malformed: %s", error)
                 self._requests.fail(request, Internal.code, "internal error", now_ns)
         if more_follow:
@@ -203,7 +203,7 @@ class StepRunner:
             request, firing = waiting.popleft()
             request.waiting -= 1
             self.waiting -= 1
-            self._requests.changed[request] = None
+            self._requests.changed_requests[request] = None
             if request.state is RUNNING:
                 self._submit(request, firing, now_ns)
             else:
@@ -224,7 +224,7 @@ class StepRunner:
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Cancel the steps of a request that has failed: those in flight and those that wait."""
-        self._requests.changed[request] = None
+        self._requests.changed_requests[request] = None
         for number in request.running:
             step = self.schedulers.pending.get(number)
             if step is not None:

@@ -214,7 +214,7 @@ class Generation(Generic[T]):
     drafts: bool = True
     beams: BeamSearch | None = None
     preemptions: int = 0
-    cached: int = 0  # tokens of the prompt that were found in the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
     @property
@@ -241,7 +241,7 @@ class Sequence(Generic[T]):
     """A sequence of a generation, with its `number`.
 
     `forks` further samples begin from it once its prompt is computed except for the last token.
-    `held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
+    `is_held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
     sequence ends with the running step. The first `sent_blocks` entries of the table were sent
     to the worker.
     """
@@ -251,17 +251,17 @@ class Sequence(Generic[T]):
     sample: int
     tokens: array[int]
     status: SequenceStatus = SequenceStatus.WAITING
-    computed: int = 0
+    computed_tokens: int = 0
     table: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     sent_blocks: int = 0
     forks: int = 0
-    held: bool = False
+    is_held: bool = False
     stopped: bool = False
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
     keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
-    sealed: int = 0  # blocks of its table that were offered to the prefix cache
+    sealed_blocks: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
     def seats(self) -> int:
@@ -272,7 +272,7 @@ class Sequence(Generic[T]):
     @property
     def missing(self) -> int:
         """Return the number of tokens to compute before the next token is sampled."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.computed_tokens
 
     @property
     def generated(self) -> int:
@@ -305,17 +305,17 @@ class Sequence(Generic[T]):
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
         """Register its full blocks in the prefix cache."""
-        full_blocks = self.computed // block_size
-        if full_blocks > self.sealed:
+        full_blocks = self.computed_tokens // block_size
+        if full_blocks > self.sealed_blocks:
             keys = self.prefix_keys(block_size, full_blocks)
-            for index in range(self.sealed, full_blocks):
+            for index in range(self.sealed_blocks, full_blocks):
                 pool.seal(self.table[index], keys[index])
-            self.sealed = full_blocks
+            self.sealed_blocks = full_blocks
 
     def reset(self) -> None:
         """Reset the sequence after its blocks were lost: all its tokens must be computed again."""
         self.status = SequenceStatus.WAITING
-        self.computed = self.sent_blocks = self.sealed = 0
+        self.computed_tokens = self.sent_blocks = self.sealed_blocks = 0
         self.table = []
         self.host = []
 

@@ -156,14 +156,16 @@ class VersionScheduler:
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         # A scheduler receives no message before it is ready.
-        await wait_any(ready, hosted.closed, hosted.child.exited)
+        await wait_any(ready, hosted.close_future, hosted.child.exited)
         if self._lifetime.is_stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
         if not ready.done():
             await context.hosts.close(hosted)
             exited = hosted.child.exited
-            reason = hosted.closed.result() or (exited.result() if exited.done() else "closed")
+            reason = hosted.close_future.result() or (
+                exited.result() if exited.done() else "closed"
+            )
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._serving_scheduler = hosted
@@ -261,7 +263,7 @@ class VersionScheduler:
         assert hosted is not None
         self._drain_future = asyncio.get_running_loop().create_future()
         self._context.control.send(hosted.address, m.Drain(sequences_only))
-        await wait_any(self._drain_future, hosted.closed, hosted.child.exited, *losses)
+        await wait_any(self._drain_future, hosted.close_future, hosted.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler belongs to another process, given its group."""

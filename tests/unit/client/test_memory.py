@@ -382,7 +382,7 @@ def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
     model = ClientModel(published())
     packed_request = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(
-        packed=packed_request,
+        packed_request=packed_request,
         copy_range=lambda memory_range: b"\4\0\0\0",
         release=lambda release: None,
     )

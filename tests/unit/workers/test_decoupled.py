@@ -17,8 +17,7 @@ from shmserve.ipc.credit import FIRST_CREDIT, MAX_UNREAD_BYTES
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.backends.python import PythonBackend
-from shmserve.workers.backends.python.execution import log_thread_exception
+from shmserve.workers.backends.python import PythonBackend, log_thread_exception
 from shmserve.workers.batch import response_stream
 from shmserve.workers.links import processes
 from shmserve.workers.links.processes import readable
@@ -197,7 +196,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
     model.begin(0)
     assert [response[0] for response in model.responses(1)[:-1]] == [0, 1, 2]
     arena = model.rig.context.arena
-    assert arena.used >= 3 * 40_000
+    assert arena.used_bytes >= 3 * 40_000
     offsets = [
         output.data.offset
         for message in model.messages
@@ -207,7 +206,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
     ]
     model.rig.release(offsets)
     model.rig.instance.link.pump()
-    assert arena.used == 0
+    assert arena.used_bytes == 0
 
 
 def test_a_response_that_cannot_be_written_is_an_error_and_no_end(

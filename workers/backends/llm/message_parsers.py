@@ -226,9 +226,9 @@ class MessageParser:
             call.id = call.id or self.format.family.new_id()
             opening = {"id": call.id, "name": call.name}
             self._leading_space = ""
-        elif call.sent == len(call.arguments):
+        elif call.sent_length == len(call.arguments):
             return
-        new_arguments, call.sent = call.arguments[call.sent :], len(call.arguments)
+        new_arguments, call.sent_length = call.arguments[call.sent_length :], len(call.arguments)
         last_part = self._calls[-1] if self._calls else {}
         if last_part.get("index") == call.index:
             last_part["arguments"] += new_arguments
@@ -379,14 +379,14 @@ class _Call:
 
     Attributes:
         index: The index of the call in the message; -1: no part was passed on.
-        sent: The number of characters of its arguments that were passed on.
+        sent_length: The number of characters of its arguments that were passed on.
     """
 
     name: str = ""
     arguments: str = ""
     id: str = ""
     index: int = -1
-    sent: int = 0
+    sent_length: int = 0
 
 
 class _JsonScan:

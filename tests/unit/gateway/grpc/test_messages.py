@@ -319,5 +319,5 @@ def test_the_time_limit_grows_with_received_bytes() -> None:
     arriving = ArrivingMessage(10.0, BodyBudget(1000, MallocTrim()), lambda: None)
     assert not arriving.is_overdue(arriving.started_at + 9)
     assert arriving.is_overdue(arriving.started_at + 11)
-    arriving.received += 10 << 20
+    arriving.received_bytes += 10 << 20
     assert not arriving.is_overdue(arriving.started_at + 100)

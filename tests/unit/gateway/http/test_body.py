@@ -76,7 +76,7 @@ class Client:
 def open_arena(size: int) -> Iterator[Arena]:
     arena = Arena(size)
     yield arena
-    assert not arena.used
+    assert not arena.used_bytes
     gc.collect()  # frees views that exceptions refer to
     arena.close()
 
