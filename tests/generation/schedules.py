@@ -80,14 +80,14 @@ class ModelWorker(GenerativeWorker):
             model_passes, None, self._prompts, lambda _: None, lambda *_: None
         )
         self.engine.bits = {}
-        self.known: Any = self.engine._sequences
+        self.sequences: Any = self.engine._sequences
 
     def step(self, step: Step) -> Stepped:
         for begin in step.new_sequences:
             if begin.key not in self._prompts:
                 tokens = list(self.prompts[begin.key])
                 parameters = GenerationParameters(
-                    max_tokens=self.most[begin.key],
+                    max_tokens=self.max_tokens_by_key[begin.key],
                     seed=sum(tokens),
                     **_SAMPLED_SETTINGS[sum(tokens) % len(_SAMPLED_SETTINGS)],
                 )

@@ -110,7 +110,7 @@ class Scheduler:
             fits = Schemas(model.fit)
             core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)
             self.from_peer = core.results.handle
-            if model.generative:
+            if model.is_generative:
                 _check_stopped(core._dispatch)
         self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)

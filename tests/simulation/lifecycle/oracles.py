@@ -245,9 +245,9 @@ class LifecycleOracles:
         version.is_draining = True
         self._check_receives_no_requests(version, "drained")
         model = self._executor.registry.models.get(version.spec.name)
-        if (model is None or not model.serving) and not self._is_in_cycle(version):
+        if model is None or not model.serving:
             for user in self._executor.live_versions:
-                if user.uses(version.spec.name):
+                if user.uses(version.spec.name) and not self._is_in_cycle(version, user):
                     self.report_violation(f"4: {version} is drained before {user}")
 
     def version_ended(self, version: ObservedVersion) -> None:
@@ -275,21 +275,23 @@ class LifecycleOracles:
             update = peer.latest_publications.get(version.spec.name)
             if update is None or update.endpoint not in endpoints:
                 continue
-            if not self._is_in_cycle(version) and peer.ensemble is not version:
-                self.report_violation(
-                    f"3: {version} is {state}, and {peer.ensemble} would send it a step"
-                )
+            user = peer.ensemble
+            if user is not version and (user is None or not self._is_in_cycle(version, user)):
+                self.report_violation(f"3: {version} is {state}, and {user} would send it a step")
 
-    def _is_in_cycle(self, version: ObservedVersion) -> bool:
-        """Return whether live generations depend on each other in a cycle."""
-        visited: set[ObservedVersion] = set()
+    def _is_in_cycle(self, version: ObservedVersion, user: ObservedVersion) -> bool:
+        """Return whether two live generations depend on each other."""
+        return version in self._users_of(user) and user in self._users_of(version)
+
+    def _users_of(self, version: ObservedVersion) -> set[ObservedVersion]:
+        users: set[ObservedVersion] = set()
         waiting = [version]
         while waiting:
             name = waiting.pop().spec.name
-            new_users = {each for each in self._executor.live_versions if each.uses(name)} - visited
-            visited |= new_users
+            new_users = {each for each in self._executor.live_versions if each.uses(name)} - users
+            users |= new_users
             waiting += new_users
-        return version in visited
+        return users
 
     def folder_discarded(self, folder: Path) -> None:
         for version in self._executor.live_versions:
