@@ -189,9 +189,9 @@ class VllmEngine:
         self._config = client.model_config
         self._tokenizer = client.renderer.tokenizer
         self._defaults = self._config.get_diff_sampling_param()
-        numbered = enumerate(arguments.adapters.items(), 1)
+        numbered_adapters = enumerate(arguments.adapters.items(), 1)
         self._adapters = {
-            name: LoRARequest(name, number, path) for number, (name, path) in numbered
+            name: LoRARequest(name, number, path) for number, (name, path) in numbered_adapters
         }
         options = {
             "chat_template_content_format": "auto",
