@@ -273,7 +273,9 @@ class Supervisor(Process):
         version.former_scheduler, version.snapshot = former, []
         self._start_scheduler(version)
         self._announce(version)
-        workers = [worker for worker in version.workers.values() if worker.alive]
+        workers = [
+            worker for worker in version.workers.values() if worker.is_loaded and worker.alive
+        ]
         self._once_received(former, self._drain_former, version, workers, self._succeed_former)
 
     def _drain_former(
@@ -370,8 +372,8 @@ class Supervisor(Process):
 
     def _finish_stop(self, version: Version, scheduler: SchedulerProcess) -> None:
         self._close(scheduler)
-        now = self.serving.get(version.model.name)
-        successor = "" if now is None else now.endpoint
+        serving_version = self.serving.get(version.model.name)
+        successor = "" if serving_version is None else serving_version.endpoint
         self._broadcast(SchedulerLost(scheduler.endpoint, successor), clients_only=True)
 
     # --- processes --------------------------------------------------------------------------------
@@ -415,12 +417,18 @@ class Supervisor(Process):
         version.workers[index] = worker
         self._connect(worker, worker.take)
         self.send(version.scheduler, supervision.InstanceExpected(index, worker.pid))
-        self.world.after(self.world.between(100 * US, 5 * MS), self._on_loaded, version, worker)
+        pause_ns = self.world.between(100 * US, 5 * MS)
+        self.world.after(pause_ns, self._on_loaded, version, worker, version.scheduler)
 
-    def _on_loaded(self, version: Version, worker: Worker) -> None:
+    def _on_loaded(
+        self, version: Version, worker: Worker, scheduler: SchedulerProcess | None
+    ) -> None:
+        """Attach a worker to the scheduler that it was loaded for, or to its replacement."""
         worker.is_loaded = True
-        if version.scheduler is not None and version.scheduler.alive:
-            self.send(worker, version.scheduler)
+        if scheduler is not version.former_scheduler:
+            scheduler = version.scheduler
+        if scheduler is not None and scheduler.alive:
+            self.send(worker, scheduler)
 
     def add_client(self, client: Client) -> None:
         """Connect a client, which receives all serving models."""
