@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import torch
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import TokenTexts, with_pauses
 
 NO_FORCING = '%llguidance {"no_forcing": true}'  # the model selects the tokenization
 
@@ -236,13 +236,14 @@ def with_patterns(schema: Any, root: Any) -> Any:
         root: The whole schema, which contains the targets of references.
     """
     if isinstance(schema, list):
-        return [with_patterns(subschema, root) for subschema in schema]
+        return [with_patterns(subschema, root) for subschema in with_pauses(schema)]
     if not isinstance(schema, dict):
         return schema
     extended: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMA_MAPS and isinstance(value, dict):
-            extended[key] = {name: with_patterns(schema, root) for name, schema in value.items()}
+            members = with_pauses(value.items())
+            extended[key] = {name: with_patterns(schema, root) for name, schema in members}
         elif key in _VALUE_KEYS:
             extended[key] = value
         elif value is not None:
