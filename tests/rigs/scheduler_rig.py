@@ -42,7 +42,7 @@ class Outbox:
     """The posted messages by peer (b"" for the supervisor)."""
 
     def __init__(self) -> None:
-        self.malformed = 0
+        self.malformed_messages = 0
         self.posted: list[tuple[bytes, Any]] = []
 
     def post(self, peer: bytes, message: Any) -> None:

@@ -32,12 +32,11 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import WorkerInstance
-from shmserve.workers.links.scheduler import InstanceLink, Timer
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.processes import InstanceLink, SupervisorLink, Timer
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import receive_arrived

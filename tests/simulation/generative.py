@@ -212,16 +212,16 @@ class EngineRig:
         ]
         assert sum(running_seats) <= self.settings.max_batch_size
         for sequence in live:
-            blocks = -(-sequence.computed // self.settings.block_size)
+            blocks = -(-sequence.computed_tokens // self.settings.block_size)
             if sequence.status is SequenceStatus.SWAPPED:
                 assert len(sequence.host) == blocks
             else:
                 assert len(sequence.table) >= blocks
             assert sequence.status is not SequenceStatus.WAITING or not (
-                sequence.computed or sequence.table
+                sequence.computed_tokens or sequence.table
             )
             assert sequence.status is not SequenceStatus.SWAPPED or not (
-                sequence.held or sequence.table
+                sequence.is_held or sequence.table
             )
 
     def drain(self, max_steps: int = 20_000) -> None:

@@ -37,7 +37,7 @@ class Host(Process):
         """Run the turns of a real loop: schedulers tick until none of them sends a message to
         another.
         """
-        while self.touched or self.neighbours.queued:
+        while self.touched or self.neighbours.queued_messages:
             self.neighbours.deliver()
             touched, self.touched = list(self.touched), {}
             for scheduler in touched:
@@ -50,7 +50,7 @@ class Outbox:
     `on_post` checks each message.
     """
 
-    malformed = 0
+    malformed_messages = 0
 
     def __init__(
         self, endpoint: str, neighbours: InProcessLinks, on_post: Callable[[bytes, Any], None]
@@ -107,7 +107,7 @@ class SchedulerProcess(Process):
         self._control = control
         self._timer_ns = NEVER
         self._turn_due = False
-        self.malformed = 0
+        self.malformed_messages = 0
         # The blocks of workers' memory that clients of this process have released: memory, offset
         # and content.
         self._released: list[tuple[int, int, bytearray]] = []

@@ -56,13 +56,13 @@ ANY_PATH = "*"  # the template of all paths without an earlier route
 
 
 class MethodNotAllowed(InvalidArgument):
-    """An error about a method that a path does not have; `allowed` are the path's methods."""
+    """An error about a method that a path does not have; `allowed_methods` are those it has."""
 
     status = 405
 
     def __init__(self, message: str, allowed: str = "") -> None:
         super().__init__(message)
-        self.allowed = allowed
+        self.allowed_methods = allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ def _error_response(
     elif isinstance(error, UnsupportedEncoding):
         headers = b"Accept-Encoding: gzip, deflate\r\n"
     elif isinstance(error, MethodNotAllowed):
-        headers = b"Allow: %b\r\n" % error.allowed.encode()
+        headers = b"Allow: %b\r\n" % error.allowed_methods.encode()
     elif isinstance(error, Unauthenticated):
         headers = b"WWW-Authenticate: Bearer\r\n"
     traceparent = error.traceparent or _traceparent(request)

@@ -250,7 +250,7 @@ class Instances:
         instance.inbox = create_inbox()
         child = await self._context.worker_zygote.spawn(title, _WORKER_ENTRY, encode_start(start))
         instance.child = child
-        child.exited.add_done_callback(partial(self._exited, instance, child))
+        child.exited.add_done_callback(partial(self._handle_exit, instance, child))
 
         def receive(message: Any) -> None:
             if instance.child is child and not instance.inbox.full():
@@ -443,7 +443,7 @@ class Instances:
         )
         child.kill()
 
-    def _exited(self, instance: Instance, child: Child, _: object) -> None:
+    def _handle_exit(self, instance: Instance, child: Child, _: object) -> None:
         """Restart an instance whose process has ended; its scheduler was notified before."""
         if instance.child is not child or instance not in self._instances:
             return

@@ -279,7 +279,7 @@ class ModelVersion:
         while not self._lifetime.is_retiring:
             scheduler, started_at = self.scheduler.serving, time.monotonic()
             child = scheduler.child
-            await wait_any(scheduler.closed, child.exited)
+            await wait_any(scheduler.close_future, child.exited)
             if not self._lifetime.is_retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a replacement takes over", child.title, reason)

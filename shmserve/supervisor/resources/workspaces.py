@@ -38,7 +38,7 @@ from shmserve.ipc.messages.supervision import (
     decode_start,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 
 
 class GrantedLease(NamedTuple):

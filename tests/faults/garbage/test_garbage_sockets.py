@@ -22,7 +22,7 @@ from shmserve.ipc.messages.control_requests import UnregisterRegion
 from shmserve.ipc.messages.inference import InstanceReady, Release
 from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.faults.scene import assert_recovers, scene
 from tests.support.regions import SharedObject
 from tests.support.servers import Server

@@ -149,7 +149,7 @@ def test_gauges_show_the_current_state() -> None:
     rig.submit(2)
     rig.submit(3)
     rig.supervisor(InstanceExpected(1, 0))
-    rig.clients.malformed = 2
+    rig.clients.malformed_messages = 2
     extension = rig.report()["shmserve"]
     assert (extension["pending"], extension["executing"], extension["malformed"]) == (3, 2, 2)
     assert extension["instances"]["busy"] == 1 == extension["instances"]["expected"]

@@ -24,7 +24,7 @@ from shmserve.supervisor.kept import WorkspaceHolders
 from shmserve.supervisor.resources.workspaces import GrantedLease, WorkspacePool, Workspaces, hold
 from tests.rigs.arrivals import receive_arrived
 from tests.rigs.fake_cuda import FakeCuda
-from tests.rigs.process_rig import Made, Processes, run_loop_turns
+from tests.rigs.process_rig import FakeChild, Processes, run_loop_turns
 
 MB = 1 << 20
 DEVICE = "cuda:1"
@@ -107,21 +107,21 @@ def run_test(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) ->
 
 
 def test_a_holder_that_dies_is_started_again() -> None:
-    def allocate_memory(processes: Processes, child: Made) -> None:
+    def allocate_memory(processes: Processes, child: FakeChild) -> None:
         processes._dispatch(child.pid, WorkspaceAllocated(bytes(64), bytes(16)))
 
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         sent_messages = SentMessages()
         processes.context.workspaces._send = sent_messages
-        processes.at_start = lambda child: allocate_memory(processes, child)
+        processes.on_start = lambda child: allocate_memory(processes, child)
         await holders.start()
-        assert [child.title for child in processes.started] == ["workspace cuda:1"]
-        processes.started[0].kill()
+        assert [child.title for child in processes.children] == ["workspace cuda:1"]
+        processes.children[0].kill()
         await run_loop_turns(1)
         processes.context.workspaces.handle(10, lease_request(1, MB))
         assert sent_messages.messages == []
         await run_loop_turns()
-        first_process, second_process = processes.started
+        first_process, second_process = processes.children
         ((_, message),) = sent_messages.messages
         memory_range = unpack_range(list(message.payload["place"]))
         assert memory_range.memory.pid == second_process.pid != first_process.pid
@@ -129,14 +129,14 @@ def test_a_holder_that_dies_is_started_again() -> None:
         holders.retire()
         second_process.kill()
         await run_loop_turns()
-        assert len(processes.started) == 2
+        assert len(processes.children) == 2
 
     run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
 
 def test_a_device_without_enough_memory_fails_the_start() -> None:
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
-        processes.at_start = lambda child: child.kill()
+        processes.on_start = lambda child: child.kill()
         with pytest.raises(Unavailable, match="workspace cuda:1 ended during its start"):
             await holders.start()
 
@@ -146,7 +146,7 @@ def test_a_device_without_enough_memory_fails_the_start() -> None:
 def test_host_memory_has_no_holder() -> None:
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         await holders.start()
-        assert processes.started == []
+        assert processes.children == []
         processes.context.workspaces.close()
 
     run_test(scenario, f"--workspace-byte-size=cpu={4 * MB}")

@@ -10,9 +10,9 @@ from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import Answered, FindModel, Refused
 from shmserve.ipc.messages.publications import Loss, MemoryDropped, ModelWithdrawn
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.ipc.transport.zmtp import Dealer
+from shmserve.workers.links.processes import SupervisorLink
 from tests.rigs.arrivals import receive_arrived
 
 NAME = b"worker.1.0.1"

@@ -21,6 +21,7 @@ _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character
 _LONG_JSON = 1 << 16  # number of characters of a long JSON text
 _MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 # The suffix of tokens that end a word, in the description of a decoder.
 _WORD_SUFFIX = re.compile(rb'"type":"BPEDecoder","suffix":("(?:[^"\\]|\\.)+")')
 
@@ -84,6 +85,15 @@ def parse_json(text: str) -> Any:
         return _PausingDecoder().decode(text) if len(text) > _LONG_JSON else json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def token_entry(
+    token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
+) -> dict[str, Any]:
+    """Return a token and its log probability in the form that the OpenAI API's handlers read."""
+    shown_text = f"token_id:{token}" if shows_id else text
+    value = max(logprob, _MIN_LOGPROB)
+    return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
 
 
 class TokenTexts:

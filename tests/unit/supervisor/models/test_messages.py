@@ -10,7 +10,7 @@ import pytest
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
 from shmserve.supervisor.processes.scheduler_hosts import Group
-from tests.rigs.process_rig import ALONE_GROUP, Processes, plan, run_loop_turns
+from tests.rigs.process_rig import SINGLE_MODEL_GROUP, Processes, plan, run_loop_turns
 
 ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
@@ -27,7 +27,7 @@ class TracedProcesses(Processes):
     def _describe_address(self, address: Address) -> str:
         if isinstance(address, SchedulerAddress):
             return f"s{address.number}"
-        titles = {child.pid: child.title.split()[0] for child in self.started}
+        titles = {child.pid: child.title.split()[0] for child in self.children}
         return "host" if titles[address] == "scheduler" else titles[address]
 
     def send(self, address: Address, message: Any) -> None:
@@ -56,12 +56,12 @@ async def end(processes: TracedProcesses, model: ModelVersion) -> None:
 
 
 async def kill_worker(processes: TracedProcesses, model: ModelVersion) -> None:
-    processes.started[0].kill()
+    processes.children[0].kill()
     await run_loop_turns()
 
 
 async def kill_scheduler(processes: TracedProcesses, model: ModelVersion) -> None:
-    processes.started[1].kill()
+    processes.children[1].kill()
     await run_loop_turns(40)
 
 
@@ -151,7 +151,7 @@ async def test_the_order_of_messages(
     message_log: list[str],
 ) -> None:
     processes = TracedProcesses()
-    model = processes.version(plan(), ALONE_GROUP)
+    model = processes.version(plan(), SINGLE_MODEL_GROUP)
     if scenario is not load:
         await model.start()
         await run_loop_turns()

@@ -55,7 +55,7 @@ async def linked_servers(
     for server in (first_server, second_server):
         server.registry.close()
     first_server.link.close()
-    await second_server.link.ended
+    await second_server.link.end_future
     second_server.link.close()
     assert len(os.listdir("/proc/self/fd")) == fds_before
 
@@ -132,7 +132,7 @@ def test_the_remaining_server_does_not_wait() -> None:
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             second_server.link.close()
-            await first_server.link.ended
+            await first_server.link.end_future
             await first_server.register("a", shared_object.key)
             assert (first_server.names(), second_server.names()) == (["a"], [])
             first_server.link.ask("anything")

@@ -5,9 +5,11 @@ The page checkpoints.md of the guide lists the files and fields of a folder, wit
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -496,3 +498,61 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(value, (str, dict)):
             tokens[name] = _content(value)
     return tokens
+
+
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_MAPS = Path("/proc/self/maps")
+_libc = ctypes.CDLL(None)
+
+Range = tuple[int, int]  # the first address, and the address after the last
+
+
+@contextmanager
+def moved_to_huge_pages() -> Iterator[None]:
+    """Move memory that the with block allocates and keeps to huge pages, as far as available.
+
+    Weights on huge pages are read at twice the speed. Linux provides huge pages on request
+    (madvise(2)), which torch does not make.
+    """
+    ranges_before = _private_memory()
+    yield
+    for begin, end in subtract_ranges(_private_memory(), ranges_before):
+        _move_range(begin, end)
+
+
+def subtract_ranges(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
+    """Yield the parts of `ranges` that are not in `excluded`, whose ranges are sorted."""
+    exclusions = list(excluded)
+    for begin, end in ranges:
+        for excluded_begin, excluded_end in exclusions:
+            if begin < excluded_end and excluded_begin < end:
+                if begin < excluded_begin:
+                    yield begin, excluded_begin
+                begin = excluded_end
+        if begin < end:
+            yield begin, end
+
+
+def _private_memory() -> list[Range]:
+    """Return the writable anonymous address ranges of this process."""
+    ranges: list[Range] = []
+    if _HUGE_PAGE_SIZE.exists():
+        for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+            addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
+            if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+                begin, end = addresses.split("-")
+                ranges.append((int(begin, 16), int(end, 16)))
+    return ranges
+
+
+def _move_range(begin: int, end: int) -> None:
+    """Move a range to huge pages, including later allocations in it.
+
+    A kernel without support rejects the calls, and the pages are unchanged.
+    """
+    size = int(_HUGE_PAGE_SIZE.read_text(encoding="ascii"))
+    begin, end = -(-begin // size) * size, end // size * size
+    if begin < end:
+        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -18,10 +18,10 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
 from shmserve.workers.backends.llm import texts
-from shmserve.workers.backends.llm.answers import SampleText
+from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import parse
-from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.backends.llm.texts import SampleText
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig
