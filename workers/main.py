@@ -42,7 +42,7 @@ from shmserve.ipc.processes import raise_oom_score, set_process_title
 from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.backends.python.execution import log_thread_exception
+from shmserve.workers.backends.python import log_thread_exception
 from shmserve.workers.instance import WorkerInstance
 from shmserve.workers.links.processes import SupervisorLink
 from shmserve.workers.links.workspace import Workspace

@@ -76,20 +76,6 @@ class FreeList:
         holes[first_hole:end_hole] = ((offset, size),)
         return True
 
-    def offsets(self) -> set[int]:
-        """Return the offsets of the allocated blocks."""
-        return set(self._block_sizes)
-
-    def check_integrity(self) -> None:
-        """Assert that holes and blocks cover the arena exactly; for tests."""
-        blocks_and_holes = sorted([*self._holes, *self._block_sizes.items()])
-        expected_offset = 0
-        for offset, size in blocks_and_holes:
-            assert offset == expected_offset and size > 0, blocks_and_holes
-            expected_offset += size
-        assert expected_offset == self.capacity, blocks_and_holes
-        assert self.used == sum(self._block_sizes.values())
-
 
 class Arena:
     """An arena of this process.

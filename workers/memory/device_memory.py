@@ -304,11 +304,6 @@ class DeviceMemory:
             return MemoryChecked(request.id, error.code, error.message)
         return MemoryChecked(request.id, "", "")
 
-    @property
-    def handle_count(self) -> int:
-        """Return the number of handles that are open or not closed yet."""
-        return len(self._allocations) + len(self._unused_allocations)
-
 
 def _unusable_error(device: int) -> Unavailable:
     return Unavailable(f"this model's process cannot use shared memory on device {device} now")

@@ -137,11 +137,6 @@ class WorkspacePool:
             granted.append(GrantedLease(request.owner, request.ticket, offset))
         return granted
 
-    def check_integrity(self) -> None:
-        """Assert for tests that leases and holes tile the pool, and each lease has an owner."""
-        self._free.check_integrity()
-        assert self._free.offsets() == self._owners.keys()
-
 
 def _round_to_pages(byte_size: int) -> int:
     return -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE

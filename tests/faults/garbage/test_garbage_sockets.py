@@ -41,13 +41,9 @@ MESSAGE_UNIONS = (
     unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
 )
-TAGS = sorted(
-    {frames.tags_by_class()[kind] for union in MESSAGE_UNIONS for kind in typing.get_args(union)}
-)
+TAGS = sorted({kind.TAG for union in MESSAGE_UNIONS for kind in typing.get_args(union)})
 FIELDS = {
-    frames.tags_by_class()[kind]: len(kind.__slots__)
-    for union in MESSAGE_UNIONS
-    for kind in typing.get_args(union)
+    kind.TAG: len(kind.__slots__) for union in MESSAGE_UNIONS for kind in typing.get_args(union)
 }
 
 

@@ -414,7 +414,10 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    completion = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
+    whole_length = {"ignore_eos": True}
+    completion = client.completions.create(
+        model="narrow", prompt="a", max_tokens=3, n=5, extra_body=whole_length
+    )
     assert [choice.index for choice in completion.choices] == list(range(5))
     assert completion.usage is not None and completion.usage.completion_tokens == 15
 

@@ -25,9 +25,16 @@ from shmserve.supervisor.resources.workspaces import GrantedLease, WorkspacePool
 from tests.rigs.arrivals import receive_arrived
 from tests.rigs.fake_cuda import FakeCuda
 from tests.rigs.process_rig import FakeChild, Processes, run_loop_turns
+from tests.support.free_lists import check_integrity
 
 MB = 1 << 20
 DEVICE = "cuda:1"
+
+
+def check_leases(pool: WorkspacePool) -> None:
+    """Assert that leases and holes tile the pool, and that each lease has an owner."""
+    check_integrity(pool._free)
+    assert pool._free._block_sizes.keys() == pool._owners.keys()
 
 
 def device_memory(number: int) -> Memory:
@@ -241,7 +248,7 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             }
             waiting_requests = deque(lease for lease in waiting_requests if lease[0] != worker)
             take(pool.drop(worker))
-        pool.check_integrity()
+        check_leases(pool)
         assert pool.waiting == len(waiting_requests)
         assert leases or not waiting_requests  # if nothing is leased, no request waits
     while leases:
@@ -273,7 +280,7 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
         granted_leases = pool.release(*leased_ranges.pop())
         granted_count += len(granted_leases)
         leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
-    pool.check_integrity()
+    check_leases(pool)
     assert granted_count == 100_000 and pool.used == 0
     assert pool.ask(1, 1, POOL_SIZE)
 
@@ -303,5 +310,5 @@ def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     pool.close()
     assert (pool.used, pool.waiting) == (0, 2)
     assert pool.release(1, 0) == pool.drop(2) == []
-    pool.check_integrity()
+    check_leases(pool)
     assert pool.open() == [GrantedLease(3, 9, 0)]

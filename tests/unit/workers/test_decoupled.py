@@ -17,8 +17,7 @@ from shmserve.ipc.credit import FIRST_CREDIT, MAX_UNREAD_BYTES
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.backends.python import PythonBackend
-from shmserve.workers.backends.python.execution import log_thread_exception
+from shmserve.workers.backends.python import PythonBackend, log_thread_exception
 from shmserve.workers.batch import response_stream
 from shmserve.workers.links import processes
 from shmserve.workers.links.processes import readable

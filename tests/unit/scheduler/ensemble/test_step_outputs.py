@@ -73,7 +73,7 @@ def test_an_output_of_an_exited_worker_fails_its_request() -> None:
     tensor = TensorRef("Y", "FP32", (1,), Range(GONE_MEMORY, 0, 4))
     rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert only_failure(rig).code == "UNAVAILABLE"
-    assert (rig.ensemble.live_requests, rig.memory.held_count) == (0, 0)
+    assert (rig.ensemble.live_requests, rig.memory._held_arenas) == (0, {})
     rig.submit(2)
     assert "a" in rig.runs()
 
