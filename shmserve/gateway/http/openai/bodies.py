@@ -164,7 +164,7 @@ class TextRequest(NamedTuple):
             names.append(_STOP_REASON)
         if wants_logprobs(self.parameters) and "logprobs" not in names:
             names.append("logprobs")
-        encoded_parameters = _encode(self.parameters).decode()
+        encoded_parameters = orjson.dumps(self.parameters, *_WITH_PACKED).decode()
         return [
             InferRequest(
                 "",
@@ -198,10 +198,12 @@ def wants_logprobs(parameters: dict[str, Any]) -> bool:
     return count is not None and count is not False
 
 
-def _encode(value: Any) -> bytes:
-    """Return a value as JSON, in which large fields are `Packed`."""
-    option = orjson.OPT_PASSTHROUGH_DATACLASS  # of which `Packed` is one
-    return orjson.dumps(value, lambda packed: orjson.Fragment(b"".join(packed.pieces)), option)
+def _as_fragment(packed: Packed) -> orjson.Fragment:
+    return orjson.Fragment(b"".join(packed.pieces))
+
+
+# Arguments of `orjson.dumps` for values in which large fields are `Packed`, a dataclass.
+_WITH_PACKED = _as_fragment, orjson.OPT_PASSTHROUGH_DATACLASS
 
 
 def create_input(
@@ -318,7 +320,9 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
         body, COMPLETION_FIELDS, gateway.settings.refuse_unknown_fields
     )
     model = await resolve_generative_model(gateway, fields)
-    prompts = await _prompt_inputs(model, fields.get("prompt"))
+    value = fields.get("prompt")
+    is_single = type(value) is not list or are_tokens(value)
+    prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
     return _text_request(
         model, prompts, {**fields, "echo": check_member(fields, "echo", bool, False)}
     )
@@ -362,12 +366,12 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
         raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
     if is_packed:
         prefix = b'{"messages":' if variables else b""
-        behind = b"," + _encode(variables)[1:] if variables else b""
+        behind = b"," + orjson.dumps(variables, *_WITH_PACKED)[1:] if variables else b""
         size = len(prefix) + messages.byte_size + len(behind)
         pieces = [size.to_bytes(4, "little") + prefix, *messages.pieces, behind]
         return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
-    return create_input("messages", "BYTES", [_encode(chat).decode()])
+    return create_input("messages", "BYTES", [orjson.dumps(chat, *_WITH_PACKED).decode()])
 
 
 async def resolve_generative_model(
@@ -401,13 +405,11 @@ def _text_request(
     return TextRequest(model, prompts, fields, samples, stream, usage, details, continuous)
 
 
-async def _prompt_inputs(model: GatewayModel, value: Any) -> list[InferInput]:
-    """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens.
+async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInput]:
+    """Return the inputs of a list of texts, or of a list of lists of tokens.
 
     Other requests are handled between the conversions of many prompts.
     """
-    if type(value) is not list or are_tokens(value):
-        return [prompt(value)]
     if not value:
         raise InvalidArgument("prompt: the list is empty; at least one prompt is required")
     check_count("prompt", value)
