@@ -247,9 +247,14 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert [row.embedding for row in embeddings.data] == [[len(t), ord(t[0])] for t in texts]
     float_answer = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
     assert float_answer.data[0].embedding == [3, ord("x")]
+    client.embeddings.create(model="embedder", input="xyz", dimensions=2)
+    with pytest.raises(openai.BadRequestError, match="dimensions: 1 is not 2, the size of the vec"):
+        client.embeddings.create(model="embedder", input="xyz", dimensions=1)
 
 
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="GET /v1/models lists the models"):
+        client.completions.create(model="gpt-4o", prompt="x")
     listed_models = {model.id: model for model in client.models.list()}
     assert listed_models.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
     extra_fields = [
