@@ -324,7 +324,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
         body, COMPLETION_FIELDS, gateway.settings.refuse_unknown_fields
     )
     model = await resolve_generative_model(gateway, fields)
-    value = fields.get("prompt")
+    value: Any = fields.get("prompt")
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
     return _text_request(
