@@ -150,18 +150,16 @@ class GenerationParameters:
     @cached_property
     def bias_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of `logit_bias`, and the numbers to add to their logits."""
-        biases = self.logit_bias
-        tokens, values = (
-            np.fromiter(with_pauses(numbers), dtype, len(biases))
-            for numbers, dtype in ((biases.keys(), np.int64), (biases.values(), np.float32))
+        biases, count = self.logit_bias, len(self.logit_bias)
+        tokens = np.fromiter(biases.keys(), np.int64, count)
+        return torch.from_numpy(tokens), torch.from_numpy(
+            np.fromiter(biases.values(), np.float32, count)
         )
-        return torch.from_numpy(tokens), torch.from_numpy(values)
 
     @cached_property
     def allowed_tensor(self) -> torch.Tensor:
         """Return `allowed_token_ids` as a tensor."""
-        tokens = self.allowed_token_ids
-        return torch.from_numpy(np.fromiter(with_pauses(tokens), np.int64, len(tokens)))
+        return torch.from_numpy(np.array(self.allowed_token_ids, np.int64))
 
     @property
     def samples(self) -> int:

@@ -311,7 +311,7 @@ class PromptReader:
             self._check_length("prompt", text, max(self._max_length, _MAX_TOKENIZED))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             ids = encoding.ids
-            outputs["token_ids"] = "INT32", np.fromiter(with_pauses(ids), np.int32, len(ids))
+            outputs["token_ids"] = "INT32", ids
             if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(ids)]
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
