@@ -123,7 +123,9 @@ class LifecycleRig:
         config = ModelSpec.of(config_fields)
         spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
-        self.pending_actions.append(("read", lambda: self.lifecycle.load_planned(order, plan)))
+        self.pending_actions.append(
+            (f"read {name}", lambda: self.lifecycle.load_planned(order, plan))
+        )
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
         version = FakeVersion(spec, self, next(self._endpoints))

@@ -33,7 +33,7 @@ from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "name": "m",
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
@@ -44,10 +44,12 @@ STACKS_FD = 7  # the descriptor for stacks in every worker
 _MAX_PID = 1 << 22
 
 
-def plan(version: str = "1") -> VersionSpec:
+def plan(version: str = "1", instances: int = 1) -> VersionSpec:
     """Return a spec of the model "m"."""
     folder = Path("/tmp")
-    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG))
+    (group,) = CONFIG["instance_group"]
+    config = {**CONFIG, "instance_group": [{**group, "count": instances}]}
+    return VersionSpec("m", version, folder, folder, ModelSpec.of(config))
 
 
 class RecordedProcesses:

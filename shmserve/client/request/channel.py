@@ -244,7 +244,7 @@ class RequestChannel:
     ) -> None:
         self.server = server
         self._unwatch = unwatch
-        identity = f"{server.identity}.{server.next_link_name()}"
+        identity = f"{server.identity}.{next(server.link_numbers)}"
         self._links = LinkTable(identity, watch, unwatch)
         self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
             self._links, self._find, server.successors

@@ -192,20 +192,27 @@ class Order:
 
     @property
     def hangs(self) -> bool:
-        """Return whether the load takes long, or waits for such a load or behind an unload.
+        """Return whether the load takes long, or waits for such a load or for an unload.
 
-        An unload in front of an order that this load waits for may itself wait for this load.
+        An unload that this load waits for may itself wait for this load.
         """
-        if self.phase is OrderPhase.STARTING:
-            return any(version.instances.hangs for version in self.model.incoming.values())
-        is_waiting = self.phase is OrderPhase.WAITING
-        return is_waiting and any(o.hangs or o._follows_unload for o in self.prerequisites)
+        if self.phase not in (OrderPhase.WAITING, OrderPhase.STARTING):
+            return False
+        awaited, unvisited = {self}, [self]
+        while unvisited:
+            order = unvisited.pop()
+            if order.kind is OrderKind.UNLOAD or order._starts_slowly:
+                return True
+            queue = list(order.model.orders)
+            earlier = queue[: queue.index(order)] if order in queue else []
+            unvisited += {*order.prerequisites, *earlier} - awaited
+            awaited.update(unvisited)
+        return False
 
     @property
-    def _follows_unload(self) -> bool:
-        orders = list(self.model.orders)
-        earlier = orders[: orders.index(self)] if self in orders else []
-        return any(order.kind is OrderKind.UNLOAD for order in earlier)
+    def _starts_slowly(self) -> bool:
+        incoming = self.model.incoming.values() if self.phase is OrderPhase.STARTING else ()
+        return any(version.instances.hangs for version in incoming)
 
     @property
     def is_finished(self) -> bool:

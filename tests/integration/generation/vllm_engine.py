@@ -227,13 +227,13 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
 def test_responses_equal_those_of_vllms_server(
     server: Server, vllm_port: int, fields: dict[str, Any]
 ) -> None:
-    found = []
+    found_responses = []
     for port in (server.http_port, vllm_port):
         body = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 20}
         response = json.loads(post(port, "/v1/responses", {**body, **fields}))
         texts = [part["text"] for item in response["output"] for part in item["content"]]
-        found.append((texts, response["status"], response["usage"]["output_tokens"]))
-    assert found[0] == found[1]
+        found_responses.append((texts, response["status"], response["usage"]["output_tokens"]))
+    assert found_responses[0] == found_responses[1]
 
 
 def test_200_concurrent_requests(server: Server) -> None:

@@ -249,6 +249,20 @@ def test_items_are_ordered_and_stored() -> None:
     assert convert_chat(input=[reference])["messages"] == [{"role": "assistant", "content": "Look"}]
 
 
+@pytest.mark.parametrize("returned", ["content", "encrypted_content"])
+def test_reasoning_is_returned_by_either_member(returned: str) -> None:
+    """Codex and agent-framework return only the encrypted content."""
+    response_object = ResponseObject({"model": "m", "include": ["reasoning.encrypted_content"]})
+    deltas = [Delta(0, "", message={"reasoning": "hm"}), Delta(0, "", "stop", message={})]
+    (item,) = events(response_object, deltas)[-1]["response"]["output"]
+    reduced_item = {name: item[name] for name in ("type", "id", "summary", returned)}
+    expected_message = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    assert convert_chat(input=[reduced_item])["messages"] == [expected_message]
+    foreign_item = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+    (message,) = convert_chat(input=[foreign_item])["messages"]
+    assert not message["reasoning_content"]
+
+
 def test_a_text_that_is_too_long_is_incomplete() -> None:
     response_object = ResponseObject({"model": "m"})
     response_object.add(0, Delta(0, "a b", "length", usage=USAGE))

@@ -98,7 +98,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
         rig.pass_time(4)
         rig.finish(peer, rig.execute()[1])
     rig.submit(3)
-    batches = [batch for _, batch in rig.executes()]
+    batches = [batch for _, batch in rig.take_batches()]
     assert len(batches) == 3
     sent_ns = rig.now + 1_000
     rig.now += 40_000

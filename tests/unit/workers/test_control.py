@@ -1,5 +1,6 @@
 """A worker's link to the supervisor: requests from any thread, without lost messages."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ def link_and_router(tmp_path: Path) -> Iterator[tuple[SupervisorLink, Router]]:
     assert receive_arrived(router)
     yield control, router
     control.close(0)
+    os.close(control._wake_eventfd)
     router.close()
 
 

@@ -195,14 +195,14 @@ def test_ranges_must_lie_in_their_allocation(
 def test_handles_without_an_allocation_are_refused(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported_memory = cuda.export(64, device=1)
-    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported_memory.raw, 0))
+    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported_memory.raw_handle, 0))
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
         memory.open(wrong_memory)
     cuda.revoke(exported_memory)
     with pytest.raises(InvalidArgument, match="its owner has exited"):
         memory.open(exported_memory.memory())
     with pytest.raises(InvalidArgument, match="cannot be opened"):
-        memory.open(Memory.on_device(1, 64, CudaHandle(exported_memory.raw, 7, bytes(16))))
+        memory.open(Memory.on_device(1, 64, CudaHandle(exported_memory.raw_handle, 7, bytes(16))))
     assert cuda.opened == 0
 
 
@@ -224,8 +224,8 @@ def test_a_worker_checks_a_handle(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported_memory = cuda.export(64)
     for handle, size, code in (
-        (exported_memory.raw, 64, ""),
-        (exported_memory.raw, 65, "INVALID_ARG"),
+        (exported_memory.raw_handle, 64, ""),
+        (exported_memory.raw_handle, 65, "INVALID_ARG"),
         (bytes(64), 64, "INVALID_ARG"),
     ):
         answer = memory.check(CheckMemory(7, handle, 0, b"", size))
@@ -261,7 +261,9 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     exported_memory = cuda.export(64)
     (reply,) = worker.batch(inference(device_tensor(exported_memory.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
-    assert memory.check(CheckMemory(7, exported_memory.raw, 0, b"", 64)).code == "UNAVAILABLE"
+    assert (
+        memory.check(CheckMemory(7, exported_memory.raw_handle, 0, b"", 64)).code == "UNAVAILABLE"
+    )
     gc.collect()
     memory.close_unused()
     assert cuda.opened == 0
@@ -271,15 +273,15 @@ def test_a_device_without_memory_for_the_process_is_not_the_handles_fault(cuda: 
     memory = cuda.device_memory()
     exported_memory = cuda.export(64)
     cuda.revoke(exported_memory)
-    cuda.broken = True
+    cuda.is_broken = True
     with pytest.raises(Unavailable, match="cannot use shared memory on device 0 now"):
         memory.open(exported_memory.memory())
-    cuda.broken = False
+    cuda.is_broken = False
     with pytest.raises(InvalidArgument, match="cannot be opened"):
         memory.open(exported_memory.memory())
-    cuda.broken = True  # the device fails after it has worked, as when a kernel fails
+    cuda.is_broken = True  # the device fails after it has worked, as when a kernel fails
     with pytest.raises(DeviceLost):
-        memory.check(CheckMemory(7, exported_memory.raw, 0, b"", 64))
+        memory.check(CheckMemory(7, exported_memory.raw_handle, 0, b"", 64))
 
 
 # --- on the wire
@@ -482,7 +484,7 @@ def test_a_device_that_fails_ends_the_process(
 ) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(64)
-    cuda.broken = True
+    cuda.is_broken = True
     with pytest.raises(DeviceLost):
         worker.batch(
             inference(
@@ -505,7 +507,7 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     )
     worker.context.mappings.unmap_all()
     cuda.revoke(closed_handle)
-    cuda.broken = True
+    cuda.is_broken = True
     with pytest.raises(DeviceLost):
         worker.batch(inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 32)))
 
@@ -678,7 +680,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
     def raise_unavailable() -> FakeCuda:
         raise Unavailable("there is no driver")
 
-    cuda.broken = True
+    cuda.is_broken = True
     for memory in (cuda.device_memory(), DeviceMemory(raise_unavailable)):
         mappings = Mappings(None, partial(memory.pin, device=0))
         region = Region(4096)

@@ -122,7 +122,7 @@ def test_leases_of_other_threads(worker: OnDevice) -> None:
 
 def test_a_failed_device_ends_the_worker(worker: OnDevice) -> None:
     with pytest.raises(DeviceLost), worker.workspace.lease(MB):
-        worker.cuda.broken = True
+        worker.cuda.is_broken = True
 
 
 def test_a_lease_larger_than_the_pool_and_a_second_lease(worker: OnDevice) -> None:

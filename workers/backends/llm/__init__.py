@@ -17,7 +17,7 @@ model/            the checkpoint, the decoder, its attention and KV cache
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,6 @@ class LlmBackend(Backend):
     """The backend of a generative model."""
 
     _texts: Texts | None = None
-    _opened_checkpoint: Checkpoint | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
@@ -120,7 +119,7 @@ class LlmBackend(Backend):
         # One processor is left to texts, the scheduler and the gateway. Otherwise these processes
         # would delay one thread, and each operation waits for its slowest thread.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        checkpoint, settings = self._open_checkpoint(), self._read_settings(config)
+        checkpoint, settings = self._checkpoint, self._read_settings(config)
         if settings.weights == "int8" and self.context.device != "cpu":
             raise InvalidArgument(
                 "engine.yaml: weights: int8 is supported on CPUs only; use fp32 or bf16 on "
@@ -141,7 +140,7 @@ class LlmBackend(Backend):
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable:
         """Return the handlers of prompts, steps, and the ends of beam searches."""
-        texts = self._texts = Texts(self._open_checkpoint(), writer.link, self._engine_settings)
+        texts = self._texts = Texts(self._checkpoint, writer.link, self._engine_settings)
         engine = WorkerEngine(
             self._passes,
             self._propose,
@@ -175,17 +174,16 @@ class LlmBackend(Backend):
 
     # --- files
 
-    def _open_checkpoint(self) -> Checkpoint:
-        if self._opened_checkpoint is None:
-            self._opened_checkpoint = Checkpoint.open(self.context.version_dir)
-        return self._opened_checkpoint
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self.context.version_dir)
 
     def _read_settings(self, config: ModelSpec) -> EngineSettings:
         """Return the settings in the configuration or in engine.yaml, with the model's defaults."""
         parameter = config.parameters.get(ENGINE_PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
-        checkpoint = self._open_checkpoint()
+        checkpoint = self._checkpoint
         tool_parser, reasoning_parser = detect_parsers(checkpoint.templates.values())
         settings = replace(
             settings,
@@ -202,7 +200,7 @@ class LlmBackend(Backend):
         if speculation.method == "ngram":
             return propose_ngrams
         draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
-        target = self._open_checkpoint()
+        target = self._checkpoint
         is_same = draft.architecture.vocabulary == target.architecture.vocabulary
         if not is_same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(

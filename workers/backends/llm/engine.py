@@ -285,7 +285,6 @@ class RowPlan:
 
     Attributes:
         masks: The tokens that the grammar allows after each draft token, as int32 bitmasks.
-        pass_row: The index in the pass of the row of its first token.
         logit_row: The index of its first row of logits.
     """
 
@@ -293,7 +292,6 @@ class RowPlan:
     row: Row
     proposal: Proposal
     masks: list[torch.Tensor]
-    pass_row: int = 0
     logit_row: int = 0
 
 
@@ -401,10 +399,10 @@ class WorkerEngine:
             end = row.start + row.count
             tokens = [*sequence.tokens[row.start : end], *plan.proposal.tokens]
             is_prompt = row.start < len(sequence.prompt.tokens)
-            plan.pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
+            pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
             plan.logit_row = len(logit_rows)
             skipped = 0 if self._scores_prompt(plan) else row.count - row.samples
-            logit_rows += range(plan.pass_row + skipped, plan.pass_row + len(tokens))
+            logit_rows += range(pass_row + skipped, pass_row + len(tokens))
         if not plans:
             return torch.empty(0)
         return self.passes.logits(batch, logit_rows)

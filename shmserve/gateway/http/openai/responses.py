@@ -78,12 +78,15 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
+# Clients return the `encrypted_content` of reasoning as they received it, and some of them nothing
+# else. No text is secret here, so that the text follows this prefix.
+_PLAIN_PREFIX = "plain:"
 # The types of tools that OpenAI's servers execute.
 _HOSTED_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("computer_use_preview", "computer", "mcp", "tool_search"),
 )
-# The values of `include`. All but the first are members of items that no response here has.
+# The values of `include`. All but the first two are members of items that no response here has.
 _INCLUDED_MEMBERS = (
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -272,8 +275,12 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         last_message.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        last_message["reasoning_content"] = _chat_content(parts, position)
+        returned = item.get("encrypted_content")
+        if not item.get("content") and type(returned) is str and returned.startswith(_PLAIN_PREFIX):
+            last_message["reasoning_content"] = returned.removeprefix(_PLAIN_PREFIX)
+        else:
+            parts = item.get("content") or item.get("summary") or []
+            last_message["reasoning_content"] = _chat_content(parts, position)
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
@@ -420,6 +427,8 @@ class ResponseObject:
         else:
             part = self._content_part(kind)
             item["content"] = [part]
+            if kind == "reasoning" and _INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
+                item["encrypted_content"] = _PLAIN_PREFIX + text
             extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
             events = [
                 self._item_event(f"{_EVENT_PREFIXES[kind]}.done", text=text, **extra),

@@ -227,6 +227,39 @@ def test_generations_that_need_each_other_do_not_deadlock() -> None:
     assert [version.spec.name for version in rig.live_versions] == ["s"]
 
 
+def test_a_step_that_is_in_a_cycle_waits_for_other_ensembles() -> None:
+    """The ending x needs y, and the starting y needs x; z is no part of this cycle."""
+    rig = LifecycleRig()
+    rig.steps = {"z": ["x"], "x": ["y"]}
+    rig.lifecycle.load("z")
+    rig.execute_pending(*ALL_EVENTS)
+    rig.lifecycle.unload("x")
+    rig.execute_pending("known", "move")
+    assert pending_ends(rig) == ["z"]
+    rig.steps, rig.broken_models = {"y": ["x"]}, {"x"}
+    rig.lifecycle.load("y", LoadSource("another", {}))
+    rig.execute_pending("read", "start x")
+    rig.execute_pending("end x")
+    assert rig.registry.models["y"].incoming
+    assert sorted(version.spec.name for version in rig.live_versions) == ["x", "y", "y", "z"]
+
+
+def test_a_load_behind_a_load_that_waits_for_its_unload_is_cancelled() -> None:
+    """The load of y waits for the second load of x, whose first load waits for the unload of a.
+    That unload waits for the unload of y.
+    """
+    rig = LifecycleRig()
+    rig.steps = {"x": ["a"], "y": ["a", "x"]}
+    rig.lifecycle.load("a")
+    rig.execute_pending(*ALL_EVENTS)
+    orders = [rig.lifecycle.load("x", LoadSource("another", {})), rig.lifecycle.load("x")]
+    orders.append(rig.lifecycle.load("y"))
+    rig.execute_pending("read y")
+    orders += [rig.lifecycle.unload("a"), rig.lifecycle.load("a")]
+    rig.execute_pending(*ALL_EVENTS)
+    assert [order.is_answered for order in orders] == [True] * 5
+
+
 def test_only_queued_loads_are_merged() -> None:
     rig = LifecycleRig()
     begun_load, queued_load, third_load = (rig.lifecycle.load("m") for _ in range(3))

@@ -13,28 +13,28 @@ from shmserve.common.peers import Peer
 from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.host.handover_link import HandoverLink
-from tests.rigs.region_rig import RegionOffice, policy
+from tests.rigs.region_rig import RegionRig, policy
 from tests.support.regions import SharedObject
 
 OWN_PEER = Peer(os.getuid(), tuple(os.getgroups()))
 SIZE = 4096
 
 
-class RegionServer(RegionOffice):
+class RegionServer(RegionRig):
     """A server with one gateway, at one end of a link."""
 
     def __init__(self, link_end: socket.socket, max_regions: int = 100) -> None:
         super().__init__(policy(max_regions=max_regions, max_regions_per_uid=max_regions))
         self.link = HandoverLink(link_end, self.registry.apply)
-        self.kept.mirror_to(self.link)
+        self.kept_regions.mirror_to(self.link)
 
     async def register(self, name: str, key: str) -> None:
         await self.registry.register(name, key, 0, SIZE, OWN_PEER)
-        await self.kept.flush()
+        await self.kept_regions.flush()
 
     async def unregister(self, name: str) -> None:
         await self.registry.unregister(name, OWN_PEER)
-        await self.kept.flush()
+        await self.kept_regions.flush()
 
     def names(self) -> list[str]:
         return [region.name for region in self.registry.active()]

@@ -89,7 +89,8 @@ _UNSUPPORTED_CLASSES = (
 _SPACE_SYMBOL = "\u2581"
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_TOKENS = "bos_token eos_token unk_token pad_token sep_token cls_token mask_token"
+# In the order in which transformers adds them to a tokenizer.
+_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER = ((int,), "an integer")
 _TOKEN, _IDS = ((str, dict), "a string or an object"), ((int, list), "an integer or a list")
@@ -239,10 +240,11 @@ def _read_tokenizer(
     if not file.exists():
         problems.append(f"{file.name} is missing")
         return None
-    added_tokens = {}
+    special_tokens_map, added_tokens = {}, {}
     if "added_tokens_decoder" not in settings:
-        settings |= read_json(path / "special_tokens_map.json", problems, optional=True)
+        special_tokens_map = read_json(path / "special_tokens_map.json", problems, optional=True)
         added_tokens = read_json(path / "added_tokens.json", problems, optional=True)
+    _merge_special_tokens(settings, special_tokens_map)
     try:
         tokenizer = Tokenizer.from_file(str(file))
         if tokenizer.padding:
@@ -256,12 +258,34 @@ def _read_tokenizer(
             pass  # transformers then uses tokenizer.json unchanged
         elif kind in _SPECIAL_TOKENS:
             _replace_parts(tokenizer, settings, kind)
-        _add_tokens(tokenizer, settings, added_tokens)
+        _add_tokens(tokenizer, settings, added_tokens, kind)
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
         return None
     tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
     return tokenizer
+
+
+def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> None:
+    """Merge the special tokens of special_tokens_map.json into those of tokenizer_config.json.
+
+    Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
+    the older name of `extra_special_tokens`, is used if no file has a list by the present name.
+    """
+    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, others)]
+    extra = settings.pop("extra_special_tokens", None) or lists[0]
+    more = others.pop("extra_special_tokens", None)
+    settings |= others
+    texts: list[Any] = []
+    for tokens in (extra, more):
+        if isinstance(tokens, dict):
+            settings |= tokens
+        else:
+            texts += tokens or []
+    if not isinstance(extra, list) and not isinstance(more, list):
+        texts = lists[1] or lists[0] or []
+    settings |= settings.get("model_specific_special_tokens") or {}
+    settings["extra_special_tokens"] = texts
 
 
 def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
@@ -338,27 +362,28 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     tokenizer.decoder = decoders.Sequence(parts)
 
 
-def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int]) -> None:
+def _add_tokens(
+    tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int], kind: str
+) -> None:
     """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    if isinstance(extra, dict):
-        settings |= extra
-        extra = []
-    settings |= settings.get("model_specific_special_tokens") or {}
-    special = (*map(settings.get, _special_tokens(settings)), *extra)
-    special_by_text = {_content(token): token for token in special}
+    named = [settings[name] for name in _special_tokens(settings)]
+    extra = settings["extra_special_tokens"]
+    texts = [_content(token) for token in (*named, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
-    known_by_text = {token.content: token for token in known_tokens.values()}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
-        number: {"content": text, "special": text in special_by_text}
+        number: {"content": text, "special": text in texts}
         for text, number in added.items()
         if number not in known_tokens
     }
     tokens = {int(number): _added_token(token) for number, token in declared.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
-    known_by_text |= {token.content: token for token in tokens.values()}
+    if kind == "Qwen2Tokenizer":  # the class resets the properties of special tokens
+        tokenizer.add_special_tokens([_added_token(text) for text in texts])
+        return
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens(
-        [known_by_text.get(text) or _added_token(token) for text, token in special_by_text.items()]
+        [known.get(_content(token)) or _added_token(token) for token in named]
+        + [_added_token(token) for token in extra if _content(token) not in known]
     )
 
 
@@ -494,7 +519,8 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json."""
     tokens: dict[str, str] = {}
-    for name, value in settings.items():
+    for name in dict.fromkeys((*_TOKENS.split(), *settings)):
+        value = settings.get(name)
         if name.endswith("_token") and isinstance(value, (str, dict)):
             tokens[name] = _content(value)
     return tokens

@@ -190,7 +190,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
 def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler: Scheduler, folder: Folder
 ) -> None:
-    scheduler.reads = False
+    scheduler.clients_read = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
     # This request ends once all texts of the first request are available.
     scheduler.add(2, max_tokens=120, **GREEDY)
@@ -211,7 +211,7 @@ def test_a_request_without_a_reader_fails_while_other_requests_generate(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts, "_MAX_WAIT_NS", int(0.3e9))
-    scheduler.reads = False
+    scheduler.clients_read = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
     scheduler.add(2, max_tokens=400, **GREEDY)
     while scheduler.running and 1 not in scheduler.ended:
