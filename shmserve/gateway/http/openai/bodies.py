@@ -202,7 +202,7 @@ def _as_fragment(packed: Packed) -> orjson.Fragment:
     return orjson.Fragment(b"".join(packed.pieces))
 
 
-# Arguments of `orjson.dumps` for values in which large fields are `Packed`, a dataclass.
+# Arguments of `orjson.dumps` that encode a `Packed` field, which is a dataclass.
 _WITH_PACKED = _as_fragment, orjson.OPT_PASSTHROUGH_DATACLASS
 
 
