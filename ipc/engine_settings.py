@@ -199,12 +199,13 @@ _ALLOWED_TEXTS = {
     "tool_parser": ("", "none", *TOOL_PARSERS),
     "reasoning_parser": ("", "none", *REASONING_PARSERS),
 }
+MAX_MODEL_LEN = 1 << 24
 # The range of each number.
 _ALLOWED_RANGES: Mapping[str, tuple[float, float]] = {
     "max_batch_size": (1, 1024),
     "max_tokens_per_batch": (1, 1 << 20),
     "max_waiting_requests": (1, 1 << 20),
-    "max_model_len": (0, 1 << 24),
+    "max_model_len": (0, MAX_MODEL_LEN),
     "prefill_chunk_size": (1, 1 << 20),
     "max_prefill_tokens": (1, 1 << 20),
     "swap_space_gb": (0, 4096),

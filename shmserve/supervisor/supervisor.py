@@ -13,6 +13,7 @@ import math
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shmserve.common.tasks import end_all
 from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
@@ -91,6 +92,7 @@ class Supervisor:
     handover: Handover
     watchdog: Watchdog
     reload: Reload | None
+    _lost_run_dir: bool = field(init=False, default=False)
     _had_terminal: bool = field(init=False, default_factory=has_terminal)
     _signalled_at: float = field(init=False, default=-math.inf)
     _stopped_exits: list[ProcessExited] = field(init=False, default_factory=list)
@@ -114,7 +116,7 @@ class Supervisor:
             await end_all(start)
         end_signal.cancel()
         await self.end(status)
-        return status
+        return status or int(self._lost_run_dir)
 
     def _signal(self, number: int) -> None:
         # A closed terminal sends SIGHUP, too.
@@ -183,7 +185,7 @@ class Supervisor:
                 raise
             finally:
                 await end_all(waited_for)
-        if not self.health.failed:
+        if not self.health.has_failed:
             for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
@@ -193,13 +195,13 @@ class Supervisor:
             )
             return 1
         await self.handover.take_over()
-        self.health.started = True
+        self.health.has_started = True
         announce(self.context, self.health)
         self.gateways.accept()
         self.context.local_clients.connections.accept()
         for line in self.listeners.addresses():
             logger.info("%s", line)
-        logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
+        logger.info("shmserve.client service at %s", self.handover.run_dir.shared_path)
         state = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
         logger.info("the server %s after %.2f s", state, time.monotonic() - started_at)
         self._log_first_steps()
@@ -209,7 +211,7 @@ class Supervisor:
         self.context.background(self.autoscaler.run())
         if self.context.config.load_on_demand:
             self.context.background(self.models.on_demand.run())
-        if self.context.config.model_control_mode == "poll" and not self.health.failed:
+        if self.context.config.model_control_mode == "poll" and not self.health.has_failed:
             self.context.background(self.poller.run())
         if self.reload is not None:
             self.context.background(self.reload.run())
@@ -235,7 +237,7 @@ class Supervisor:
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
-            self.health.failed = True
+            self.health.has_failed = True
             return False
 
     # --- deaths
@@ -265,6 +267,20 @@ class Supervisor:
             self._stopped_exits.append(exited)
             if len(self._stopped_exits) == 1:
                 asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)
+        elif not (self._lost_run_dir or self.handover.has_successor):
+            self._check_run_dir()
+
+    def _check_run_dir(self) -> None:
+        """Stop the server if its run directory was removed, because no process can be replaced."""
+        run_dir = self.context.run_dir
+        self._lost_run_dir = not Path(endpoints.control(run_dir).removeprefix("ipc://")).exists()
+        if self._lost_run_dir:
+            logger.error(
+                "the server stops, because the sockets in its run directory '%s' were removed: "
+                "start it again, and exclude the folder from programs that clean up",
+                run_dir,
+            )
+            self.end_signals.put_nowait(signal.SIGTERM)
 
     def _report_stopped(self) -> None:
         """Broadcast the exits of stopped processes together.
@@ -355,7 +371,7 @@ class Supervisor:
 
     @property
     def _has_successor(self) -> bool:
-        return self.handover.has_successor or bool(self.listeners.shared)
+        return self.handover.has_successor or bool(self.listeners.shared_sockets)
 
     async def _drain_gateways(self) -> None:
         await self.gateways.drain(has_successor=self._has_successor)

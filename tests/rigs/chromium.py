@@ -27,8 +27,8 @@ class Page:
     """A page and the messages of its console."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        self._reading = reading
-        self._writing = writing
+        self._read_pipe = reading
+        self._write_pipe = writing
         self._number = 0
         self._unread = b""
         self._session = ""
@@ -45,7 +45,7 @@ class Page:
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
-        os.write(self._writing, json.dumps(message).encode() + b"\0")
+        os.write(self._write_pipe, json.dumps(message).encode() + b"\0")
         while True:
             arrived_message = self._next()
             if arrived_message.get("id") == self._number:
@@ -54,7 +54,7 @@ class Page:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
-            chunk = os.read(self._reading, 1 << 20)
+            chunk = os.read(self._read_pipe, 1 << 20)
             assert chunk, "the browser has ended"
             self._unread += chunk
         text, _, self._unread = self._unread.partition(b"\0")
@@ -133,8 +133,8 @@ def browser(folder: Path) -> Iterator[Page]:
     reading, answers = os.pipe()
 
     def inherit() -> None:
-        ends = os.dup(child_end), os.dup(answers)  # the duplicates may have the numbers 3 or 4
-        for number, end in enumerate(ends, 3):
+        pipe_ends = os.dup(child_end), os.dup(answers)  # the duplicates may have the numbers 3 or 4
+        for number, end in enumerate(pipe_ends, 3):
             os.dup2(end, number)
 
     sockets = tempfile.mkdtemp()  # a path of pytest is too long for sockets, once it has run often

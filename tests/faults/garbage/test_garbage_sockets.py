@@ -22,7 +22,7 @@ from shmserve.ipc.messages.control_requests import UnregisterRegion
 from shmserve.ipc.messages.inference import InstanceReady, Release
 from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.faults.scene import assert_recovers, scene
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
@@ -41,13 +41,9 @@ MESSAGE_UNIONS = (
     unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
 )
-TAGS = sorted(
-    {frames.tags_by_class()[kind] for union in MESSAGE_UNIONS for kind in typing.get_args(union)}
-)
+TAGS = sorted({kind.TAG for union in MESSAGE_UNIONS for kind in typing.get_args(union)})
 FIELDS = {
-    frames.tags_by_class()[kind]: len(kind.__slots__)
-    for union in MESSAGE_UNIONS
-    for kind in typing.get_args(union)
+    kind.TAG: len(kind.__slots__) for union in MESSAGE_UNIONS for kind in typing.get_args(union)
 }
 
 
@@ -139,7 +135,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
     """
     context = zmq.Context()
     dropped = server.metric("shmserve_malformed")
-    least, patience_ms = (len(TAGS), 2000) if identity == OUR_OWN else (0, 300)
+    min_count, patience_ms = (len(TAGS), 2000) if identity == OUR_OWN else (0, 300)
     with scene(server) as stage:
         for path in sockets(server):
             with context.socket(zmq.DEALER) as dealer:
@@ -159,7 +155,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
                 monitor.close()
                 assert is_ended, path
         context.term()
-        until("it arrived", lambda: server.metric("shmserve_malformed") > dropped + least)
+        until("it arrived", lambda: server.metric("shmserve_malformed") > dropped + min_count)
         assert_recovers(stage, time.monotonic(), 3.0)
         assert stage.load.troubles() == []
 

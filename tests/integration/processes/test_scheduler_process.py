@@ -39,8 +39,8 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 from tests.support.texts import EXPIRED_TEXT
 from tests.support.waiting import until
@@ -65,7 +65,7 @@ NO_OUTPUTS = pack_inferred(Inferred(()))
 FLOOD_PROGRAM = """
 import os, sys
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 
 link = Dealer(sys.argv[1], f"{os.getpid()}.flood")
 for number in range(20_000):
@@ -151,18 +151,18 @@ class Stage:
 
     def submit(self, timeout_ns: int = 0) -> int:
         """Submit a request; return its number."""
-        number, now = next(self.numbers), time.monotonic_ns()
-        deadline = now + timeout_ns if timeout_ns else 0
-        self.client.send(m.Submit(number, *WORK, now, deadline, 0, 0))
+        number, now_ns = next(self.numbers), time.monotonic_ns()
+        deadline = now_ns + timeout_ns if timeout_ns else 0
+        self.client.send(m.Submit(number, *WORK, now_ns, deadline, 0, 0))
         return number
 
     def finish(self, batch: m.Execute) -> None:
         """Send the worker's results of a batch."""
-        now = time.monotonic_ns()
+        now_ns = time.monotonic_ns()
         replies = [
             m.Reply(key, "", "", *NO_OUTPUTS) for key in (request.key for request in batch.requests)
         ]
-        self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
+        self.worker.send(m.BatchFinished(batch.batch, now_ns, now_ns, now_ns, now_ns, replies))
 
     def statistics(self) -> dict[str, Any]:
         self.client.send(m.ReportStatistics(0))

@@ -7,6 +7,7 @@ llguidance lacks.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from urllib.parse import unquote
 import torch
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import TokenTexts, with_pauses
 
 NO_FORCING = '%llguidance {"no_forcing": true}'  # the model selects the tokenization
 
@@ -31,6 +32,7 @@ class Grammars:
         import llguidance
 
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
+        self._has_quotes = True  # whether a token can end a string of JSON without a space
         # The library's type hints lack the list of end tokens.
         wrapped: Any = llguidance.LLTokenizer
         settings = {"n_vocab": vocabulary, "eos_token": [*end_tokens]}
@@ -39,7 +41,9 @@ class Grammars:
         try:
             self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
         except ValueError:  # the library does not support the tokenizer's decoder
-            self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, end_tokens), **settings)
+            pieces = _TokenBytes(texts, vocabulary, end_tokens)
+            self._tokenizer = wrapped(pieces, **settings)
+            self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
             # The tokens of a text may have other bytes than the text, so it cannot be forced.
             self._default_message = f"{NO_FORCING}\nstart: @body"
 
@@ -61,6 +65,11 @@ class Grammars:
         kind, text = grammar
         if not self._end_tokens:
             raise InvalidArgument(f"{name}: the model has no end-of-text token")
+        if kind == "json_schema" and not self._has_quotes:
+            raise InvalidArgument(
+                f"{name}: the model's vocabulary cannot write JSON: it has no token that begins "
+                "with a quote and continues a word"
+            )
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _compile_json_schema,
@@ -70,6 +79,9 @@ class Grammars:
         try:
             body = compilers[kind](text) if kind else ""
             message = message_grammar or self._default_message
+            if kind == "json_schema" and not message_grammar:
+                # In some vocabularies, every token that begins a word has a space.
+                message = message.replace("@body", "/ ?/ @body")
             new_matcher = matcher(self._tokenizer, _with_body(message, body))
             if not new_matcher.get_error():
                 new_matcher.compute_bitmask()  # raises for grammars that allow no text
@@ -204,6 +216,8 @@ def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
 # The keywords of JSON schemas whose values are objects of schemas.
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUE_KEYS = ("enum", "const", "default", "examples")
+_MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_MAX_LIMIT = 2**63 - 1024  # the largest limit of llguidance, which reads numbers as float64
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-][0-9]{2}:[0-9]{2})?"
@@ -213,27 +227,44 @@ _FORMATS = {
     "date-time": f"^{_DATE}T{_TIME}$",
     "uuid": "^[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
 }
+_UUID_FORMATS = {
+    f"uuid{version}": (
+        f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+    )
+    for version in range(1, 9)
+}
 
 
 def with_patterns(schema: Any, root: Any) -> Any:
-    """Replace `propertyNames`, which llguidance lacks, by `patternProperties` where possible.
+    """Replace keywords that llguidance lacks by other keywords where possible.
 
-    Keywords whose value is null are removed.
+    They are `propertyNames`, pydantic's formats of UUIDs, and limits that are not float64. Keywords
+    whose value is null are removed.
 
     Args:
         schema: The schema, or a part of it.
         root: The whole schema, which contains the targets of references.
+
+    Raises:
+        ValueError: A number cannot be represented.
     """
     if isinstance(schema, list):
-        return [with_patterns(subschema, root) for subschema in schema]
+        return [with_patterns(subschema, root) for subschema in with_pauses(schema)]
     if not isinstance(schema, dict):
         return schema
     extended: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMA_MAPS and isinstance(value, dict):
-            extended[key] = {name: with_patterns(schema, root) for name, schema in value.items()}
+            members = with_pauses(value.items())
+            extended[key] = {name: with_patterns(schema, root) for name, schema in members}
         elif key in _VALUE_KEYS:
+            if key in ("enum", "const"):
+                _check_integers(key, value)
             extended[key] = value
+        elif key in _MINIMA or key in _MAXIMA:
+            extended[key] = _representable_limit(key, value)
+        elif key == "format" and value in _UUID_FORMATS and "pattern" not in schema:
+            extended["pattern"] = _UUID_FORMATS[value]
         elif value is not None:
             extended[key] = with_patterns(value, root)
     pattern = _names_pattern(extended.get("propertyNames"), root)
@@ -244,6 +275,31 @@ def with_patterns(schema: Any, root: Any) -> Any:
         extended["patternProperties"] = {pattern: extended.get("additionalProperties", {})}
         extended["additionalProperties"] = False
     return extended
+
+
+def _check_integers(key: str, value: Any) -> None:
+    """Raise ValueError if a value has an integer that llguidance would round to another one."""
+    if isinstance(value, list | dict):
+        for item in with_pauses(value if isinstance(value, list) else value.values()):
+            _check_integers(key, item)
+    elif type(value) is int and (value.bit_length() > 1000 or int(float(value)) != value):
+        raise ValueError(f"{key}: {clip(str(value))} has too many digits")
+
+
+def _representable_limit(key: str, value: Any) -> Any:
+    """Return a limit of integers as a float64 that excludes no less than the limit does.
+
+    Raises:
+        ValueError: The limit excludes all integers of 64 bits.
+    """
+    if type(value) is not int or abs(value) <= 2**53:
+        return value
+    sign = 1 if key in _MINIMA else -1
+    distance = max(sign * value, -_MAX_LIMIT)
+    if distance > _MAX_LIMIT:
+        raise ValueError(f"{key}: {clip(str(value))} exceeds {sign * _MAX_LIMIT}")
+    rounded = float(distance)
+    return sign * int(rounded if rounded >= distance else math.nextafter(rounded, math.inf))
 
 
 def _names_pattern(names: Any, root: Any) -> str | None:

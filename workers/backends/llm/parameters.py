@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+import torch
+
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
 from shmserve.logs import warn_once
-from shmserve.workers.backends.llm.token_texts import with_pauses
+from shmserve.workers.backends.llm.token_texts import parse_json, with_pauses
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +147,20 @@ class GenerationParameters:
         """Return whether single tokens are forbidden or favoured."""
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
+    @cached_property
+    def bias_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of `logit_bias`, and the numbers to add to their logits."""
+        biases, count = self.logit_bias, len(self.logit_bias)
+        tokens = np.fromiter(biases.keys(), np.int64, count)
+        return torch.from_numpy(tokens), torch.from_numpy(
+            np.fromiter(biases.values(), np.float32, count)
+        )
+
+    @cached_property
+    def allowed_tensor(self) -> torch.Tensor:
+        """Return `allowed_token_ids` as a tensor."""
+        return torch.from_numpy(np.array(self.allowed_token_ids, np.int64))
+
     @property
     def samples(self) -> int:
         """Return the number of samples to generate; 0 for a beam search."""
@@ -194,8 +211,9 @@ def parse(
             problems.append(f"{name}: {clip(repr(value))} is not supported")
         if values.get("grammar", _NO_GRAMMAR) != _NO_GRAMMAR:
             grammars[name] = values.pop("grammar")
-    if len(grammars) > 1:
-        problems.append(f"{' and '.join(grammars)}: at most one grammar is allowed")
+    if len(set(grammars.values())) > 1:
+        names = " and ".join(request_names.get(name, name) for name in grammars)
+        problems.append(f"{names}: at most one grammar is allowed")
     values = _combine(values, grammars)
     values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
     problems += _find_contradictions(values, vocabulary)
@@ -322,7 +340,7 @@ def _decode_json(value: Any, allowed: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError:
         raise ValueError(allowed) from None
 

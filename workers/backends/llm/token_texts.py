@@ -5,18 +5,25 @@ from __future__ import annotations
 import bisect
 import codecs
 import functools
+import itertools
+import json.decoder
+import json.scanner
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from shmserve.workers.backends.llm.message_parsers import overlap
 
 _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
+_LONG_JSON = 1 << 16  # number of characters of a long JSON text
 _MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
+# The suffix of tokens that end a word, in the description of a decoder.
+_WORD_SUFFIX = re.compile(rb'"type":"BPEDecoder","suffix":("(?:[^"\\]|\\.)+")')
 
 T = TypeVar("T")
 
@@ -42,11 +49,58 @@ def with_pauses(values: Iterable[T]) -> Iterator[T]:
             time.sleep(0)
 
 
+class _PausingDecoder(json.JSONDecoder):
+    """A decoder of JSON that releases the GIL after every 64 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = itertools.count(1)
+
+        def with_pause(scan: Callable[[str, int], Any]) -> Callable[[str, int], Any]:
+            def scan_once(text: str, index: int) -> Any:
+                if not next(count) % 64:
+                    time.sleep(0)
+                return scan(text, index)
+
+            return scan_once
+
+        def parse_object(start: Any, strict: bool, scan: Any, *options: Any) -> Any:
+            return python.JSONObject(start, strict, with_pause(scan), *options)
+
+        # The type hints lack the parser in Python.
+        python: Any = json.decoder
+        scanner: Any = json.scanner
+        self.parse_object = parse_object
+        self.parse_array = lambda start, scan: python.JSONArray(start, with_pause(scan))
+        self.scan_once = scanner.py_make_scanner(self)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. A long text is parsed in Python, since the C parser would hold the GIL.
+
+    Raises:
+        ValueError: The text is not JSON, or nested too deeply.
+    """
+    try:
+        return _PausingDecoder().decode(text) if len(text) > _LONG_JSON else json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def token_entry(
+    token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
+) -> dict[str, Any]:
+    """Return a token and its log probability in the form that the OpenAI API's handlers read."""
+    shown_text = f"token_id:{token}" if shows_id else text
+    value = max(logprob, _MIN_LOGPROB)
+    return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
+
+
 class TokenTexts:
     """The bytes of single tokens within a text; safe to use in any thread.
 
-    A decoder strips the space at the beginning of a text, and replaces incomplete characters. The
-    bytes of a token include its leading space, and may be a part of a character.
+    A decoder strips the space at the beginning or at the end of a text, and replaces incomplete
+    characters. The bytes of a token include its space, and may be a part of a character.
 
     Attributes:
         special: The tokens that `skip_special_tokens` removes from a text.
@@ -57,6 +111,8 @@ class TokenTexts:
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token for token, text in added.items() if text.special)
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
+        suffix = _WORD_SUFFIX.search(state)
+        self._word_suffix = json.loads(suffix[1]) if suffix else ""
         self._byte_level, self._byte_fallback = b'"ByteLevel"' in state, b'"ByteFallback"' in state
         self.bytes_of = functools.lru_cache(1 << 18)(self._bytes_of)
         self.text_and_bytes = functools.lru_cache(1 << 18)(self._text_and_bytes)
@@ -72,6 +128,8 @@ class TokenTexts:
         byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
+        if self._word_suffix:
+            return piece.replace(self._word_suffix, " ").encode()
         # The decoder may strip the first of two equal tokens, but not the second.
         once_text, twice = self.decode([token]), self.decode([token, token])
         return twice[len(once_text) :].encode()
@@ -98,6 +156,10 @@ class TokenTexts:
         """Return the tokens whose bytes contain `data`."""
         pieces, tokens = self._sorted_tokens
         return [token for piece, token in zip(pieces, tokens) if data in piece]  # noqa: B905
+
+    def ends_word(self, token: int) -> bool:
+        """Return whether the decoder writes a space after a token once another token follows."""
+        return bool(self._word_suffix) and self.bytes_of(token)[-1:] == b" "
 
     def begins_inside_character(self, token: int) -> bool:
         """Return whether the first byte of a token continues a UTF-8 character."""
@@ -132,7 +194,8 @@ class TokenTexts:
     def offsets(self, tokens: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
         """Return the index in `text` of the character in which each token begins.
 
-        `text` is the decoding of the tokens. A space that the decoder strips has the index 0.
+        `text` is the decoding of the tokens. A leading space that the decoder strips has the
+        index 0.
         """
         indices: list[int] = []
         length = 0
@@ -142,6 +205,8 @@ class TokenTexts:
             characters = sum(byte & 0xC0 != 0x80 for byte in data)
             indices.append(length - (not is_skipped and self.begins_inside_character(token)))
             length += characters
+        if self._word_suffix:
+            return [min(offset, len(text)) for offset in indices]
         stripped = max(length - len(text), 0)
         return [max(offset - stripped, 0) for offset in indices]
 
@@ -190,6 +255,7 @@ class Detokenizer:
         self, texts: TokenTexts, skip_special_tokens: bool, prompt: Sequence[int] = ()
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
+        self._ends_word = texts.ends_word
         self._skipped = texts.special if skip_special_tokens else frozenset()
         context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
         context = context[-_MAX_HELD_TOKENS:]
@@ -202,8 +268,12 @@ class Detokenizer:
 
     @property
     def position(self) -> int:
-        """Return the number of complete characters, including those of tokens held back."""
-        return self._emitted_length + self._held_length
+        """Return the number of complete characters, including those of tokens held back.
+
+        A space that the decoder writes only before another token is counted, too.
+        """
+        delayed_spaces = bool(self._tokens) and self._ends_word(self._tokens[-1])
+        return self._emitted_length + self._held_length + delayed_spaces
 
     def add(self, token: int) -> str:
         """Append a token; return the text that it completes."""

@@ -99,7 +99,11 @@ class Lark:
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
         options = {**_JSON_OPTIONS, **schema.get("x-guidance", {})}
-        return f"%json {json.dumps({**with_patterns(schema, schema), 'x-guidance': options})}"
+        try:
+            extended = with_patterns(schema, schema)
+        except ValueError as error:
+            raise InvalidArgument(f"tools: cannot be compiled: {error}") from None
+        return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
         """Return a rule for one of several expressions."""
@@ -161,7 +165,14 @@ def _json_call_rule(lark: Lark, tool: Tool, key: str) -> str:
 def _read_hermes(parser: MessageParser) -> Reading[None]:
     """Read calls of the form <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     while (yield from parser.read_content("<tool_call>")):
-        yield from parser.read_call(_read_json_call(parser), "</tool_call>")
+        yield from parser.read_call(_read_hermes_call(parser))
+
+
+def _read_hermes_call(parser: MessageParser) -> Reading[None]:
+    """Read a call and its closing tag. As in vLLM, other text after the object is a mistake."""
+    yield from _read_json_call(parser)
+    if (yield from parser.skip()):
+        yield from parser.expect("</tool_call>")
 
 
 def _hermes_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
@@ -247,11 +258,17 @@ def _read_qwen_xml(parser: MessageParser) -> Reading[None]:
 
     The form is
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>.
+    As in vLLM, an element `tool_call` may have several functions.
     """
     while tag := (yield from parser.read_content("<tool_call>", "<function=")):
         wrapped = tag == "<tool_call>"
-        end = "</tool_call>" if wrapped else ""
-        yield from parser.read_call(_read_xml_call(parser, wrapped), end)
+        is_call = yield from parser.read_call(_read_xml_call(parser, wrapped))
+        while is_call and wrapped:
+            tag = yield from parser.read_until(ignore, "<function=", "</tool_call>")
+            if tag != "<function=":
+                parser.discard_read()
+                break
+            is_call = yield from parser.read_call(_read_xml_call(parser, False))
 
 
 def _read_xml_call(parser: MessageParser, wrapped: bool) -> Reading[None]:

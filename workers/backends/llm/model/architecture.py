@@ -13,6 +13,9 @@ from typing import Any, Self
 
 import torch
 
+from shmserve.errors import clip
+from shmserve.ipc.engine_settings import MAX_MODEL_LEN
+
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -48,6 +51,8 @@ _POSITIVE_INTEGERS = (
     "head_dim",
 )
 _OPTIONAL = ("num_key_value_heads", "head_dim")  # may be absent or null
+_MAX_SIZE = (1 << 31) - 1
+_MAX_NUMBER = 1e38  # numbers up to this one are finite as float32
 # The required fields of each rope type. "dynamic" is supported up to the trained length, in which
 # it equals "default".
 _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -181,6 +186,11 @@ class Architecture:
             is_absent = size is None and name in _OPTIONAL
             if not is_absent and (type(size) is not int or size < 1):
                 problems.append(f"config.json: {name}: {size!r} is not a positive integer")
+            elif size is not None and size > _MAX_SIZE:
+                problems.append(f"config.json: {name}: {clip(repr(size))} exceeds {_MAX_SIZE}")
+        epsilon = config.get("rms_norm_eps")
+        if epsilon is not None and not 0 <= epsilon <= _MAX_NUMBER:
+            problems.append(f"config.json: rms_norm_eps: {epsilon!r} is not a number from 0")
         for name, allowed in _SUPPORTED.items():
             if config.get(name, allowed[0]) not in allowed:
                 problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")
@@ -188,6 +198,11 @@ class Architecture:
             return None
         rope = _rope(config, problems)
         positions = rope.positions(config["max_position_embeddings"])
+        if positions > MAX_MODEL_LEN:
+            problems.append(
+                f"config.json: max_position_embeddings: the model has {positions} positions, more "
+                f"than {MAX_MODEL_LEN}"
+            )
         _check_windows(family, config, positions, problems)
         if len(problems) > problem_count:
             return None
@@ -310,12 +325,20 @@ def _check_windows(
         )
 
 
+def _is_positive(number: Any) -> bool:
+    return type(number) in (int, float) and 0 < number <= _MAX_NUMBER
+
+
 def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     """Return the rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(field) or {}
-    nested = scaling.get("full_attention")
-    scaling = nested if isinstance(nested, dict) else scaling
+    nested = ", ".join(name for name, value in scaling.items() if isinstance(value, dict))
+    if nested:  # transformers ignores them in these architectures
+        problems.append(
+            f"config.json: {field}: {nested}: parameters of layer types are not supported"
+        )
+        return Rope(10_000.0, "default", {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
     factor = scaling.get("partial_rotary_factor")
@@ -328,7 +351,7 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     positions = config["max_position_embeddings"]
     original = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or positions
     scaling = {**scaling, "rope_theta": theta, _ORIGINAL: original}
-    if kind == "yarn" and scaling.get("factor") is None and "factor" in scaling:
+    if kind == "yarn" and scaling.get("factor", 0) is None and _is_positive(original):
         scaling["factor"] = positions / original
     required = (*_ROPE_FIELDS[kind], *([_ORIGINAL] if kind in ("llama3", "yarn") else []))
     optional = [name for name in _YARN_KEYS if kind == "yarn" and scaling.get(name) is not None]
@@ -339,10 +362,12 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     for name in (*required, *optional, "rope_theta"):
         number = scaling[name]
         is_flag = name == "truncate" and isinstance(number, bool)
-        is_number = type(number) in (int, float) and (
-            number > 0 or (number == 0 and name in optional)
-        )
-        if not (is_flag or is_number):
-            problems.append(f"config.json: {field}: {name}: {number!r} is not a positive number")
+        is_zero = type(number) in (int, float) and number == 0 and name in optional
+        if not (is_flag or is_zero or _is_positive(number)):
+            problems.append(
+                f"config.json: {field}: {name}: {clip(repr(number))} is not a positive number"
+            )
             return Rope(10_000.0, "default", {})
+    if kind == "yarn" and theta <= 1:
+        problems.append(f"config.json: {field}: rope_theta: {theta} is not a number above 1")
     return Rope(float(theta), kind, {name: float(scaling[name]) for name in (*required, *optional)})

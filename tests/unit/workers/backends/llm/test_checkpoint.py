@@ -23,6 +23,10 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings", "num_key_value_heads", "head_dim"),
+)
 TRAINED_LENGTH = "original_max_position_embeddings"
 
 Folder = Callable[..., Path]
@@ -97,12 +101,33 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"quantization_config": "gptq"}, "quantization_config: 'gptq' is not an object"),
         ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta: '1' is not a positive number"),
         (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters: full_attention: parameters of layer types are not supported",
+        ),
+        (
             {"rope_scaling": {"type": "linear", "factor": 0}},
             "rope_scaling: factor: 0 is not a positive number",
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "32"}},
             "rope_scaling: beta_fast: '32' is not a positive number",
+        ),
+        *(({name: 10**30}, f"{name}: {10**30} exceeds {2**31 - 1}") for name in SIZES),
+        *(({name: True}, f"{name}: True is not a positive integer") for name in SIZES),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is more than the number of"),
+        ({"max_position_embeddings": 10**9}, "the model has 1000000000 positions, more than"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: -1 is not a number from 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps: nan is not a number from 0"),
+        ({"rope_theta": 10**400}, "rope_theta: 1000000000"),
+        ({"rope_scaling": {"type": "yarn", "factor": math.inf}}, "factor: inf is not a positive"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e30}}, "positions, more than 16777216"),
+        (
+            {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}},
+            "rope_theta: 1 is not a number above 1",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": None, TRAINED_LENGTH: "x"}},
+            "rope_scaling: yarn needs factor",
         ),
         ({"head_dim": 7}, "head_dim: 7 is not an even number"),
         (

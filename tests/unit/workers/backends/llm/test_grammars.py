@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.grammars import Grammars, with_patterns
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import Detokenizer, TokenTexts
+from shmserve.workers.backends.llm.tool_formats import Lark
 from tests.support.hf_folders import tokenizer_text
 
 BYTES = Tokenizer.from_str(tokenizer_text())
@@ -77,6 +78,47 @@ def test_other_schemas_of_names_are_refused(schema: dict[str, Any]) -> None:
         accepts({"type": "object", **schema}, {})
 
 
+@pytest.mark.parametrize(
+    ("schema", "valid_values", "invalid_values"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, [-(2**60), 0, 2**60], [2**63, -(2**63) - 1]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**62], [-1, 2**64]),
+        ({"minimum": 2**53 + 1, "maximum": 2**54}, [2**53 + 2, 2**54], [2**53, 2**54 + 1]),
+        ({"exclusiveMaximum": 2**53 + 1, "minimum": 0}, [2**53 - 1], [2**53 + 1]),
+        ({"minimum": -(2**53) - 1, "maximum": 0}, [-(2**53)], [-(2**53) - 2]),
+    ],
+)
+def test_limits_of_large_integers_hold(
+    schema: dict[str, Any], valid_values: list[int], invalid_values: list[int]
+) -> None:
+    assert all(accepts({"type": "integer", **schema}, value) for value in valid_values)
+    assert not any(accepts({"type": "integer", **schema}, value) for value in invalid_values)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minimum": 10**20, "maximum": 10**20 + 5},
+        {"exclusiveMaximum": -(10**20)},
+        {"const": 2**53 + 1},
+        {"enum": [3, {"id": [1234567890123456789]}]},
+        {"const": 10**400},
+    ],
+)
+def test_integers_that_would_be_rounded_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"cannot be compiled: .*(exceeds|too many digits)"):
+        accepts({"type": "object", "properties": {"a": schema}}, {})
+    with pytest.raises(InvalidArgument, match="tools: cannot be compiled"):
+        Lark({}).json(schema)
+
+
+def test_a_uuid_has_its_version() -> None:
+    identifier = "123e4567-e89b-42d3-a456-426614174000"
+    assert accepts({"type": "string", "format": "uuid4"}, identifier)
+    assert not accepts({"type": "string", "format": "uuid7"}, identifier)
+    assert not accepts({"type": "string", "format": "uuid4"}, "some text")
+
+
 def test_nulls_are_absent_except_in_values() -> None:
     schema = {"required": None, "properties": {"a": {"type": "string", "default": None}}}
     assert with_patterns(schema, schema) == {"properties": schema["properties"]}
@@ -105,20 +147,29 @@ TRAINERS: dict[str, Any] = {
         (models.BPE(unk_token="<unk>"),
          decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])),
         (models.Unigram(), decoders.Metaspace()),
+        (models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"), decoders.BPEDecoder("</w>")),
         (models.WordPiece(unk_token="<unk>"), decoders.WordPiece(cleanup=False)),
+        (models.WordPiece(unk_token="<unk>"), decoders.WordPiece(cleanup=True)),
     ],
 )  # fmt: skip
 def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any) -> None:
     test_tokenizer = Tokenizer(model)
     is_words = isinstance(model, models.WordPiece)
-    test_tokenizer.pre_tokenizer = (
-        pre_tokenizers.Whitespace() if is_words else pre_tokenizers.Metaspace()
+    suffix = getattr(model, "end_of_word_suffix", None)
+    splitters: dict[bool, Any] = {True: pre_tokenizers.BertPreTokenizer()}
+    test_tokenizer.pre_tokenizer = splitters.get(
+        is_words or bool(suffix), pre_tokenizers.Metaspace()
     )
     test_tokenizer.decoder = decoder
     trainer = TRAINERS[type(model).__name__](
-        vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False
+        vocab_size=300,
+        special_tokens=["<unk>", "</s>"],
+        show_progress=False,
+        **({"end_of_word_suffix": suffix} if suffix else {}),
     )
     test_tokenizer.train_from_iterator([TEXT] * 5, trainer)
+    if is_words and decoder.cleanup:  # like BERT's vocabulary
+        test_tokenizer.add_tokens([f"##{character}" for character in '{}[]":,a1nul'])
     texts = TokenTexts(test_tokenizer)
     grammars = Grammars(texts, test_tokenizer.get_vocab_size() + 5, (1,))
     matcher = grammars.matcher(("regex", "(a|b| ?the)+ x"))
@@ -130,12 +181,20 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
     ]
     first_letters = ("a", "b", "t", " ")
     assert bits and all(texts.bytes_of(token).decode().startswith(first_letters) for token in bits)
-    if is_words:  # the first token of words begins with a space, and JSON does not
+    if is_words and not decoder.cleanup:
+        with pytest.raises(InvalidArgument, match="f: the model's vocabulary cannot write JSON"):
+            grammars.matcher(("json_schema", "{}"), name="f")
         return
     matcher, data = grammars.matcher(("json_schema", '{"const": {"a": [1, null]}}')), b""
+    tokens: list[int] = []
     while not matcher.is_stopped():
         bitmask = matcher.compute_bitmask()
         token = next(token for token in range(300) if bitmask[token // 8] >> token % 8 & 1)
         matcher.consume_token(token)
         data += texts.bytes_of(token)
+        tokens.append(token)
     assert json.loads(data.removesuffix(b"</s>")) == {"a": [1, None]}
+    prompt = test_tokenizer.encode("the fox").ids
+    detokenizer = Detokenizer(texts, True, prompt)
+    pieces = [*map(detokenizer.add, tokens), detokenizer.flush()]
+    assert json.loads("".join(pieces)) == {"a": [1, None]}

@@ -69,6 +69,11 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
     "white space": ("hermes", "  a\n\n", "  a\n\n", []),
     "nothing": ("hermes", " ", " ", []),
     "qwen": ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>", "", [WEATHER]),
+    "qwen with two functions": (
+        "qwen3_coder",
+        f"Hm <tool_call>\n{XML}\n<function=now>\n</function>\n</tool_call>\n",
+        *("Hm ", [WEATHER, NOW]),
+    ),
     "qwen twice": (
         "qwen3_coder",
         f"Hm <tool_call>\n{XML}\n</tool_call>\n"
@@ -144,6 +149,8 @@ LATE_MISTAKES = {
     "cut": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b'),
     "Python": ("hermes", '<tool_call>{"name": "f", "arguments": {\'a\': 1}}</tool_call>'),
     "a bracket": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1]}}</tool_call>'),
+    "two objects": ("hermes", f'<tool_call>\n{JSON}\n{{"name": "now"}}\n</tool_call>'),
+    "text after the object": ("hermes", f"<tool_call>{JSON}}}</tool_call>"),
     "cut XML": ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=a>\nb"),
     "a name alone": ("pythonic", "[weather(days=x y)]"),
 }

@@ -2,12 +2,20 @@
 fallback.
 """
 
+import json
 import random
+import time
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from shmserve.workers.backends.llm.token_texts import BadWords, Detokenizer, TokenTexts
+from shmserve.workers.backends.llm.token_texts import (
+    BadWords,
+    Detokenizer,
+    TokenTexts,
+    parse_json,
+)
 from tests.support.hf_folders import tokenizer_text
 
 
@@ -102,6 +110,56 @@ def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
     texts = TokenTexts(tokenizer)
     assert texts.offsets(tokens, "the of a", True) == [0, 0, 3, 6, 6]
     assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
+
+
+def suffix_vocabulary() -> Tokenizer:
+    """Return a vocabulary like that of GPT-1, whose tokens mark the end of a word."""
+    pieces = ["<s>", "</s>", "sea</w>", "s", "ea</w>", "the</w>", "the", ",</w>", "</w>"]
+    vocabulary = {name: token for token, name in enumerate(pieces)}
+    test_tokenizer = Tokenizer(models.BPE(vocabulary, [], end_of_word_suffix="</w>"))
+    test_tokenizer.decoder = decoders.BPEDecoder("</w>")
+    test_tokenizer.add_special_tokens(["<s>", "</s>"])
+    return test_tokenizer
+
+
+def test_a_word_ends_with_a_space_that_follows_with_the_next_token() -> None:
+    tokenizer, rng = suffix_vocabulary(), random.Random(0)
+    texts = TokenTexts(tokenizer)
+    assert [texts.bytes_of(token) for token in (2, 3, 8)] == [b"sea ", b"s", b" "]
+    for _ in range(300):
+        tokens = rng.choices(range(9), k=rng.randint(1, 8))
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
+        starts = [len(b"".join(map(texts.bytes_of, tokens[:i]))) for i in range(len(tokens))]
+        assert b"".join(map(texts.bytes_of, tokens)).decode().startswith(text)
+        assert texts.offsets(tokens, text, False) == [min(start, len(text)) for start in starts]
+        detokenizer, pieces, positions = Detokenizer(texts, False), [], []
+        for token_id in tokens:
+            positions.append(detokenizer.position)
+            pieces.append(detokenizer.add(token_id))
+        assert ("".join([*pieces, detokenizer.flush()]), positions) == (text, starts)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, -2.5e3, None, {"b": {}, "é\n": [[], True, [False]]}], "c": "x" * 70_000},
+        ["x", {"a": {str(number): number / 3 for number in range(9000)}}],
+        "x" * 70_000,
+    ],
+)
+def test_long_json_is_parsed_like_short_json(value: Any) -> None:
+    text = json.dumps(value)
+    assert parse_json(text) == parse_json(f" {text} ") == value
+    for wrong in (text[:-1], f"{text},", text.replace('"', "'"), "[" * 100_000):
+        with pytest.raises(ValueError, match=r"."):
+            parse_json(wrong)
+
+
+def test_long_json_is_parsed_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert len(parse_json(json.dumps({str(number): [number] for number in range(6400)}))) == 6400
+    assert pauses == [0] * 200
 
 
 def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
