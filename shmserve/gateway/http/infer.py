@@ -87,6 +87,7 @@ async def infer(
     built_request = await read_request(gateway, model, request)
     if framing is not None:
         await reload_model(gateway, built_request)
+        built_request.responses = None  # a stream has JSON for outputs that are binary otherwise
         return await _stream_responses(
             gateway, ResponseQueue(gateway, request, built_request, arrived_ns), framing
         )
