@@ -12,7 +12,7 @@ The states of a request (this module performs no I/O):
 
 Gateways, local clients, models that call other models, and ensembles use this class. Each defines a
 subclass of `InflightRequest` that holds the memory of the request and notifies the waiting code.
-Each also waits for its sockets in its own way (ipc/transport/dealer.py has the sockets).
+Each also waits for its sockets in its own way (ipc/transport/zmtp.py has the sockets).
 """
 
 from __future__ import annotations

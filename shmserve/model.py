@@ -22,25 +22,35 @@ numpy array. A type checker sees the array type.
 The datatypes are BOOL, UINT8 to UINT64, INT8 to INT64, FP16, FP32, FP64, BF16 and BYTES. BF16 is
 torch.bfloat16, or the bit patterns as uint16 in numpy. BYTES is a numpy array of bytes objects.
 
-Optional attributes and methods of the class besides `predict`:
+The class may have these attributes. Those with a number show the default:
 
-    max_batch_size = 32         the maximum number of rows in a batch; 0: no batch dimension
-    max_queue_delay_us = 0      the maximum time that a request waits for a larger batch
-    max_streams = 64            concurrent requests of a `predict` that yields
-
-    instances = 1               the number of instances, each a process; or `instance_group`, a list
-                                of mappings as in a configuration
-    min_instances, max_instances  the bounds of autoscaling (`shmserve guide instances`)
-
-    environment = "/envs/old"   a Python environment of its own (`shmserve guide backends`)
-
+    max_batch_size = 32         the maximum number of rows in a batch; 0: `predict` receives one
+                                request at a time, without a batch dimension. The default is 0 if
+                                `predict` yields its responses, or has no inputs
+    max_queue_delay_us = 0      the maximum time in microseconds that a request waits for others
+                                to share its batch
+    max_streams = 64            the concurrent requests of an instance whose `predict` yields
+    instances = 1               the number of instances, each a process; on a host with GPUs, the
+                                number for each GPU
+    instance_group = [{...}]    the instances and their devices, as in a configuration; replaces
+                                `instances`
+    min_instances = 1           with `max_instances`, the minimum for autoscaling
+    max_instances = N           the maximum for autoscaling; without it, the number is fixed
+    batching_strategy = "..."   "prefer_batch" (default), "prefer_latency" or "adaptive"
+    target_p99_ms = T           the latency target in milliseconds; by default there is none
+    environment = "/envs/old"   the Python environment of the instances; by default the server's
+    padding = {"x": {...}}      inputs that are padded to one shape
     ragged = ("x",)             inputs that are concatenated without padding
-    batch_input, batch_output   lists of mappings, as in a configuration, for ragged inputs
-    padding = {"x": {...}}      inputs that are padded to one shape (`shmserve guide shapes`)
+    batch_input = [{...}]       inputs that are created for each batch, as in a configuration
+    batch_output = [{...}]      outputs that are split like ragged inputs, as in a configuration
+    sequence_batching = {...}   the state and the scheduling of sequences, as in a configuration
 
-    def load(self, context)     called before the first batch, with a `Context`
-    def is_ready(self)          returns a bool: see below
-    def unload(self)            called after the last batch
+`shmserve guide instances`, `batching`, `backends`, `shapes` and `sequences` explain them. The class
+may also have these methods:
+
+    def load(self, context)     called once, before the first batch, with a `Context`
+    def is_ready(self)          returns a bool; plain or `async def`: see below
+    def unload(self)            called once, after the last batch
 
 `is_ready`, a function or coroutine, is called between two batches whenever a client requests the
 readiness of the model. It must return a bool within 5 s; a later result does not count. The model

@@ -14,7 +14,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import CopyCounter
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.processes import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import (
     DeviceMemory,
@@ -54,8 +54,9 @@ class ModelContext(WorkerStart):
         spans: The spans of the model's calls of other models since the last batch, encoded as in
             ipc/trace.py.
 
-    The attributes of `WorkerStart` are available, too: `model_name`, `version`, `model_dir`,
-    `device` and so on.
+    The attributes of `WorkerStart` are available, too. Backends use `model_name`, `version`,
+    `model_dir` (the model's folder), `device` (torch's name: "cpu" or "cuda:0"), `threads` (the
+    number of compute threads) and `backend_config` (the settings of --backend-config as strings).
     """
 
     control: SupervisorLink

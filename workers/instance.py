@@ -32,7 +32,7 @@ from shmserve.workers.batch.request import Input, Request, Unpacker
 from shmserve.workers.batch.response_stream import MetricsReports, ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.context import ModelContext
-from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
+from shmserve.workers.links.processes import InstanceLink, WorkerRequest
 from shmserve.workers.sequences import SequenceExecutor
 
 logger = logging.getLogger(__name__)

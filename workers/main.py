@@ -39,12 +39,12 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import raise_oom_score, set_process_title
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.backends.python.execution import log_thread_exception
+from shmserve.workers.backends.python import log_thread_exception
 from shmserve.workers.instance import WorkerInstance
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.processes import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory

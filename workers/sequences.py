@@ -51,7 +51,7 @@ from shmserve.ipc.transport.frames import record
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import OutputStream
-from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
+from shmserve.workers.links.processes import HandlerTable, WorkerRequest
 
 _START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
 _END = "CONTROL_SEQUENCE_END"
@@ -327,7 +327,7 @@ class SequenceExecutor(Executor):
         super().__post_init__()
         config = self._config
         self._controls = read_controls(config)
-        self._batched = config.max_batch_size > 0
+        self._supports_batching = config.max_batch_size > 0
         # Always copies, because requests of sequences are not retried with copies.
         self._policy.copies = True
         self._states = States(
@@ -364,7 +364,7 @@ class SequenceExecutor(Executor):
         for slot, request in enumerate(requests):
             key = request.work.key
             row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
-            controls = control_inputs(self._controls, row, self._batched)
+            controls = control_inputs(self._controls, row, self._supports_batching)
             request.inputs = controls | request.inputs
             self._states.add_inputs(request, row)
         try:
@@ -384,7 +384,9 @@ class SequenceExecutor(Executor):
             if row_request is not None:
                 row_request.row = row
                 row_request.request.work = _with_ids(row_request.request.work, row)
-                row_request.request.inputs |= control_inputs(self._controls, row, self._batched)
+                row_request.request.inputs |= control_inputs(
+                    self._controls, row, self._supports_batching
+                )
                 shapes = self._states.add_inputs(row_request.request, row)
                 by_shape.setdefault(shapes, []).append(row_request)
         if self._decoupled:
@@ -433,7 +435,7 @@ class SequenceExecutor(Executor):
             item_bytes = ITEM_SIZE[source.datatype] or _LENGTH_PREFIX_BYTES
             zeros = memoryview(bytearray(item_bytes * element_count(source.shape)))
             inputs[name] = Input(name, source.datatype, source.shape, zeros, None, source.model)
-        inputs |= control_inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
+        inputs |= control_inputs(self._controls, SequenceRow(row.slot, 0), self._supports_batching)
         null_request = Request(_NULL_WORK, _NULL_SCHEMA, template.request.batch_size, inputs, {})
         null_request.states = template.request.states
         return null_request

@@ -62,7 +62,7 @@ class _Outbox:
     Messages to a scheduler in the same process are calls.
     """
 
-    malformed = 0
+    malformed_messages = 0
 
     def __init__(self, endpoint: str = "", neighbours: InProcessLinks | None = None) -> None:
         self.posted: deque[Any] = deque()
@@ -209,7 +209,7 @@ class Chain:
         self._clients.posted.clear()
 
     def _deliver(self) -> None:
-        while self._active or self._neighbours.queued:
+        while self._active or self._neighbours.queued_messages:
             self._neighbours.deliver()
             active = list(self._active)
             self._active.clear()
@@ -223,7 +223,7 @@ class Chain:
         """
         (received,) = frames.unpack(frames.pack([batch]))
         (request,) = received.requests
-        schema_entry = self._schemas.find(request.schema) or self._schemas.learn(request.schema)
+        schema_entry = self._schemas[request.schema]
         size, data = _SMALL, _DATA
         if schema_entry.outputs[0].placed:
             data = request.data[-1]

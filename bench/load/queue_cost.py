@@ -45,7 +45,7 @@ CONFIG: dict[str, Any] = {
 class _Outbox:
     """An outbox that stores the batches sent to the worker and discards other messages."""
 
-    malformed = 0
+    malformed_messages = 0
 
     def __init__(self) -> None:
         self.batches: deque[m.Execute] = deque()

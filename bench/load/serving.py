@@ -38,14 +38,11 @@ from shmserve.ipc.messages.generation import Stepped
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
-from shmserve.workers.backends.llm.engine import WorkerEngine
+from shmserve.workers.backends.llm.engine import DraftModel, Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.speculation import DraftModel
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
 _PAIR_SUFFIXES = ("", "-draft")
@@ -76,9 +73,12 @@ class Serving:
         sizes = settings.block_size, settings.kv_cache_blocks
         cache = KvCache(model.architecture, *sizes, settings.swap_blocks)
         self._prompts: dict[int, Prompt] = {}
+        proposer = (
+            DraftModel(Passes(draft, KvCache(draft.architecture, *sizes, 0))) if draft else None
+        )
         self._worker = WorkerEngine(
             Passes(model, cache),
-            DraftModel(Passes(draft, KvCache(draft.architecture, *sizes, 0))) if draft else None,
+            proposer.propose if proposer else None,
             self._prompts,
             lambda news: None,
             lambda keys, error: None,

@@ -36,7 +36,7 @@ class FreeList:
         self.capacity = capacity - capacity % _ALIGNMENT
         # (offset, size) of each free hole, sorted by offset.
         self._holes: list[tuple[int, int]] = [(0, self.capacity)]
-        self._used: dict[int, int] = {}
+        self._block_sizes: dict[int, int] = {}
         self.used = 0  # number of allocated bytes
 
     def allocate(self, byte_size: int) -> int | None:
@@ -50,18 +50,18 @@ class FreeList:
                     del self._holes[index]
                 else:
                     self._holes[index] = (offset + size, free_size - size)
-                self._used[offset] = size
+                self._block_sizes[offset] = size
                 self.used += size
                 return offset
         return None
 
     def free(self, offset: int) -> bool:
         """Free the block at `offset`; return False if there is none (a repeated release)."""
-        size = self._used.get(offset)
+        size = self._block_sizes.get(offset)
         if size is None:
             return False
         # No call in between, so that an interrupted program finds both changes or neither.
-        del self._used[offset]
+        del self._block_sizes[offset]
         self.used -= size
         holes = self._holes
         first_hole = end_hole = bisect(holes, (offset, 0))
@@ -75,20 +75,6 @@ class FreeList:
                 end_hole, size = end_hole + 1, size + free_size
         holes[first_hole:end_hole] = ((offset, size),)
         return True
-
-    def offsets(self) -> set[int]:
-        """Return the offsets of the allocated blocks."""
-        return set(self._used)
-
-    def check_integrity(self) -> None:
-        """Assert that holes and blocks cover the arena exactly; for tests."""
-        blocks_and_holes = sorted([*self._holes, *self._used.items()])
-        expected_offset = 0
-        for offset, size in blocks_and_holes:
-            assert offset == expected_offset and size > 0, blocks_and_holes
-            expected_offset += size
-        assert expected_offset == self.capacity, blocks_and_holes
-        assert self.used == sum(self._used.values())
 
 
 class Arena:
@@ -126,7 +112,7 @@ class Arena:
         )
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Return the number of allocated bytes."""
         return self._free_list.used
 

@@ -159,7 +159,7 @@ class LentMemory:
     @property
     def used(self) -> int:
         """Return the number of allocated bytes of the arena."""
-        return 0 if self._arena is None else self._arena.used
+        return 0 if self._arena is None else self._arena.used_bytes
 
     def allocate(self, byte_size: int, free_range: FreeRange | None = None) -> Block:
         """Allocate a block.

@@ -138,11 +138,11 @@ class Mappings:
 
     _open_device: Callable[[Memory], Mapping] | None = None
     _pin: Pin | None = None
-    _mapped: dict[int, Any] = field(default_factory=dict)
+    _mappings_by_id: dict[int, Any] = field(default_factory=dict)
     _unmapped_ids: deque[int] = field(default_factory=partial(deque, maxlen=_MAX_UNMAPPED_IDS))
 
     def __len__(self) -> int:
-        return len(self._mapped)
+        return len(self._mappings_by_id)
 
     def view(self, memory_range: Range) -> Any:
         """Return the writable bytes of a range: a memoryview, or a uint8 tensor on a device.
@@ -159,10 +159,10 @@ class Mappings:
         """Return the mapping of a range's memory. Raises the exceptions of `view`."""
         memory = memory_range.memory
         try:
-            mapping = self._mapped[memory.id]
+            mapping = self._mappings_by_id[memory.id]
         except KeyError:
             new_mapping = self._open(memory)
-            mapping = self._mapped.setdefault(memory.id, new_mapping)
+            mapping = self._mappings_by_id.setdefault(memory.id, new_mapping)
             if mapping is not new_mapping:
                 new_mapping.close()  # another thread has opened the memory in the meantime
         # The file position is unused, so lseek(2) is safe; fstat(2) takes three times as long.
@@ -187,7 +187,7 @@ class Mappings:
             mapping = detached.get(memory_range.memory.id) or self._mapping(memory_range)
             if memory_range.memory.id not in detached:
                 detached[memory_range.memory.id] = mapping
-                del self._mapped[memory_range.memory.id]
+                del self._mappings_by_id[memory_range.memory.id]
                 mapping.close()
             mapping.make_private(memory_range.offset, memory_range.offset + memory_range.byte_size)
 
@@ -235,17 +235,17 @@ class Mappings:
     def unmap(self, memory_id: int) -> None:
         """Unmap a memory. Its pages are released with the last view, which a model may hold."""
         self._unmapped_ids.append(memory_id)
-        mapping = self._mapped.pop(memory_id, None)
+        mapping = self._mappings_by_id.pop(memory_id, None)
         if mapping is not None:
             mapping.close()
 
     def unmap_process(self, pid: int) -> None:
         """Unmap every memory of a process that has exited."""
-        for memory_id, mapping in list(self._mapped.items()):
+        for memory_id, mapping in list(self._mappings_by_id.items()):
             if mapping.pid == pid:
                 self.unmap(memory_id)
 
     def unmap_all(self) -> None:
         """Unmap every memory."""
-        for memory_id in list(self._mapped):
+        for memory_id in list(self._mappings_by_id):
             self.unmap(memory_id)

@@ -168,7 +168,7 @@ def unpack_range(packed_range: Any) -> Range:
         pass  # the range was not used before
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"not a memory range: {error}") from error
-    memory = _MEMORY_CACHE.find(packed_memory) or _MEMORY_CACHE.learn(packed_memory)
+    memory = _MEMORY_CACHE[packed_memory]
     if not is_within(offset, byte_size, memory.byte_size):
         raise MalformedMessage("a memory range exceeds its memory")
     if len(_RANGE_CACHE) >= _MAX_CACHED_RANGES:

@@ -99,12 +99,16 @@ class Inferred:
 
 
 class TensorSchema(NamedTuple):
-    """A tensor without its data. `byte_size` is -1 for BYTES, whose size varies."""
+    """A tensor without its data. `byte_size` is -1 if it is not known, as in schemas of BYTES."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     byte_size: int
+
+    def ref(self, data: bytes | Range) -> TensorRef:
+        """Return the tensor with this data."""
+        return TensorRef(self.name, self.datatype, self.shape, data)
 
 
 class OutputSchema(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -111,27 +112,26 @@ class Padding:
         return key[:split_at], shapes
 
 
+@dataclass(slots=True, eq=False)
 class PaddedBatch:
-    """The shapes and the padding of the requests in a batch."""
+    """The shapes and the padding of the requests in a batch.
 
-    __slots__ = (
-        "_constant_part",
-        "_elements_if_alone",
-        "_largest",
-        "_padding",
-        "_pads",
-        "_rows",
-        "_true_elements",
-    )
+    Attributes:
+        _true_elements: The elements of each input that the clients sent.
+        _elements_if_alone: The elements of each input if each request were padded by itself.
+    """
 
-    def __init__(self, padding: Padding) -> None:
-        self._padding = padding
-        self._pads = tuple(padding.pads.values())
-        self._constant_part: bytes | None = None
-        self._largest: Sequence[Shape] = ()
-        self._rows = 0
-        self._true_elements = [0] * len(self._pads)  # elements of each input that clients sent
-        # Elements if each request were padded by itself.
+    _padding: Padding
+    _constant_part: bytes | None = None
+    _largest: Sequence[Shape] = ()
+    _rows: int = 0
+    _pads: tuple[Pad, ...] = field(init=False)
+    _true_elements: list[int] = field(init=False)
+    _elements_if_alone: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pads = tuple(self._padding.pads.values())
+        self._true_elements = [0] * len(self._pads)
         self._elements_if_alone = [0] * len(self._pads)
 
     def may_join(self, key: bytes, units: int) -> bool:

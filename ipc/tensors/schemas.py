@@ -5,7 +5,7 @@ such messages: names, datatypes, shapes and parameters. The sender packs each sc
 receiver can look up the unpacked schema by its bytes. The data are the tensors' bytes or memory
 ranges.
 
-    entry = schemas.find(message.schema) or schemas.learn(message.schema)
+    entry = schemas[message.schema]
     for tensor, data in zip(entry.inputs, message.data): ...
 """
 
@@ -93,38 +93,27 @@ class BoundedCache(Generic[K, V]):
             self._on_evict(value)
 
 
-class Schemas(Generic[T]):
+class Schemas(dict[bytes, T]):
     """A cache of the values that a process derives from received schemas, by packed schema.
 
-    Args:
-        derive: Returns the entry of a packed schema. `learn` propagates its exceptions.
-        capacity: The capacity. A full cache is cleared.
+    `schemas[schema]` derives a missing value, and propagates the exceptions of `derive`.
 
-    Attributes:
-        entries: The entries, for direct lookup by a single thread.
+    Args:
+        derive: Returns the value of a packed schema.
+        capacity: The capacity. A full cache is cleared.
     """
 
-    __slots__ = ("_capacity", "_derive", "entries", "find")
+    __slots__ = ("_capacity", "_derive")
 
     def __init__(self, derive: Callable[[bytes], T], capacity: int = _MAX_SCHEMAS) -> None:
-        self.entries: dict[bytes, T] = {}
         self._derive = derive
         self._capacity = capacity
-        # Returns the entry of a schema, or None. The dictionary's own method avoids a Python call.
-        self.find: Callable[[bytes], T | None] = self.entries.get
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def learn(self, schema: bytes) -> T:
-        """Derive and store the entry of a schema that is not in the cache."""
-        entry = self._derive(schema)
+    def __missing__(self, schema: bytes) -> T:
+        """Derive and store the value of a schema."""
+        value = self._derive(schema)
         if len(schema) <= _MAX_CACHED_SCHEMA_SIZE:
-            if len(self.entries) >= self._capacity:
-                self.entries.clear()
-            self.entries[schema] = entry
-        return entry
-
-    def clear(self) -> None:
-        """Remove all entries, because `derive` would return different ones now."""
-        self.entries.clear()
+            if len(self) >= self._capacity:
+                self.clear()
+            self[schema] = value
+        return value

@@ -57,8 +57,8 @@ class Signature:
         self.max_batch_size = config.max_batch_size
         self.inputs = {spec.name: spec for spec in config.input}
         self.outputs = {spec.name: spec for spec in config.output}
-        self.required = frozenset(s.name for s in self.inputs.values() if not s.optional)
-        self.has_optional_inputs = len(self.required) != len(self.inputs)
+        self.required_inputs = frozenset(s.name for s in self.inputs.values() if not s.optional)
+        self.has_optional_inputs = len(self.required_inputs) != len(self.inputs)
         self.padding = config.padding
 
     def check(
@@ -183,7 +183,9 @@ class Signature:
         return max(batch_size, 0)
 
     def _check_count(self, names: set[str]) -> None:
-        missing = [name for name in self.inputs if name in self.required and name not in names]
+        missing = [
+            name for name in self.inputs if name in self.required_inputs and name not in names
+        ]
         if not missing and len(names) <= len(self.inputs):
             return
         received = f"Got input(s) [{_quoted_names(sorted(names))}]"
@@ -191,7 +193,8 @@ class Signature:
         hint = " Please provide all required input(s)." if missing else ""
         if self.has_optional_inputs:
             raise InvalidArgument(
-                f"expected number of inputs between {len(self.required)} and {len(self.inputs)} "
+                "expected number of inputs between "
+                f"{len(self.required_inputs)} and {len(self.inputs)} "
                 f"but got {len(names)} inputs for model '{self.name}'. "
                 f"{received}{suffix}.{hint}"
             )

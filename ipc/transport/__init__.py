@@ -1,8 +1,8 @@
 """Sockets for typed messages, with many messages per frame; they never block and trust no peer.
 
-dealer.py router.py     the connecting and the bound ends of links
-zmtp.py                 ZeroMQ's wire protocol, and connections that use it
-frames.py               records and messages, to MessagePack and back, with types checked
+zmtp.py         ZeroMQ's wire protocol, its connections, and dealers, the connecting ends of links
+router.py       the bound ends of links
+frames.py       records and messages, to MessagePack and back, with types checked
 
 A `Router` binds a unix socket to which many `Dealer`s connect. The wire protocol is ZeroMQ's
 (zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues a message. `flush`

@@ -328,11 +328,6 @@ def _with_nested_packed(
     return values
 
 
-def tags_by_class() -> dict[type[Any], str]:
-    """Return the tag of each message class, in order of declaration."""
-    return {cls: tag for tag, cls in _CLASSES_BY_TAG.items()}
-
-
 def pack(messages: Iterable[Any]) -> bytes:
     """Return a frame of `messages`, in order; unencodable text is escaped."""
     items = [VERSION, *[_GETTERS[type(message)](message) for message in messages]]

@@ -136,7 +136,7 @@ class Router:
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.malformed = 0
+        self.malformed_messages = 0
         self.pending: defaultdict[bytes, list[Any]] = defaultdict(list)
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
@@ -221,12 +221,12 @@ class Router:
             try:
                 received += itertools.product((peer,), unpack(frame, self.max_array_len))
             except MalformedMessage as error:
-                connection.malformed += 1
+                connection.malformed_messages += 1
                 self._warn("dropped a malformed frame: %s", error)
-        if decoder.dropped:
-            connection.malformed += decoder.dropped
-            self.malformed += decoder.dropped
-            decoder.dropped = 0
+        if decoder.dropped_messages:
+            connection.malformed_messages += decoder.dropped_messages
+            self.malformed_messages += decoder.dropped_messages
+            decoder.dropped_messages = 0
         if frames is None or decoder.violation:
             if decoder.violation:
                 self._warn("a connection was ended: %s", decoder.violation)
@@ -234,8 +234,10 @@ class Router:
 
     def _warn(self, format_string: str, subject: object) -> None:
         # A peer that sends malformed data may send a lot of it, which must not flood the log.
-        self.malformed += 1
-        if self.malformed <= _MAX_CONSECUTIVE_WARNINGS or not self.malformed & (self.malformed - 1):
+        self.malformed_messages += 1
+        if self.malformed_messages <= _MAX_CONSECUTIVE_WARNINGS or not self.malformed_messages & (
+            self.malformed_messages - 1
+        ):
             logger.warning(format_string, subject)
 
     def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
@@ -378,7 +380,7 @@ class UntrustedRouter(Router):
 
     def _read(self, connection: Connection, received: list[tuple[bytes, Any]]) -> None:
         super()._read(connection, received)
-        if connection.malformed > _MAX_MALFORMED or self._buffers_too_much(connection):
+        if connection.malformed_messages > _MAX_MALFORMED or self._buffers_too_much(connection):
             self._drop(connection)
 
     def _buffers_too_much(self, connection: Connection) -> bool:

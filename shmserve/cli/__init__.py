@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from shmserve import __version__
 from shmserve.common import fd_limits
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError, suggestion
 
 if TYPE_CHECKING:
     from shmserve.config.server import ServerConfig
@@ -85,7 +85,11 @@ def _run(arguments: list[str]) -> int:
     if verb in _VERBS:
         return _run_with_own_flags(verb, arguments)
     if verb:
-        print(f"shmserve: unknown verb '{verb}'", file=sys.stderr)
+        from shmserve.cli import client
+
+        hint = f", did you mean 'client {verb}'?" if verb in client.VERBS else ""
+        hint = hint or suggestion(verb, _VERBS)
+        print(f"shmserve: unknown verb '{verb}'{hint}", file=sys.stderr)
     print(_USAGE, end="", file=sys.stderr)
     return 2
 

@@ -36,7 +36,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_input
 from shmserve.supervisor.host.console import redirect_stderr
 from shmserve.supervisor.host.listeners import Listeners

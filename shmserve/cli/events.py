@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=TOPICS,
         metavar="TOPIC",
-        help=f"print only this topic (repeatable): {', '.join(TOPICS)} (once per second) "
-        "[all except counters]",
+        help=f"print only this topic (repeatable): {', '.join(TOPICS)} (once per second, with "
+        "--follow) [all except counters]",
     )
 
 

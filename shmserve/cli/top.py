@@ -114,7 +114,7 @@ class Top:
         self.events: list[dict[str, Any]] = []
         self.problem = "connecting"
         self.sort = "hurts"
-        self.selected = ""
+        self.selected_name = ""
         self.is_open = False
         self.is_ended = False
 
@@ -136,8 +136,8 @@ class Top:
         elif key in _SORT_KEYS:
             self.sort = _SORT_KEYS[key]
         elif key in _CURSOR_STEPS and keys:
-            index = keys.index(self.selected) if self.selected in keys else 0
-            self.selected = keys[min(max(index + _CURSOR_STEPS[key], 0), len(keys) - 1)]
+            index = keys.index(self.selected_name) if self.selected_name in keys else 0
+            self.selected_name = keys[min(max(index + _CURSOR_STEPS[key], 0), len(keys) - 1)]
         elif key in ("\r", "\n", "\x1b"):
             self.is_open = not self.is_open and key != "\x1b"
 
@@ -152,17 +152,17 @@ class Top:
         from rich.text import Text
 
         keys = self.order()
-        if self.selected not in keys:
-            self.selected = keys[0] if keys else ""
+        if self.selected_name not in keys:
+            self.selected_name = keys[0] if keys else ""
         header = self._header()[: 1 if height < _LOW_HEIGHT else 2]
         # The page without the problem, the keys and a spare line.
         free_lines = max(height - len(header) - 3, 1)
-        if self.is_open and self.selected:
+        if self.is_open and self.selected_name:
             body = self._details(free_lines)
         else:
             body = self._overview(keys, free_lines)
-        problem = self.models.get(self.selected, {}).get("because") or ""
-        problem_line = Text(f"{self.selected}: {problem}" if problem else "", "red")
+        problem = self.models.get(self.selected_name, {}).get("because") or ""
+        problem_line = Text(f"{self.selected_name}: {problem}" if problem else "", "red")
         footer = [problem_line, Text(_KEYS_HELP, "dim")]
         return [*map(_single_line, header), *body, *map(_single_line, footer)]
 
@@ -211,14 +211,14 @@ class Top:
             name = f"{title}*" if key == self.sort else title
             sizing: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
             table.add_column(name, no_wrap=True, overflow="ellipsis", **sizing)
-        selected_row = keys.index(self.selected) if self.selected else 0
+        selected_row = keys.index(self.selected_name) if self.selected_name else 0
         row_count = free_lines - 1  # without the table's header
         first_row = max(0, min(selected_row - row_count // 2, len(keys) - row_count))
         for key in keys[first_row : first_row + row_count]:
             row = self.models[key]
             style = "red" if row.get("because") else ""
             cells = [_cell(row, column) for column in list(_COLUMNS)[1:]]
-            reverse = " reverse" if key == self.selected else ""
+            reverse = " reverse" if key == self.selected_name else ""
             table.add_row(key.removesuffix("/1"), *cells, style=style + reverse)
         return table
 
@@ -228,9 +228,9 @@ class Top:
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(no_wrap=True, style="bold")
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        name = self.selected.rpartition("/")[0]
-        lines = [*details(self.models[self.selected]), *self._events_about(name)]
-        for name, text in [(self.selected, ""), *lines][:free_lines]:
+        name = self.selected_name.rpartition("/")[0]
+        lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
+        for name, text in [(self.selected_name, ""), *lines][:free_lines]:
             table.add_row(name, text)
         return [table]
 

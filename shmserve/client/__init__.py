@@ -84,7 +84,7 @@ def connect(
     Args:
         run_dir: The server's run directory (`--run-dir`), or the socket of systemd; by default
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
-        memory_limit: The maximum shared memory of this client in bytes.
+        memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
         timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
         token: A token for `ready`, `load`, `unload`, `metadata` and `statistics`, if the server
             has --auth-token-file.

@@ -48,7 +48,7 @@ class _LoopChannel:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self._flushing = False
-        self._closed = False
+        self._is_closed = False
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
@@ -69,7 +69,7 @@ class _LoopChannel:
 
     def _flush(self) -> None:
         self._flushing = False
-        if not self._closed:
+        if not self._is_closed:
             self.requests.flush()
 
     def cancel(self, pending: ClientRequest) -> None:
@@ -79,7 +79,7 @@ class _LoopChannel:
 
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
-        self._closed = True
+        self._is_closed = True
         self.requests.close()
 
     def close_soon(self) -> None:
@@ -131,7 +131,7 @@ class ResponseStream:
         return pending.take()
 
     async def _wait_for_item(self, pending: ClientStream) -> None:
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
             async with asyncio.timeout(remaining_s):
@@ -358,7 +358,7 @@ class Server:
             in_flight: The maximum number of concurrent requests.
             outputs: The names of the outputs to return, by default all.
             version: The model's version, by default the latest.
-            timeout: The maximum duration of each request in seconds.
+            timeout: The maximum duration of each request in seconds, by default unlimited.
 
         Yields:
             The result of each request, in the order of `inputs`.
@@ -405,12 +405,12 @@ class Server:
         """Load a model, or load it again, and wait until it is ready.
 
             await server.load("blur")
-            await server.load("blur", {"max_batch_size": 8})
+            await server.load("blur", {"backend": "native", "max_batch_size": 8})
 
         Args:
             model: The name of a model in the server's repositories.
-            config: A configuration that replaces that of the model, with the fields of config.pbtxt
-                as JSON: {"max_batch_size": 8}.
+            config: The fields of a config.pbtxt as JSON. They replace the whole config.pbtxt of the
+                model, so that `backend` is needed unless the names of the model's files imply it.
 
         Raises:
             ShmserveError: The load failed, or --model-control-mode is not explicit.
@@ -564,7 +564,7 @@ def connect(
     Args:
         run_dir: The server's run directory (`--run-dir`), or the socket of systemd; by default
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
-        memory_limit: The maximum shared memory of this client in bytes.
+        memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
         timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
         token: A token for `ready`, `load`, `unload`, `metadata` and `statistics`, if the server
             has --auth-token-file.

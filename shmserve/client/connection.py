@@ -218,7 +218,7 @@ class ServerConnection(ServerState):
         self._poll = select.epoll()
         self._poll.register(self._link, select.EPOLLIN)
         self._channel = RequestChannel(self, self._watch, self._poll.unregister)
-        self._timeouts = Timeouts(self._channel)
+        self.timeouts = Timeouts(self._channel)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
@@ -324,13 +324,6 @@ class ServerConnection(ServerState):
         """Check whether the caller runs in the connection's thread, as a future's callback does."""
         return threading.current_thread() is self._thread
 
-    def expire_at(self, time_ns: int, number: int) -> None:
-        """Register the (monotonic) deadline of a request of this connection's channel.
-
-        Must run in the connection's thread.
-        """
-        self._timeouts.add(time_ns, number)
-
     def nudge(self) -> None:
         """Schedule `on_nudge` in the connection's thread; safe in any thread and at any time."""
         if self.pid == os.getpid():
@@ -344,7 +337,7 @@ class ServerConnection(ServerState):
         listener, channel = self._link.fileno(), self._channel
         try:
             while self.alive:
-                timeout_s = self._timeouts.run()
+                timeout_s = self.timeouts.run()
                 channel.flush()
                 events = dict(self._poll.poll(timeout_s))
                 if listener in events:

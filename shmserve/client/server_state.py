@@ -168,6 +168,7 @@ class ServerState(ABC):
         models: The available models.
         successors: The successor of each lost endpoint, or "".
         alive: Whether the connection is alive.
+        link_numbers: The numbers that identify the links of this connection.
     """
 
     def __init__(self) -> None:
@@ -178,7 +179,7 @@ class ServerState(ABC):
         self.draining = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()
-        self._names = itertools.count(1)
+        self.link_numbers = itertools.count(1)
         self._channels: set[Wakeable] = set()
         # Reentrant, since `nudge` may be called by the garbage collector in the same thread.
         self._lock = threading.RLock()
@@ -198,10 +199,6 @@ class ServerState(ABC):
         return bytearray(self.mappings.view(memory_range))
 
     # --- channels
-
-    def next_link_name(self) -> int:
-        """Return a number that identifies a link of this connection."""
-        return next(self._names)
 
     def add_channel(self, channel: Wakeable) -> None:
         """Register a channel to be woken after losses."""

@@ -171,7 +171,7 @@ class Session:
         self._server_dir: Path | None = None
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._closed = False
+        self._is_closed = False
         self._cuda: CudaExporter | None = None
         self.memories = Memories(memory_limit, self._share, self._withdraw, self._nudge)
         self._connection = self._connect()
@@ -193,7 +193,7 @@ class Session:
         """
         connection = self._connection
         is_usable = connection.alive and not connection.draining
-        if is_usable and connection.pid == os.getpid() and not self._closed:
+        if is_usable and connection.pid == os.getpid() and not self._is_closed:
             return connection
         return self._reconnect(connection)
 
@@ -220,7 +220,7 @@ class Session:
                 "a forked process cannot use its parent's connection: call connect() there"
             )
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise Disconnected("this client is closed")
             if self._connection is not old:
                 return self._connection
@@ -385,7 +385,7 @@ class Session:
 
         The garbage collector may run in any thread and at any time, where closing is not safe.
         """
-        if self._closed or self.inherited:
+        if self._is_closed or self.inherited:
             return
         try:
             self._connection.call(lambda _: close())
@@ -403,8 +403,8 @@ class Session:
         if self.inherited:
             return
         with self._lock:
-            was_open = not self._closed
-            self._closed = True
+            was_open = not self._is_closed
+            self._is_closed = True
         if was_open:
             # Without the lock: this waits for the connection's thread, which may be in a callback
             # that requests the connection.

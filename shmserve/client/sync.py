@@ -117,7 +117,7 @@ class Server:
             in_flight: The maximum number of concurrent requests.
             outputs: The names of the outputs to return, by default all.
             version: The model's version, by default the latest.
-            timeout: The maximum duration of each request in seconds.
+            timeout: The maximum duration of each request in seconds, by default unlimited.
 
         Yields:
             The result of each request, in the order of `inputs`.
@@ -288,14 +288,14 @@ class Server:
         """Load a model, or load it again, and wait until it is ready.
 
             server.load("blur")
-            server.load("blur", {"max_batch_size": 8})
+            server.load("blur", {"backend": "native", "max_batch_size": 8})
 
         This method, `unload`, `ready`, `metadata` and `statistics` use the server's HTTP listener.
 
         Args:
             model: The name of a model in the server's repositories.
-            config: A configuration that replaces that of the model, with the fields of config.pbtxt
-                as JSON: {"max_batch_size": 8}.
+            config: The fields of a config.pbtxt as JSON. They replace the whole config.pbtxt of the
+                model, so that `backend` is needed unless the names of the model's files imply it.
 
         Raises:
             ShmserveError: The load failed, or --model-control-mode is not explicit.

@@ -123,12 +123,15 @@ class ModelMetrics:
     """The families of all instances of a model version, including instances that have ended."""
 
     def __init__(self) -> None:
-        self._exited: Families = {}
+        self._exited_families: Families = {}
         self._instances: dict[int, Families] = {}
 
     def snapshot(self) -> list[Any]:
         """Return a checkpoint for `restore`."""
-        return [to_lists(self._exited), *([pid, to_lists(f)] for pid, f in self._instances.items())]
+        return [
+            to_lists(self._exited_families),
+            *([pid, to_lists(f)] for pid, f in self._instances.items()),
+        ]
 
     def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
         """Continue from the checkpoint of a predecessor with its `alive` instances (pids).
@@ -137,7 +140,7 @@ class ModelMetrics:
             ValueError: `snapshot` has another format.
         """
         exited, *instances = snapshot
-        self._exited = parse(exited)
+        self._exited_families = parse(exited)
         self._instances = {int(pid): parse(families) for pid, families in instances}
         for pid in self._instances.keys() - set(alive):
             self.exited(pid)
@@ -151,11 +154,11 @@ class ModelMetrics:
         families = self._instances.pop(pid, None)
         if families is not None:
             totals = {name: f for name, f in families.items() if f.kind != "GAUGE"}
-            self._exited = sum_families((self._exited, totals))
+            self._exited_families = sum_families((self._exited_families, totals))
 
     def total(self) -> Families:
         """Return the sum over all instances."""
-        return sum_families((self._exited, *self._instances.values()))
+        return sum_families((self._exited_families, *self._instances.values()))
 
 
 def exposition(families: Families) -> str:

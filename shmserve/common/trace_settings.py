@@ -214,10 +214,10 @@ class Sampler:
     remaining: int = field(init=False)
     pending: list[Any] = field(default_factory=list)
     _seen: int = 0
-    _enabled: bool = field(init=False)
+    _is_enabled: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.remaining, self._enabled = self.settings.trace_count, self.settings.on
+        self.remaining, self._is_enabled = self.settings.trace_count, self.settings.on
 
     def samples(self, decided: bool | None) -> bool:
         """Return whether to trace the next request.
@@ -231,14 +231,14 @@ class Sampler:
 
     def take(self) -> bool:
         """Return whether to trace the next request by the rate."""
-        if not self._enabled:
+        if not self._is_enabled:
             return False
         self._seen += 1
         return not self._seen % self.settings.trace_rate and self.count()
 
     def count(self) -> bool:
         """Return whether `trace_count` permits another trace, and count it."""
-        if not self._enabled or not self.remaining:
+        if not self._is_enabled or not self.remaining:
             return False
         if self.remaining > 0:
             self.remaining -= 1

@@ -26,7 +26,7 @@ from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.transport.dealer import Dealer, LinkTable
+from shmserve.ipc.transport.zmtp import Dealer, LinkTable
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class GatewaySupervisorLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._dealer.fd, self._receive)
         self._flushing = False
-        self._closed = False
+        self._is_closed = False
         self._message_numbers = itertools.count(1)
         self._pending_responses: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
@@ -65,7 +65,7 @@ class GatewaySupervisorLink:
 
     def _flush(self) -> None:
         self._flushing = False
-        if not self._closed:
+        if not self._is_closed:
             self._dealer.flush()
 
     def _receive(self) -> None:
@@ -77,8 +77,8 @@ class GatewaySupervisorLink:
 
     def close(self) -> None:
         """Close the link."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._loop.remove_reader(self._dealer.fd)
             self._dealer.close()
 

@@ -350,7 +350,9 @@ class Acceptor:
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
         self._warnings = 0
-        self._draining: set[LimitedConnection] = set()  # connections that were asked to close
+        self._draining_connections: set[LimitedConnection] = (
+            set()
+        )  # connections that were asked to close
         self._on_drained: Callable[[], None] | None = None
 
     def __call__(self) -> LimitedConnection:
@@ -397,7 +399,9 @@ class Acceptor:
                 the connections that are idle now.
         """
         connections = self.connections
-        self._draining = {c for c in connections if not refuses or c.idle_since is not None}
+        self._draining_connections = {
+            c for c in connections if not refuses or c.idle_since is not None
+        }
         for connection in connections:
             connection.shut_down(refuses=refuses)
         self._on_drained = on_drained
@@ -405,11 +409,11 @@ class Acceptor:
 
     def connection_drained(self, connection: LimitedConnection) -> None:
         """Record that a drained client is notified and its requests are answered."""
-        self._draining.discard(connection)
+        self._draining_connections.discard(connection)
         self._check_drained()
 
     def _check_drained(self) -> None:
-        if self._on_drained is not None and not self._draining:
+        if self._on_drained is not None and not self._draining_connections:
             on_drained, self._on_drained = self._on_drained, None
             on_drained()
 

@@ -247,7 +247,7 @@ class RegionTable:
         self._spans: dict[int | bytes, WrittenRanges] = {}
         self._by_name: dict[str, GatewayRegion] = {}
         # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
-        self._draining: dict[int, GatewayRegion] = {}
+        self._draining_regions: dict[int, GatewayRegion] = {}
         self._by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
@@ -255,7 +255,7 @@ class RegionTable:
         region = GatewayRegion(message)
         memory_id = region.memory.id
         if message.draining:
-            self._draining[memory_id] = region
+            self._draining_regions[memory_id] = region
         elif memory_id not in self._by_id:
             self._by_id[memory_id] = region
             # Two names of one object share the ranges written to it.
@@ -294,7 +294,7 @@ class RegionTable:
 
     def remove_drained(self, memory_id: int) -> None:
         """Remove a withdrawn region that no request of any gateway refers to."""
-        self._draining.pop(memory_id, None)
+        self._draining_regions.pop(memory_id, None)
 
     def report_unused(self, region: GatewayRegion) -> None:
         """Report that no request uses a region; remove it if it was withdrawn."""
@@ -328,7 +328,7 @@ class RegionTable:
         Raises:
             NotFound: No region of this kind has the name; the message is Triton's.
         """
-        regions_by_name = {region.name: region for region in self._draining.values()}
+        regions_by_name = {region.name: region for region in self._draining_regions.values()}
         regions_by_name |= self._by_name
         if not name:
             return [
@@ -353,7 +353,7 @@ class RegionTable:
 
     def unnamed_regions(self) -> Iterable[GatewayRegion]:
         """Return the regions that no request can name: withdrawn ones and local clients' memory."""
-        return self._draining.values()
+        return self._draining_regions.values()
 
 
 def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:

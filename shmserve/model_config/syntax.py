@@ -126,7 +126,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._at = Lines(text).at
         self._tokens = self._tokenise(text)
-        self._next = 0
+        self._next_index = 0
 
     def run(self) -> MessageValue:
         root = MessageValue("1:1")
@@ -149,11 +149,11 @@ class _Parser:
         return tokens
 
     def _peek(self) -> _Token:
-        return self._tokens[self._next]
+        return self._tokens[self._next_index]
 
     def _take(self) -> _Token:
-        token = self._tokens[self._next]
-        self._next += token.kind != "end"
+        token = self._tokens[self._next_index]
+        self._next_index += token.kind != "end"
         return token
 
     def _is_mark(self, *marks: str) -> bool:
@@ -211,7 +211,7 @@ class _Parser:
             return Scalar("number", -number if negative else number, sign + value.text, at)
         if value.kind == "word" and not (negative and not _is_float_word(value.text)):
             return Scalar("word", sign + value.text, sign + value.text, at)
-        self._next -= value.kind != "end"
+        self._next_index -= value.kind != "end"
         raise self._error("a value")
 
     def _block(self, depth: int) -> MessageValue:

@@ -169,14 +169,14 @@ class LoadGenerator:
         Raises:
             Unavailable: The server stops responding.
         """
-        completed = self._completed()
+        completed = self._completed_count()
         end_ns = _clock() + int(seconds * 1e9)
-        while (now_ns := _clock()) < end_ns or self._completed() == completed:
+        while (now_ns := _clock()) < end_ns or self._completed_count() == completed:
             wait_ns = max(end_ns - now_ns, 0) or _CHECK_INTERVAL_NS
             self._poller.run_turn(min(wait_ns, _CHECK_INTERVAL_NS, self._send_due(now_ns)))
             self._check_alive()
 
-    def _completed(self) -> int:
+    def _completed_count(self) -> int:
         return len(self.records.ended_ns) + self.records.failed_count()
 
     def _check_alive(self) -> None:
@@ -302,7 +302,7 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
     Raises:
         InvalidArgument: A number is not above 0, or there are too many loads.
     """
-    refuse = partial(_refused, flag, text)
+    refuse = partial(_invalid_flag, flag, text)
     try:
         if ":" not in text:
             loads = [float(kind(part)) for part in text.split(",")]
@@ -324,7 +324,7 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
     return loads
 
 
-def _refused(flag: str, text: str) -> InvalidArgument:
+def _invalid_flag(flag: str, text: str) -> InvalidArgument:
     return InvalidArgument(
         f"--{flag}: '{text}' is invalid (allowed: N, N,N,... or FIRST:LAST[:STEP], above 0)"
     )

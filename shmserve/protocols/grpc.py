@@ -385,7 +385,7 @@ class Http2Client:
         self._next_stream_id = 1
         self._output: list[bytes] = []
         # Data that waits for window updates: the stream, the bytes, whether they are the last.
-        self._waiting: deque[tuple[int, memoryview, bool]] = deque()
+        self._waiting_messages: deque[tuple[int, memoryview, bool]] = deque()
         self._window = self._initial_window = h2.DEFAULT_WINDOW
         self._read = 0
         self._max_frame_size = h2.SMALLEST_FRAME
@@ -431,18 +431,18 @@ class Http2Client:
         size = len(message)
         outgoing = self._streams[stream]
         sendable_bytes = min(self._window, outgoing.window, self._max_frame_size)
-        if size <= sendable_bytes and not self._waiting:
+        if size <= sendable_bytes and not self._waiting_messages:
             self._window -= size
             outgoing.window -= size
             flags = h2.END_STREAM if is_last else 0
             self._queue_output(h2.encode_frame_header(size, h2.DATA, flags, stream) + message)
         else:
-            self._waiting.append((stream, memoryview(message), is_last))
+            self._waiting_messages.append((stream, memoryview(message), is_last))
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        for _ in range(len(self._waiting)):
-            stream, message, is_last = self._waiting.popleft()
+        for _ in range(len(self._waiting_messages)):
+            stream, message, is_last = self._waiting_messages.popleft()
             outgoing = self._streams.get(stream)
             if outgoing is None:
                 continue  # the stream has ended in the meantime
@@ -458,7 +458,7 @@ class Http2Client:
                     h2.encode_frame_header(len(part), h2.DATA, flags, stream) + bytes(part)
                 )
             if message:
-                self._waiting.append((stream, message, is_last))
+                self._waiting_messages.append((stream, message, is_last))
 
     def _queue_output(self, data: bytes) -> None:
         if not self._output:
@@ -549,7 +549,7 @@ class Http2Client:
             self._window += size
         elif stream in self._streams:
             self._streams[stream].window += size
-        if self._waiting:
+        if self._waiting_messages:
             self._send_waiting()
 
     def _finish_stream(self, stream: int, error: str) -> None:

@@ -362,7 +362,7 @@ class HttpLane:
         self._connection: ClientConnection = lane_factory.connect(self)
         self._is_busy = False
         self._in_body = False
-        self._remaining = 0  # bytes of the body that have not been received
+        self._remaining_body_bytes = 0  # bytes of the body that have not been received
         self._partial_data = b""  # received bytes of an incomplete head or chunk size line
         self._is_ok = True
         self._closes_after_response = False
@@ -385,13 +385,13 @@ class HttpLane:
                 return
             self._start_response(data[: head_end + 2])
             data = data[head_end + 4 :]
-        if self._remaining == _CHUNKED:
+        if self._remaining_body_bytes == _CHUNKED:
             self._receive_chunks(data)
             return
-        self._remaining -= len(data)
+        self._remaining_body_bytes -= len(data)
         if not self._is_ok:
             self._error += data
-        if self._remaining <= 0:
+        if self._remaining_body_bytes <= 0:
             self._finish_response()
 
     def _start_response(self, head: bytes) -> None:
@@ -401,9 +401,9 @@ class HttpLane:
         self._closes_after_response = _closes_connection(head) is not None
         length = _find_content_length(head)
         if length is not None:
-            self._remaining = int(length[1])
+            self._remaining_body_bytes = int(length[1])
         else:
-            self._remaining = _CHUNKED if _is_chunked(head) else 0
+            self._remaining_body_bytes = _CHUNKED if _is_chunked(head) else 0
         if not self._is_ok:
             self._error = head[9 : head.find(b"\r\n")] + b": "
 

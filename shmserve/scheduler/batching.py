@@ -135,8 +135,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if may_be_full and self._pool.free and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
-        entries, schema = self._fits.entries, submit.schema
-        fit = entries[schema] if schema in entries else self._learn_schema(submit)
+        fits, schema = self._fits, submit.schema
+        fit = fits[schema] if schema in fits else self._learn_schema(submit)
         sequence_key = dispatch.identify(client, submit, fit) if dispatch.tracks_requests else None
         request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
@@ -206,7 +206,7 @@ class BatchingCore(Core[ScheduledRequest]):
             InvalidArgument, Internal: The schema does not fit the model.
         """
         try:
-            return self._fits.learn(message.schema)
+            return self._fits[message.schema]
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
         except MalformedMessage as error:
@@ -217,8 +217,8 @@ class BatchingCore(Core[ScheduledRequest]):
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
-        entries, schema = self._fits.entries, submit.schema
-        fit = entries[schema] if schema in entries else self._learn_schema(submit)
+        fits, schema = self._fits, submit.schema
+        fit = fits[schema] if schema in fits else self._learn_schema(submit)
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.register(request)
@@ -399,5 +399,5 @@ class BatchingCore(Core[ScheduledRequest]):
             "instances": self._pool.counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
-            "malformed": self._to_workers.malformed + self.results.unexpected,
+            "malformed": self._to_workers.malformed_messages + self.results.unexpected_messages,
         }

@@ -61,10 +61,10 @@ R = TypeVar("R")
 
 
 class ClientLinks(Protocol):
-    """The links to clients. `malformed` counts their unreadable frames."""
+    """The links to clients. `malformed_messages` counts their unreadable frames."""
 
     @property
-    def malformed(self) -> int:
+    def malformed_messages(self) -> int:
         """Return the number of unreadable frames so far."""
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
@@ -176,13 +176,13 @@ class OverloadLog:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._refused = 0
+        self._refused_count = 0
         self._next_ns = 0  # the earliest time of the next line in the log
         self.due_ns = NEVER
 
     def refuse(self) -> None:
         """Count a refused request in the next log line."""
-        self._refused += 1
+        self._refused_count += 1
         self.due_ns = self._next_ns
 
     def tick(self, now_ns: int) -> None:
@@ -193,13 +193,13 @@ class OverloadLog:
     def write(self) -> None:
         """Write the log line with the number of refused requests, and reset it."""
         self.due_ns = NEVER
-        if self._refused:
+        if self._refused_count:
             logger.warning(
                 "model '%s' is overloaded: its queue is full, and %d more requests were rejected",
                 self._model,
-                self._refused,
+                self._refused_count,
             )
-            self._refused = 0
+            self._refused_count = 0
 
 
 class Core(Protocol[R]):
@@ -295,8 +295,8 @@ class Front(Generic[R]):
     _model: str
     _cache: ResponseCache | None = None
     _dead: dict[int, None] = field(default_factory=dict)  # pids of exited processes, oldest first
-    _draining: bool = False
-    _drained: bool = False
+    _is_draining: bool = False
+    _is_drained: bool = False
     stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -347,7 +347,7 @@ class Front(Generic[R]):
             return
         core, lookup = self._core, None
         try:
-            if self._draining and not core.accepts_while_draining(submit):
+            if self._is_draining and not core.accepts_while_draining(submit):
                 of_sequence = bool(submit.correlation_id or submit.correlation_text)
                 raise Unavailable(stopping_text(submit.request_id, of_sequence=of_sequence))
             if self._cache is not None:
@@ -396,7 +396,7 @@ class Front(Generic[R]):
                     self._cache.resize(message.byte_size)
             case Drain():
                 self._reports.snapshot()
-                self._draining, self._drained = True, False
+                self._is_draining, self._is_drained = True, False
                 self._core.drain(message.sequences)
             case Stop():
                 self._stop(now_ns)
@@ -445,8 +445,8 @@ class Front(Generic[R]):
             if now_ns >= overload.due_ns:
                 overload.tick(now_ns)
             wake_ns = min(wake_ns, overload.due_ns)
-        if self._draining and not self._drained and not self._core.unfinished:
-            self._drained = True
+        if self._is_draining and not self._is_drained and not self._core.unfinished:
+            self._is_drained = True
             self._reports.snapshot()
             self._control.post(Drained())
         return wake_ns
@@ -468,5 +468,5 @@ class Front(Generic[R]):
         gauges = self._core.gauges()
         gauges["live"] = self._core.live_requests
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()
-        gauges["malformed"] += self._links.malformed + self._control.malformed
+        gauges["malformed"] += self._links.malformed_messages + self._control.malformed_messages
         return gauges

@@ -99,7 +99,7 @@ class ResponseCache:
         copies: list[Block] = []
         try:
             schema = submit.schema
-            schema_key = self._schema_keys.find(schema) or self._schema_keys.learn(schema)
+            schema_key = self._schema_keys[schema]
             if not schema_key.prefix:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)

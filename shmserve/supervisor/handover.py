@@ -55,7 +55,7 @@ class Handover:
     _listener: Listener | None = field(init=False, default=None)
     _predecessor: HandoverLink | None = field(init=False, default=None)
     _successor: HandoverLink | None = field(init=False, default=None)
-    _accepted: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _accepted_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def open(self) -> None:
@@ -85,31 +85,31 @@ class Handover:
         self._kept.mirror_to(predecessor)
         await predecessor.ask(_GO)
         try:
-            if predecessor.ended.done():
+            if predecessor.end_future.done():
                 raise FileNotFoundError
             self.run_dir.replace_predecessor()
         except OSError:
             raise Unavailable("the previous server has exited") from None
-        self._listeners.shared = offer.shared
+        self._listeners.shared_sockets = offer.shared
         logger.info(
             "registrations of regions received from the previous server: %d",
             len(self._regions.active()),
         )
-        accepted = asyncio.ensure_future(self._accepted.wait())
-        await wait_any(accepted, predecessor.ended)
+        accepted = asyncio.ensure_future(self._accepted_event.wait())
+        await wait_any(accepted, predecessor.end_future)
         accepted.cancel()
         in_background(self._await_predecessor_exit(predecessor), self._tasks)
 
     async def _execute(self, verb: str, name: str, fds: list[int]) -> None:
         if verb == _ACCEPT:
-            self._accepted.set()
+            self._accepted_event.set()
         elif verb == _GO:
             await self._hand_over()
         else:
             await self._regions.apply(verb, name, fds)
 
     async def _await_predecessor_exit(self, predecessor: HandoverLink) -> None:
-        await predecessor.ended
+        await predecessor.end_future
         predecessor.close()
         self._predecessor = None
         self._kept.mirror_to(None)
@@ -146,11 +146,14 @@ class Handover:
         listeners, local = self._listeners, self._local_clients.connections
         sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
         return Offer(
-            link, {**sockets, "local": local.shared()}, listeners.shared, local.client_listener
+            link,
+            {**sockets, "local": local.shared()},
+            listeners.shared_sockets,
+            local.client_listener,
         )
 
     async def _await_successor_exit(self, successor: HandoverLink) -> None:
-        await successor.ended
+        await successor.end_future
         successor.close()
         self._successor = None
         self._kept.mirror_to(None)
@@ -164,7 +167,7 @@ class Handover:
         for region in self._regions.active():
             self._kept.mirror(region)
             await successor.until_done()
-        if not successor.ended.done():
+        if not successor.end_future.done():
             self.has_successor = True
             self._listeners.share_all()
             self._local_clients.connections.share_listeners()

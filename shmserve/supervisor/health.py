@@ -40,8 +40,8 @@ class Health:
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
         self._registry = registry
         self._strict = strict
-        self.started = False  # whether the models of the start are loaded
-        self.failed = False  # whether the start has failed
+        self.has_started = False  # whether the models of the start are loaded
+        self.has_failed = False  # whether the start has failed
         self.exiting = False  # whether the server ends and has no successor for its clients
         self._current = HealthChanged(live=True, ready=False, exiting=False)
         self.failures = LoadsFailed([], 0)
@@ -53,9 +53,9 @@ class Health:
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
         models_ready = not self._strict or self._registry.all_ready()
-        ready = self.started and not (self.exiting or self.failed) and models_ready
+        ready = self.has_started and not (self.exiting or self.has_failed) and models_ready
         old_health = self._current
-        self._current = HealthChanged(live=not self.failed, ready=ready, exiting=self.exiting)
+        self._current = HealthChanged(live=not self.has_failed, ready=ready, exiting=self.exiting)
         return self._current != old_health
 
     def update_failures(self) -> bool:
@@ -121,14 +121,14 @@ class Watchdog:
                     "the service manager is not notified, and ends this server %g s after the "
                     "last notification, because these processes do not respond: %s",
                     limit_s,
-                    ", ".join(self._missing(number)),
+                    ", ".join(self._missing_peers(number)),
                 )
                 await acknowledgements.until_acknowledged(number)
                 logger.warning("all processes respond again")
             self._manager.alive()
             await asyncio.sleep(limit_s / 2)
 
-    def _missing(self, number: int) -> list[str]:
+    def _missing_peers(self, number: int) -> list[str]:
         missing = self._control.acknowledgements.missing(number)
         children = [child for child in self._processes.all() if child.pid in missing]
         return sorted(f"{child.title} (pid {child.pid})" for child in children)

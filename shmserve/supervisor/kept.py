@@ -70,7 +70,7 @@ class PermanentProcesses(ABC):
         """Start a process with this name and title."""
 
     @abstractmethod
-    def _received(self, process: PermanentProcess, child: Child, message: Any) -> None:
+    def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         """Handle a message from a process."""
 
     def _would_fail_again(self, child: Child) -> bool:
@@ -89,10 +89,10 @@ class PermanentProcesses(ABC):
     async def _start(self, process: PermanentProcess) -> None:
         process.started_at = time.monotonic()
         child = process.child = await self._spawn(process.name, f"{self.role} {process.name}")
-        self._context.enrol(child.pid, self.role, partial(self._received, process, child))
-        child.exited.add_done_callback(partial(self._exited, process, child))
+        self._context.enrol(child.pid, self.role, partial(self._handle_message, process, child))
+        child.exited.add_done_callback(partial(self._handle_exit, process, child))
 
-    def _exited(self, process: PermanentProcess, child: Child, _: object) -> None:
+    def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
         """Restart a process that has exited."""
         if self._stopping:
             return
@@ -139,9 +139,9 @@ class Gateways(PermanentProcesses):
         super().__init__(context, [*map(str, range(config.gateways)), *grpc])
         self._listeners = listeners
         self._snapshot = snapshot
-        self._drained: dict[int, asyncio.Future[None]] = {}
+        self._drain_futures: dict[int, asyncio.Future[None]] = {}
         # Clients wait at the shared sockets until the models are loaded.
-        self._waits_for_models = bool(listeners.shared)
+        self._waits_for_models = bool(listeners.shared_sockets)
 
     async def _spawn(self, name: str, title: str) -> Child:
         config, listeners = self._context.config, self._listeners
@@ -160,7 +160,7 @@ class Gateways(PermanentProcesses):
         fds = [sock.fileno() for sock in sockets]
         return await self._context.front_zygote.spawn(title, entry, encode_start(start), fds)
 
-    def _received(self, process: PermanentProcess, child: Child, message: Any) -> None:
+    def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
                 settle(process.contact, None)
@@ -173,7 +173,7 @@ class Gateways(PermanentProcesses):
                 if not self._waits_for_models:
                     self._context.control.send(child.pid, m.Accept())
             case m.Drained():
-                settle(self._drained.get(child.pid), None)
+                settle(self._drain_futures.get(child.pid), None)
             case _:
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
@@ -206,15 +206,15 @@ class Gateways(PermanentProcesses):
             child = process.child
             if child is None or not child.alive or not process.name.startswith(names):
                 continue
-            if child.pid not in self._drained and self._context.control.connected(child.pid):
-                self._drained[child.pid] = asyncio.get_running_loop().create_future()
+            if child.pid not in self._drain_futures and self._context.control.connected(child.pid):
+                self._drain_futures[child.pid] = asyncio.get_running_loop().create_future()
                 self._context.control.send(child.pid, m.Drain(has_successor=has_successor))
 
     async def drain(self, *, has_successor: bool) -> None:
         """Drain all gateways, and wait until they have finished or exited."""
         self.begin_drain(has_successor=has_successor)
         for child in self._children():
-            if (drained := self._drained.get(child.pid)) is not None:
+            if (drained := self._drain_futures.get(child.pid)) is not None:
                 await wait_any(drained, child.exited)
 
     async def stop(self) -> None:
@@ -272,7 +272,7 @@ class WorkspaceHolders(PermanentProcesses):
         start = WorkspaceStart(_device_index(name), self._sizes[name], context.run_dir, context.log)
         return await context.front_zygote.spawn(title, _WORKSPACE_ENTRY, encode_start(start))
 
-    def _received(self, process: PermanentProcess, child: Child, message: Any) -> None:
+    def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
             case WorkspaceAllocated(raw, uuid):
                 handle = CudaHandle(raw, _device_index(process.name), uuid)
@@ -281,10 +281,10 @@ class WorkspaceHolders(PermanentProcesses):
                 self._context.workspaces.allocated(process.name, memory)
                 settle(process.contact, None)
 
-    def _exited(self, process: PermanentProcess, child: Child, _: object) -> None:
+    def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
         if not self._stopping:
             self._context.workspaces.holder_exited(process.name)
-        super()._exited(process, child, _)
+        super()._handle_exit(process, child, _)
 
 
 def _device_index(device: str) -> int:

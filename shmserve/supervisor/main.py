@@ -163,7 +163,7 @@ def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     if listeners.offer is not None:
         inherited_sockets, source = listeners.offer.select(config.protocols), "--take-over"
     for name, sockets in inherited_sockets.items():
-        listeners.shared += sockets
+        listeners.shared_sockets += sockets
         getattr(listeners, name).extend(adopt(sock, guarded, source) for sock in sockets)
     for name, address, port, flag in tcp_listeners(config):
         if name not in inherited_sockets:
@@ -236,7 +236,11 @@ def compose(
     def objection() -> str:
         if manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
-        return "" if health.started and not health.exiting else "the server is starting or stopping"
+        return (
+            ""
+            if health.has_started and not health.exiting
+            else "the server is starting or stopping"
+        )
 
     end_signals: asyncio.Queue[int] = asyncio.Queue()
     handover = Handover(

@@ -147,17 +147,17 @@ class Reload:
     _manager: ServiceManager
     _read_config: Callable[[], ServerConfig]
     _state: Callable[[], str]
-    _requested: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _request_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def request(self) -> None:
         """Request a reload, which does not wait for the loads of a previous one."""
-        self._requested.set()
+        self._request_event.set()
 
     async def run(self) -> None:
         """Reload on each request until the task is cancelled."""
         while True:
-            await self._requested.wait()
-            self._requested.clear()
+            await self._request_event.wait()
+            self._request_event.clear()
             self._manager.reloading()
             waited_for = asyncio.ensure_future(self._manager.keep_waiting())
             try:
@@ -179,7 +179,7 @@ class Reload:
             logger.info("no model is loaded or unloaded, because of --model-control-mode=explicit")
             return
         models = asyncio.gather(*await self._poller.scan())
-        superseded = asyncio.ensure_future(self._requested.wait())
+        superseded = asyncio.ensure_future(self._request_event.wait())
         await wait_any(models, superseded)
         superseded.cancel()
 

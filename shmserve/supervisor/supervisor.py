@@ -183,7 +183,7 @@ class Supervisor:
                 raise
             finally:
                 await end_all(waited_for)
-        if not self.health.failed:
+        if not self.health.has_failed:
             for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
@@ -193,13 +193,13 @@ class Supervisor:
             )
             return 1
         await self.handover.take_over()
-        self.health.started = True
+        self.health.has_started = True
         announce(self.context, self.health)
         self.gateways.accept()
         self.context.local_clients.connections.accept()
         for line in self.listeners.addresses():
             logger.info("%s", line)
-        logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
+        logger.info("shmserve.client service at %s", self.handover.run_dir.shared_path)
         state = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
         logger.info("the server %s after %.2f s", state, time.monotonic() - started_at)
         self._log_first_steps()
@@ -209,7 +209,7 @@ class Supervisor:
         self.context.background(self.autoscaler.run())
         if self.context.config.load_on_demand:
             self.context.background(self.models.on_demand.run())
-        if self.context.config.model_control_mode == "poll" and not self.health.failed:
+        if self.context.config.model_control_mode == "poll" and not self.health.has_failed:
             self.context.background(self.poller.run())
         if self.reload is not None:
             self.context.background(self.reload.run())
@@ -235,7 +235,7 @@ class Supervisor:
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
-            self.health.failed = True
+            self.health.has_failed = True
             return False
 
     # --- deaths
@@ -355,7 +355,7 @@ class Supervisor:
 
     @property
     def _has_successor(self) -> bool:
-        return self.handover.has_successor or bool(self.listeners.shared)
+        return self.handover.has_successor or bool(self.listeners.shared_sockets)
 
     async def _drain_gateways(self) -> None:
         await self.gateways.drain(has_successor=self._has_successor)

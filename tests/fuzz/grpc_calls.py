@@ -137,8 +137,8 @@ class _Client:
             scene.connection.pause_writing()
         elif kind == 21:
             scene.connection.resume_writing()
-        elif scene.begun:
-            call: Any = scene.begun[self.number() % len(scene.begun)]
+        elif scene.begun_calls:
+            call: Any = scene.begun_calls[self.number() % len(scene.begun_calls)]
             if kind == 22:
                 (call.on_timeout, call._on_deadline)[self.number() % 2]()
             elif isinstance(call, StreamingCall) and self.number() > 0xC0:
@@ -181,10 +181,10 @@ async def _run_scenario(data: bytes) -> None:
         if other_tasks:
             await asyncio.wait(other_tasks, timeout=10)
         assert all(task.done() for task in other_tasks), "a task goes on"
-        assert all(call.done for call in scene.begun)
+        assert all(call.done for call in scene.begun_calls)
         assert not scene.connection.http2.streams
         assert not scene.connection.http2.sending.waiting_streams
-        assert scene.connection.front.budget._used == 0
+        assert scene.connection.front.budget._used_bytes == 0
     finally:
         logging.getLogger("shmserve").removeHandler(faults)
     assert not faults.messages, faults.messages[0]

@@ -385,7 +385,10 @@ def _check_decoding(drawn_bytes: _Bytes) -> None:
     assert uncut.buffered_bytes <= len(stream)
     assert sum(map(len, frames_uncut)) <= len(stream)
     assert pieces == frames_uncut
-    assert (cut_decoder.violation, cut_decoder.dropped) == (uncut.violation, uncut.dropped)
+    assert (cut_decoder.violation, cut_decoder.dropped_messages) == (
+        uncut.violation,
+        uncut.dropped_messages,
+    )
     assert cut_decoder.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
         for frame in frames_uncut:

@@ -21,13 +21,11 @@ import torch
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.scheduler.generative.sequences import Generation
-from shmserve.workers.backends.llm.engine import RowPlan, WorkerEngine
+from shmserve.workers.backends.llm.engine import Prompt, RowPlan, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sequences import Prompt
 from tests.simulation.generative import EngineRig
 from tests.support.generative_worker import GenerativeWorker
 from tests.support.hf_folders import write_folder
@@ -82,14 +80,14 @@ class ModelWorker(GenerativeWorker):
             model_passes, None, self._prompts, lambda _: None, lambda *_: None
         )
         self.engine.bits = {}
-        self.known: Any = self.engine._sequences
+        self.sequences: Any = self.engine._sequences
 
     def step(self, step: Step) -> Stepped:
         for begin in step.new_sequences:
             if begin.key not in self._prompts:
                 tokens = list(self.prompts[begin.key])
                 parameters = GenerationParameters(
-                    max_tokens=self.most[begin.key],
+                    max_tokens=self.max_tokens_by_key[begin.key],
                     seed=sum(tokens),
                     **_SAMPLED_SETTINGS[sum(tokens) % len(_SAMPLED_SETTINGS)],
                 )

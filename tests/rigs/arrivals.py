@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 
 
 def receive_arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:

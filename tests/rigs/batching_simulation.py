@@ -71,7 +71,7 @@ class Arriving:
         """Return a load of clients with one request at a time and a pause after each response."""
         load = cls()
         load._think, load._to_come = think_ns, requests
-        load.returned(1, clients)
+        load.responses_returned(1, clients)
         return load
 
     @classmethod
@@ -83,7 +83,7 @@ class Arriving:
             load.due.append(int(at))
         return load
 
-    def returned(self, now_ns: int, count: int) -> None:
+    def responses_returned(self, now_ns: int, count: int) -> None:
         """Schedule the next requests of clients that have received their responses."""
         for _ in range(min(count, self._to_come)):
             heapq.heappush(self.due, int(now_ns + self._think()))
@@ -207,7 +207,7 @@ def fixed_run(
         run.sizes.append(count)
         for _ in range(count):
             run.latencies.append(free_ns - waiting.popleft())
-        arrivals.returned(free_ns, count)
+        arrivals.responses_returned(free_ns, count)
     run.ended_ns = free_ns
     return run
 

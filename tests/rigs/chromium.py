@@ -27,8 +27,8 @@ class Page:
     """A page and the messages of its console."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        self._reading = reading
-        self._writing = writing
+        self._read_pipe = reading
+        self._write_pipe = writing
         self._number = 0
         self._unread = b""
         self._session = ""
@@ -45,7 +45,7 @@ class Page:
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
-        os.write(self._writing, json.dumps(message).encode() + b"\0")
+        os.write(self._write_pipe, json.dumps(message).encode() + b"\0")
         while True:
             arrived_message = self._next()
             if arrived_message.get("id") == self._number:
@@ -54,7 +54,7 @@ class Page:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
-            chunk = os.read(self._reading, 1 << 20)
+            chunk = os.read(self._read_pipe, 1 << 20)
             assert chunk, "the browser has ended"
             self._unread += chunk
         text, _, self._unread = self._unread.partition(b"\0")

@@ -61,8 +61,8 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.scheduler.hosting.host import Host
 from shmserve.scheduler.requests.request import NEVER

@@ -60,16 +60,16 @@ class StepsOutbox:
     """The messages posted to the steps' schedulers, by endpoint."""
 
     def __init__(self) -> None:
-        self.posted: list[tuple[str, Any]] = []
+        self.posted_messages: list[tuple[str, Any]] = []
 
     def open(self, endpoint: str) -> None:
         """Do nothing: links need no opening."""
 
     def queue(self, endpoint: str, message: m.Submit, byte_size: int) -> None:
-        self.posted.append((endpoint, message))
+        self.posted_messages.append((endpoint, message))
 
     def post(self, endpoint: str, message: Any) -> None:
-        self.posted.append((endpoint, message))
+        self.posted_messages.append((endpoint, message))
 
     defer = post
 
@@ -166,18 +166,18 @@ class EnsembleRig:
         self.now_ns += ms * MS
         self.ensemble.tick(self.now_ns)
 
-    def client_messages(self) -> list[Any]:
+    def take_client_messages(self) -> list[Any]:
         """Return the messages to the gateway since the last call."""
         return [message for _, message in self.clients.take()]
 
-    def sent(self, kind: type[Any] = m.Submit) -> list[tuple[str, Any]]:
+    def take_sent(self, kind: type[Any] = m.Submit) -> list[tuple[str, Any]]:
         """Return the messages of this kind to steps since the last call."""
-        posted_messages, self.steps.posted = self.steps.posted, []
+        posted_messages, self.steps.posted_messages = self.steps.posted_messages, []
         return [item for item in posted_messages if isinstance(item[1], kind)]
 
-    def runs(self) -> dict[str, int]:
+    def take_submits(self) -> dict[str, int]:
         """Return the numbers of the requests submitted since the last call, by endpoint."""
-        return {endpoint: submit.id for endpoint, submit in self.sent()}
+        return {endpoint: submit.id for endpoint, submit in self.take_sent()}
 
     def finish(self, endpoint: str, number: int, data: bytes = b"\0" * 4) -> None:
         self.from_step(endpoint, m.Finished(number, *packed_output(data)))

@@ -25,18 +25,20 @@ class Exported:
 
     def __init__(self, byte_size: int, device: int, inside: int) -> None:
         self.device = device
-        self.inside = inside  # the offset of the handle's memory in the allocation
-        self.raw = next(_numbers).to_bytes(64, "big")
+        self.inner_offset = inside  # the offset of the handle's memory in the allocation
+        self.raw_handle = next(_numbers).to_bytes(64, "big")
         self.buffer = (ctypes.c_ubyte * (inside + byte_size))()
 
     @property
     def content(self) -> np.ndarray[Any, Any]:
         """Return the memory from the handle's address on, as the exporter sees it."""
-        return np.frombuffer(memoryview(self.buffer), np.uint8)[self.inside :]
+        return np.frombuffer(memoryview(self.buffer), np.uint8)[self.inner_offset :]
 
     def memory(self, byte_size: int | None = None, uuid: bytes = b"") -> Memory:
         size = len(self.content) if byte_size is None else byte_size
-        return Memory.on_device(next(_numbers), size, CudaHandle(self.raw, self.device, uuid))
+        return Memory.on_device(
+            next(_numbers), size, CudaHandle(self.raw_handle, self.device, uuid)
+        )
 
     def write(self, offset: int, array: np.ndarray[Any, Any]) -> None:
         """Put an array in, as a client does."""
@@ -60,18 +62,18 @@ class FakeCuda:
         self._exported: dict[bytes, Exported] = {}
         self._open: Counter[int] = Counter()
         self.calls: list[tuple[str, int]] = []
-        self.broken = False
+        self.is_broken = False
         self.pinned: dict[int, int] = {}  # address -> byte size
 
     def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
         """Allocate in another process, and export."""
         export = Exported(byte_size, device, inside)
-        self._exported[export.raw] = export
+        self._exported[export.raw_handle] = export
         return export
 
     def revoke(self, exported: Exported) -> None:
         """Simulate the exit of the exporter: the handle can no longer be opened."""
-        self._exported.pop(exported.raw, None)
+        self._exported.pop(exported.raw_handle, None)
 
     @property
     def opened(self) -> int:
@@ -83,7 +85,7 @@ class FakeCuda:
         allocation = self._exported.get(handle)
         if allocation is None or allocation.device != device:
             raise CudaError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
-        pointer = ctypes.addressof(allocation.buffer) + allocation.inside
+        pointer = ctypes.addressof(allocation.buffer) + allocation.inner_offset
         assert not self._open[pointer], "the handle is open already"
         self._open[pointer] += 1
         self.calls.append(("open", device))
@@ -108,7 +110,7 @@ class FakeCuda:
 
     def synchronize(self, device: int) -> None:
         self.calls.append(("synchronize", device))
-        if self.broken:
+        if self.is_broken:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
@@ -116,7 +118,7 @@ class FakeCuda:
         call.
         """
         assert byte_size and address not in self.pinned
-        if self.broken:
+        if self.is_broken:
             raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
         self.pinned[address] = byte_size
         self.calls.append(("pin", device))
@@ -142,10 +144,10 @@ class FakeExporting:
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self.allocated: dict[int, Exported] = {}
-        self.most = 1 << 30
+        self.byte_limit = 1 << 30
 
     def allocate(self, byte_size: int, device: int) -> int:
-        if byte_size > self.most:
+        if byte_size > self.byte_limit:
             raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
         export = self._cuda.export(byte_size, device)
         pointer = ctypes.addressof(export.buffer)
@@ -156,7 +158,7 @@ class FakeExporting:
         self._cuda.revoke(self.allocated.pop(pointer))
 
     def export(self, pointer: int, device: int) -> bytes:
-        return self.allocated[pointer].raw
+        return self.allocated[pointer].raw_handle
 
     def uuid(self, device: int) -> bytes:
         return self._cuda.uuid(device)

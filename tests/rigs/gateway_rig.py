@@ -85,57 +85,57 @@ class Puppet(threading.Thread):
 
 
 class Scheduler:
-    """A scheduler that answers with `compute` at once, or keeps the messages while `held` is
-    True.
-    """
+    """A scheduler that answers with `compute` at once, or later if `holds_responses` is set."""
 
     def __init__(self, run_dir: Path, number: int, compute: Compute) -> None:
         self.endpoint = endpoints.scheduler(run_dir, number)
         self.compute = compute
-        self.held = False
+        self.holds_responses = False
         self.statistics: dict[str, Any] | None = None
         self.submits: list[m.Submit] = []
-        self.notices: list[Any] = []  # Cancel, Release
+        self.notifications: list[Any] = []  # Cancel, Release
         self.peers: set[bytes] = set()
-        self.waiting: list[tuple[bytes, m.Submit]] = []
-        self.puppet = Puppet(self.endpoint, self._take)
+        self.unanswered_submits: list[tuple[bytes, m.Submit]] = []
+        self.socket_thread = Puppet(self.endpoint, self._take)
 
     def _take(self, peer: bytes, message: Any) -> None:
         self.peers.add(peer)
         match message:
             case m.Submit():
                 self.submits.append(message)
-                if self.held:
-                    self.waiting.append((peer, message))
+                if self.holds_responses:
+                    self.unanswered_submits.append((peer, message))
                 else:
                     self._answer(peer, message)
             case m.ReportStatistics(number):
                 if self.statistics is not None:
-                    self.puppet.router.post(peer, m.StatisticsReported(number, self.statistics))
+                    self.socket_thread.router.post(
+                        peer, m.StatisticsReported(number, self.statistics)
+                    )
             case _:
-                self.notices.append(message)
+                self.notifications.append(message)
 
     def _answer(self, peer: bytes, submit: m.Submit) -> None:
         body = pack_inferred(self.compute(inference_of(submit)))
-        self.puppet.router.post(peer, m.Finished(submit.id, *body))
+        self.socket_thread.router.post(peer, m.Finished(submit.id, *body))
 
     def answer_all(self) -> None:
         def answer_waiting() -> None:
-            for peer, submit in self.waiting:
+            for peer, submit in self.unanswered_submits:
                 self._answer(peer, submit)
-            self.waiting.clear()
+            self.unanswered_submits.clear()
 
-        self.puppet.call(answer_waiting)
+        self.socket_thread.call(answer_waiting)
 
     def send(self, peer: bytes, *messages: Any) -> None:
         def post_all() -> None:
             for message in messages:
-                self.puppet.router.post(peer, message)
+                self.socket_thread.router.post(peer, message)
 
-        self.puppet.call(post_all)
+        self.socket_thread.call(post_all)
 
     def close(self) -> None:
-        self.puppet.close()
+        self.socket_thread.close()
 
 
 class Rig:
@@ -159,7 +159,7 @@ class Rig:
         self.payloads: dict[type, dict[str, Any]] = {}
         self.schedulers: list[Scheduler] = []
         self._peer = b""
-        self._puppet = Puppet(endpoints.control(run_dir), self._take)
+        self._supervisor_thread = Puppet(endpoints.control(run_dir), self._take)
         self._http = listener or socket.create_server(("127.0.0.1", 0))
         self._scrapes = socket.create_server(("127.0.0.1", 0))
         self.port = 0 if self._http.family == socket.AF_UNIX else self._http.getsockname()[1]
@@ -202,18 +202,20 @@ class Rig:
             return
         refusal = self.refusals.get(type(message))
         if refusal is not None:
-            self._puppet.router.post(peer, Refused(number, *refusal))
+            self._supervisor_thread.router.post(peer, Refused(number, *refusal))
         elif type(message) in self.payloads:
-            self._puppet.router.post(peer, Answered(number, self.payloads[type(message)]))
+            self._supervisor_thread.router.post(
+                peer, Answered(number, self.payloads[type(message)])
+            )
 
     def send(self, *messages: Any) -> None:
         """Send a message of the supervisor, and return when it is sent."""
 
         def post_all() -> None:
             for message in messages:
-                self._puppet.router.post(self._peer, message)
+                self._supervisor_thread.router.post(self._peer, message)
 
-        self._puppet.call(post_all)
+        self._supervisor_thread.call(post_all)
 
     def apply(self, make: Callable[[int], Any]) -> None:
         """Send a message of the supervisor that is acknowledged, and wait for the
@@ -256,7 +258,7 @@ class Rig:
         self.http.close()
         for scheduler in self.schedulers:
             scheduler.close()
-        self._puppet.close()
+        self._supervisor_thread.close()
         self._http.close()
         self._scrapes.close()
 

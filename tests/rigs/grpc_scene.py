@@ -89,7 +89,7 @@ class Scene:
 
     def __init__(self, **settings: Any) -> None:
         self.calls: list[tuple[bytes, UnaryCall]] = []
-        self.begun: list[GrpcCall] = []
+        self.begun_calls: list[GrpcCall] = []
         self.clock = Clock()
         self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Ending | None]] = self._echo
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
@@ -130,7 +130,7 @@ class Scene:
         else:
             call = StreamingCall(connection, stream, head)
             call.run(lambda request: self.serve(request))
-        self.begun.append(call)
+        self.begun_calls.append(call)
         return call
 
     @staticmethod

@@ -21,7 +21,7 @@ from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
-class Generation:
+class FakeVersion:
     """A model version that is ready once it has started."""
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
@@ -47,20 +47,20 @@ class Generation:
     def update_to(self, spec: VersionSpec) -> None:
         pass
 
-    def pass_counters_to(self, successor: Generation | None) -> None:
+    def pass_counters_to(self, successor: FakeVersion | None) -> None:
         pass
 
     def changed(self) -> None:
-        self._rig.lifecycle.changed(cast("Any", self))
+        self._rig.lifecycle.version_changed(cast("Any", self))
 
 
 class LifecycleRig:
     """The actions of a lifecycle, and a gateway.
 
     Attributes:
-        pending: The actions that `happen` executes, with their kinds.
-        known: The last publication that the gateway has acknowledged.
-        broken: The models that cannot be started.
+        pending_actions: The actions that `execute_pending` executes, with their kinds.
+        acknowledged_number: The last publication that the gateway has acknowledged.
+        broken_models: The models that cannot be started.
         steps: The steps of ensembles, by name.
     """
 
@@ -68,40 +68,44 @@ class LifecycleRig:
         self.registry = ModelRegistry()
         self.lifecycle = Lifecycle(self.registry, self, shares_hosts=True)
         self.publications = Publications()
-        self.pending: list[tuple[str, Callable[[], None]]] = []
-        self.answers: list[Order] = []
+        self.pending_actions: list[tuple[str, Callable[[], None]]] = []
+        self.answered_orders: list[Order] = []
         self.steps: dict[str, list[str]] = {}
-        self.broken: set[str] = set()
-        self.alive: list[Any] = []
-        self.discarded = 0
-        self.number = self.known = 0
+        self.broken_models: set[str] = set()
+        self.live_versions: list[Any] = []
+        self.discarded_spec_count = 0
+        self.publication_count = self.acknowledged_number = 0
         self._endpoints = itertools.count(1)
 
-    def happen(self, *kinds: str) -> None:
+    def execute_pending(self, *kinds: str) -> None:
         """Execute the pending actions of some kinds, and the actions that follow from them.
 
         With the kind "known" the gateway acknowledges every publication.
         """
         while True:
-            has_news = "known" in kinds and self.known < self.number
-            if has_news:
-                self.known = self.number
-                self.lifecycle.acknowledged()
-            due = [item for item in self.pending if {item[0], item[0].split()[0]} & {*kinds}]
-            if not (due or has_news):
+            has_unacknowledged = (
+                "known" in kinds and self.acknowledged_number < self.publication_count
+            )
+            if has_unacknowledged:
+                self.acknowledged_number = self.publication_count
+                self.lifecycle.publication_acknowledged()
+            due_actions = [
+                item for item in self.pending_actions if {item[0], item[0].split()[0]} & {*kinds}
+            ]
+            if not (due_actions or has_unacknowledged):
                 return
-            for item in due:
-                self.pending.remove(item)
+            for item in due_actions:
+                self.pending_actions.remove(item)
                 item[1]()
 
     # --- the executor
 
     def announce(self, publication: Publication) -> int:
-        self.number += 1
-        return self.number
+        self.publication_count += 1
+        return self.publication_count
 
     def is_acknowledged(self, number: int) -> bool:
-        return number <= self.known
+        return number <= self.acknowledged_number
 
     def publish_readiness(self, publication: Any) -> None:
         pass
@@ -119,20 +123,22 @@ class LifecycleRig:
         config = ModelSpec.of(config_fields)
         spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
-        self.pending.append(("read", lambda: self.lifecycle.was_planned(order, plan)))
+        self.pending_actions.append(
+            (f"read {name}", lambda: self.lifecycle.load_planned(order, plan))
+        )
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
-        version = Generation(spec, self, next(self._endpoints))
-        self.alive.append(version)
+        version = FakeVersion(spec, self, next(self._endpoints))
+        self.live_versions.append(version)
         return version
 
     def start(self, version: Any) -> None:
-        def started() -> None:
-            error = Internal("broken") if version.spec.name in self.broken else None
+        def finish_start() -> None:
+            error = Internal("broken") if version.spec.name in self.broken_models else None
             version.ready = error is None
-            self.lifecycle.started(version, error)
+            self.lifecycle.version_started(version, error)
 
-        self.pending.append((f"start {version.spec.name}", started))
+        self.pending_actions.append((f"start {version.spec.name}", finish_start))
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         return spec.config
@@ -144,24 +150,28 @@ class LifecycleRig:
         pass
 
     def move(self, order: Order, group: Group) -> None:
-        self.pending.append(("move", lambda: self.lifecycle.moved(order)))
+        self.pending_actions.append(("move", lambda: self.lifecycle.move_finished(order)))
 
     def kill(self, version: Any) -> None:
-        self.pending.append((f"end {version.spec.name}", lambda: self._ended(version)))
+        self.pending_actions.append(
+            (f"end {version.spec.name}", lambda: self._end_version(version))
+        )
 
     def retire(self, version: Any) -> None:
-        self.pending.append((f"end {version.spec.name}", lambda: self._ended(version)))
+        self.pending_actions.append(
+            (f"end {version.spec.name}", lambda: self._end_version(version))
+        )
 
-    def _ended(self, version: Any) -> None:
+    def _end_version(self, version: Any) -> None:
         version.ready = False
-        self.alive.remove(version)
-        self.lifecycle.ended(version)
+        self.live_versions.remove(version)
+        self.lifecycle.version_ended(version)
 
     def forward(self, version: Any, successor: Any) -> None:
         pass
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
-        self.discarded += len(list(specs))
+        self.discarded_spec_count += len(list(specs))
 
     def publish(self, model: Any) -> None:
         self.publications.update(self, model.name, *self.registry.publications(model))
@@ -170,7 +180,7 @@ class LifecycleRig:
         return self.publications.are_acknowledged(self, model.name)
 
     def answer(self, order: Order) -> None:
-        self.answers.append(order)
+        self.answered_orders.append(order)
 
     def changed(self) -> None:
         """Check that the summaries of the models that have not changed are still valid."""

@@ -99,10 +99,10 @@ class Scheduler:
     prepared: dict[int, g.Prepared] = field(default_factory=dict)
     running: dict[int, Running] = field(default_factory=dict)
     results: list[g.RowResult] = field(default_factory=list)
-    released: list[int] = field(default_factory=list)
-    begin: list[g.NewSequence] = field(default_factory=list)
-    within: list[int] = field(default_factory=list)  # to be copied in the next step
-    reads: bool = True  # clients take all responses at once
+    released_sequences: list[int] = field(default_factory=list)
+    new_sequences: list[g.NewSequence] = field(default_factory=list)
+    block_copies: list[int] = field(default_factory=list)  # to be copied in the next step
+    clients_read: bool = True  # clients take all responses at once
     stepped: g.Stepped | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
             self.errors[message.key] = (message.code, message.message)
         elif message.schema:
             self.responses.setdefault(message.key, []).append(decode_outputs(message))
-            if self.reads and not message.final:
+            if self.clients_read and not message.final:
                 self.rig.instance.link._dispatch(CreditExecution(message.key, 1))
         if message.final:
             self.ended.add(message.key)
@@ -176,23 +176,25 @@ class Scheduler:
     def enter(self, key: int, sample: int, tokens: list[int]) -> Running:
         sequence = Running(next(self._numbers), key, sample, tokens)
         self.running[sequence.number] = sequence
-        self.begin.append(g.NewSequence(sequence.number, key, sample))
+        self.new_sequences.append(g.NewSequence(sequence.number, key, sample))
         return sequence
 
     def fork(self, parent: Running, sample: int, token: int = -1) -> Running:
         """Begin a sequence from another one, with copies of its blocks instead of shared ones."""
         child = self.enter(parent.key, sample, parent.tokens + [token] * (token >= 0))
-        self.begin[-1] = g.NewSequence(child.number, parent.key, sample, parent.number, token)
+        self.new_sequences[-1] = g.NewSequence(
+            child.number, parent.key, sample, parent.number, token
+        )
         child.computed = parent.computed
         child.table = [self.free.pop() for _ in parent.table]
-        self.within += _pairs(parent.table, child.table)
+        self.block_copies += _pairs(parent.table, child.table)
         return child
 
     def release(self, number: int) -> None:
         """Let go of a sequence."""
         sequence = self.running.pop(number)
         self.free += sequence.table
-        self.released.append(number)
+        self.released_sequences.append(number)
 
     def swap(self, sequence: Running) -> None:
         """Copy all blocks of a sequence to the host and back to other blocks."""
@@ -232,8 +234,12 @@ class Scheduler:
     def step(self, rows: list[g.Row] | None = None, **swaps: Any) -> list[g.RowResult]:
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
-        begin, released, block_copies = self.begin, self.released, self.within
-        self.begin, self.released, self.within = [], [], []
+        begin, released, block_copies = (
+            self.new_sequences,
+            self.released_sequences,
+            self.block_copies,
+        )
+        self.new_sequences, self.released_sequences, self.block_copies = [], [], []
         self.stepped = None
         running_before = dict(self.running)
         self.send(g.Step(next(self._steps), rows, begin, released, copies=block_copies, **swaps))

@@ -42,11 +42,11 @@ class Run:
     """
 
     counts: list[tuple[float, int]]
-    took: list[tuple[float, float]] = field(default_factory=list)
+    durations: list[tuple[float, float]] = field(default_factory=list)
 
     def p99_s(self, from_s: float, to_s: float) -> float:
         latencies = sorted(
-            duration_s for arrival_s, duration_s in self.took if from_s <= arrival_s < to_s
+            duration_s for arrival_s, duration_s in self.durations if from_s <= arrival_s < to_s
         )
         return latencies[math.ceil(0.99 * len(latencies)) - 1] if latencies else 0.0
 
@@ -91,7 +91,7 @@ class Host:
         ) < seconds:
             if executions and executions[0][0] == at_s:
                 _, arrival_s, began_s = heapq.heappop(executions)
-                run.took.append((arrival_s, at_s - arrival_s))
+                run.durations.append((arrival_s, at_s - arrival_s))
                 executed += 1
                 queueing_s += began_s - arrival_s
                 execution_s += at_s - began_s

@@ -16,7 +16,7 @@ from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.support.servers import Server
 
 

@@ -33,21 +33,23 @@ from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "name": "m",
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
-ALONE_GROUP = Group("scheduler m", frozenset({"m"}))
+SINGLE_MODEL_GROUP = Group("scheduler m", frozenset({"m"}))
 STACKS_FD = 7  # the descriptor for stacks in every worker
 # The kernel assigns no higher pid, so no process can have it.
-_HIGHEST_PID = 1 << 22
+_MAX_PID = 1 << 22
 
 
-def plan(version: str = "1") -> VersionSpec:
+def plan(version: str = "1", instances: int = 1) -> VersionSpec:
     """Return a spec of the model "m"."""
     folder = Path("/tmp")
-    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG))
+    (group,) = CONFIG["instance_group"]
+    config = {**CONFIG, "instance_group": [{**group, "count": instances}]}
+    return VersionSpec("m", version, folder, folder, ModelSpec.of(config))
 
 
 class RecordedProcesses:
@@ -72,7 +74,7 @@ class RecordedProcesses:
         self.published.append(make(1))
 
 
-class Made(Child):
+class FakeChild(Child):
     """A process that exits when it is killed."""
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
@@ -84,18 +86,18 @@ class Processes:
     """A zygote, its processes, and the supervisor's socket to them.
 
     Attributes:
-        at_start: Called with each process that starts.
-        hanging: Whether loads do not finish until `load_held`.
-        draining: Whether schedulers finish their requests.
+        on_start: Called with each process that starts.
+        loads_hang: Whether loads do not finish until `finish_hanging_loads`.
+        drains_finish: Whether schedulers finish their requests.
     """
 
     def __init__(self, *flags: str) -> None:
-        self._pids = itertools.count(_HIGHEST_PID + 1)
-        self.started: list[Made] = []
-        self.at_start: Callable[[Made], None] = lambda child: None
-        self.hanging = False
-        self.draining = True
-        self._held: list[Address] = []
+        self._pids = itertools.count(_MAX_PID + 1)
+        self.children: list[FakeChild] = []
+        self.on_start: Callable[[FakeChild], None] = lambda child: None
+        self.loads_hang = False
+        self.drains_finish = True
+        self._hanging_loads: list[Address] = []
         self.acknowledgements = Acknowledgements()
         config = from_flags(parse(["--model-repository=/tmp", *flags]), {})
         fake: Any = self
@@ -118,7 +120,7 @@ class Processes:
         )
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 
-    def version(self, spec: VersionSpec, group: Group = ALONE_GROUP) -> ModelVersion:
+    def version(self, spec: VersionSpec, group: Group = SINGLE_MODEL_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
         no_call: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731
@@ -126,12 +128,12 @@ class Processes:
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         loop = asyncio.get_running_loop()
-        child = Made(next(self._pids), title, loop.create_future())
-        self.started.append(child)
-        hosts = "scheduler" in entry
-        start_message = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
+        child = FakeChild(next(self._pids), title, loop.create_future())
+        self.children.append(child)
+        is_scheduler_host = "scheduler" in entry
+        start_message = m.Started() if is_scheduler_host else m.WorkerStarted(child.pid, STACKS_FD)
         loop.call_soon(self._dispatch, child.pid, start_message)
-        loop.call_soon(self.at_start, child)
+        loop.call_soon(self.on_start, child)
         return child
 
     def send(self, address: Address, message: Any) -> None:
@@ -145,22 +147,22 @@ class Processes:
         elif isinstance(message, m.CompleteConfig):
             answer = m.ConfigCompleted(message.config.source)
         elif isinstance(message, m.LoadInstance):
-            answer = None if self.hanging else m.InstanceLoaded()
-            self._held += [address] if self.hanging else []
-        elif isinstance(message, m.Drain) and self.draining:
+            answer = None if self.loads_hang else m.InstanceLoaded()
+            self._hanging_loads += [address] if self.loads_hang else []
+        elif isinstance(message, m.Drain) and self.drains_finish:
             answer = m.Drained()
         if answer is not None:
             asyncio.get_running_loop().call_soon(self._dispatch, address, answer)
         elif isinstance(message, m.Stop):
-            for child in self.started:
+            for child in self.children:
                 if child.pid == pid:
                     child.kill(signal.SIGTERM)
 
-    def load_held(self) -> None:
-        """Report the loads that hang as finished; later loads do not hang."""
-        self.hanging = False
-        held_addresses, self._held = self._held, []
-        for address in held_addresses:
+    def finish_hanging_loads(self) -> None:
+        """Report the hanging loads as finished; later loads do not hang."""
+        self.loads_hang = False
+        hanging_addresses, self._hanging_loads = self._hanging_loads, []
+        for address in hanging_addresses:
             self._dispatch(address, m.InstanceLoaded())
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:

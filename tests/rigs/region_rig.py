@@ -17,14 +17,14 @@ def policy(**limits: Any) -> ShmPolicy:
     return replace(large_policy, **limits)
 
 
-class RegionOffice(RecordedProcesses):
+class RegionRig(RecordedProcesses):
     """A registry, and the gateway and workers that it reaches."""
 
     def __init__(self, limits: ShmPolicy | None = None, handles: HandleCheck | None = None) -> None:
         super().__init__()
-        self.kept = KeptRegions(ServiceManager(None))
+        self.kept_regions = KeptRegions(ServiceManager(None))
         self.registry = RegionRegistry(
-            self, RegionOpener(limits or policy(), handles), lambda event: None, self.kept
+            self, RegionOpener(limits or policy(), handles), lambda event: None, self.kept_regions
         )
 
 

@@ -42,20 +42,20 @@ class Outbox:
     """The posted messages by peer (b"" for the supervisor)."""
 
     def __init__(self) -> None:
-        self.malformed = 0
-        self.posted: list[tuple[bytes, Any]] = []
+        self.malformed_messages = 0
+        self.posted_messages: list[tuple[bytes, Any]] = []
 
     def post(self, peer: bytes, message: Any) -> None:
         """Keep a message; it must survive the wire."""
         (unpacked,) = frames.unpack(frames.pack([message]))
-        self.posted.append((peer, unpacked))
+        self.posted_messages.append((peer, unpacked))
 
     def sender_of(self, peer: bytes) -> Callable[[Any], None]:
         return partial(self.post, peer)
 
     def take(self) -> list[tuple[bytes, Any]]:
         """Return the messages posted since the last call."""
-        taken_messages, self.posted = self.posted, []
+        taken_messages, self.posted_messages = self.posted_messages, []
         return taken_messages
 
 
@@ -169,27 +169,27 @@ class Rig:
 
     # --- out --------------------------------------------------------------------------------------
 
-    def executes(self) -> list[tuple[bytes, m.Execute]]:
+    def take_batches(self) -> list[tuple[bytes, m.Execute]]:
         """Return the batches sent since the last call, and drop other messages to workers."""
         return [(p, msg) for p, msg in self.workers.take() if isinstance(msg, m.Execute)]
 
     def execute(self) -> tuple[bytes, m.Execute]:
         """Return the only batch sent since the last call."""
-        (message,) = self.executes()
+        (message,) = self.take_batches()
         return message
 
-    def begin(self, **fields: Any) -> tuple[int, m.Execute]:
+    def submit_and_take_batch(self, **fields: Any) -> tuple[int, m.Execute]:
         """Submit a request that runs at once: its number, and its batch."""
         (number,) = self.submit(**fields)
         return number, self.execute()[1]
 
-    def to_supervisor(self, *kinds: type[Any]) -> list[Any]:
+    def take_supervisor_messages(self, *kinds: type[Any]) -> list[Any]:
         """Return the messages to the supervisor since the last call, or those of these kinds."""
         return [
             message for _, message in self.control.take() if not kinds or isinstance(message, kinds)
         ]
 
-    def to_workers(self) -> list[Any]:
+    def take_worker_messages(self) -> list[Any]:
         """Return the messages to the workers since the last call."""
         return [message for _, message in self.workers.take()]
 
@@ -218,7 +218,7 @@ class Rig:
         defaults |= {"schema": schema, "data": data}
         self.worker(peer, m.ExecutionResponded(key=key, **{**defaults, **fields}))
 
-    def returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
+    def report_returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
         """Report that `execute` of a decoupled model returned; all requests but `ended`
         continue.
         """
@@ -228,7 +228,9 @@ class Rig:
     def snapshot(self) -> dict[str, Any]:
         """Return the statistics as the supervisor receives them."""
         self.report()
-        statistics: dict[str, Any] = self.to_supervisor(StatisticsSnapshot)[-1].statistics
+        statistics: dict[str, Any] = self.take_supervisor_messages(StatisticsSnapshot)[
+            -1
+        ].statistics
         return statistics
 
     def report(self) -> dict[str, Any]:

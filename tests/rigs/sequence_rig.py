@@ -51,11 +51,11 @@ class SequenceRig(Rig):
         return batches
 
     def _take(self) -> None:
-        for peer, batch in self.executes():
+        for peer, batch in self.take_batches():
             self._running[peer] = batch
             self._batches[self.peers.index(peer)] = [named(row) for row in batch.rows]
 
-    def runs(self, index: int = 0) -> bool:
+    def is_running(self, index: int = 0) -> bool:
         """Return whether an instance has a batch."""
         self._take()
         return self.peers[index] in self._running
@@ -65,13 +65,13 @@ class SequenceRig(Rig):
         self._take()
         return self._running[self.peers[index]].rows
 
-    def done(self, index: int = 0, *replies: m.Reply) -> None:
+    def finish_batch(self, index: int = 0, *replies: m.Reply) -> None:
         """Complete the batch of an instance."""
         self._take()
         peer = self.peers[index]
         self.finish(peer, self._running.pop(peer), *replies)
 
-    def die(self, index: int = 0) -> None:
+    def end_process(self, index: int = 0) -> None:
         """End the process of an instance."""
         self._take()
         self._running.pop(self.peers[index], None)

@@ -27,7 +27,7 @@ class Manager:
     def __init__(self, sock: socket.socket, address: str) -> None:
         self._sock = sock
         self.address = address
-        self.kept: dict[str, list[int]] = {}
+        self.kept_descriptors: dict[str, list[int]] = {}
         self._received: queue.Queue[str] = queue.Queue()
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -56,20 +56,20 @@ class Manager:
         fields = dict(line.split("=", 1) for line in data.decode().split("\n"))
         if "FDSTORE" in fields:
             assert fields["FDPOLL"] == "0"
-            self.kept[fields["FDNAME"]] = fds
+            self.kept_descriptors[fields["FDNAME"]] = fds
         elif "FDSTOREREMOVE" in fields:
             self._release(fields["FDNAME"])
         return data.decode()
 
     def _release(self, name: str) -> None:
-        for fd in self.kept.pop(name):
+        for fd in self.kept_descriptors.pop(name):
             os.close(fd)
 
     def close(self) -> None:
         """Stop reading, and close the stored descriptors."""
         self._send(_END_LINE)
         self._thread.join()
-        for name in list(self.kept):
+        for name in list(self.kept_descriptors):
             self._release(name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,12 +33,11 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import WorkerInstance
-from shmserve.workers.links.scheduler import InstanceLink, Timer
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.processes import InstanceLink, SupervisorLink, Timer
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import receive_arrived
@@ -72,10 +72,15 @@ def model_config(
 
 
 class Region:
-    """Memory like a client's: another object than ours, not sealed, of any size."""
+    """Memory like a client's: another object than ours, not sealed, of any size.
+
+    Attributes:
+        close: Closes the descriptor, which otherwise lives as long as the object.
+    """
 
     def __init__(self, byte_size: int) -> None:
         self.fd = os.memfd_create("test-region")
+        self.close = weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, byte_size)
         inode = os.fstat(self.fd).st_ino
         self.memory = Memory(secrets.randbits(62), os.getpid(), self.fd, inode, byte_size, False)
@@ -91,9 +96,6 @@ class Region:
 
     def read(self, offset: int, byte_size: int) -> bytes:
         return os.pread(self.fd, byte_size, offset)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 def tensor(
@@ -240,7 +242,7 @@ class Rig:
         assert self._dealer is not None and self._dealer.wait(5.0)
 
     def close(self) -> None:
-        """Close all sockets, and end the threads."""
+        """Close all descriptors, and end the threads."""
         for timer in self._timers:
             timer.close()
         for served in self._links:
@@ -250,6 +252,10 @@ class Rig:
         for link in links:
             link.close()
         self.context.control.close(0)
+        # In a worker, the exit of the process closes these.
+        self.context.mappings.unmap_process(os.getpid())
+        os.close(self.context.control._wake_eventfd)
+        os.close(self.context.arena._fd)
         self.supervisor.close()
 
 

@@ -46,7 +46,7 @@ class ClientRequest(InflightRequest):
             self.client.schedulers.discard(self.endpoint, message)
         else:
             # A generation may run on several workers, and each worker has its own credit.
-            workers = MAX_STARTS if self.request.model.generative else 1
+            workers = MAX_STARTS if self.request.model.is_generative else 1
             if self.responses - self.read > FIRST_CREDIT * workers + 1:
                 self.request.fail(f"{self.responses} responses came, and {self.read} were read")
             self.client.world_ledger.record_response(self.request, message)
@@ -99,7 +99,7 @@ class ClientLinks:
 
     def drain(self, endpoint: str, take: Any) -> None:
         client, reverse_link = self._client, self._hosts[endpoint].link_of(self.links[endpoint][0])
-        for message in reverse_link.sent() if reverse_link.connected else ():
+        for message in reverse_link.take_in_transit() if reverse_link.connected else ():
             client.check(endpoint, message)
             take(endpoint, message)
             if isinstance(message, m.Finished) and message.id in client.schedulers.pending:

@@ -33,6 +33,7 @@ _SUPERVISOR_PID = 1
 # models, instances and settings, counters, and collections with a limit of their own.
 _MAX_ENTRIES = {
     "ClientTable": 1024,
+    "Schemas": 256,
     "LruCache._entries": 1 << 20,
     "Front._dead": REMEMBERED_EXITS,
     "Sequences._lost_ids": 4096,
@@ -53,14 +54,14 @@ _MAX_ENTRIES = {
     "BlockPool._start_by_end": 1 << 10,
     "BlockPool._keys": 1 << 10,
     "BlockPool._by_key": 1 << 10,
-    "BlockPool._cached": 1 << 10,
+    "BlockPool._cached_blocks": 1 << 10,
     "SchedulerClient.successors": 4096,
     "EnsembleCore._endpoints": 10,
     "Targets._versions": 10,
     "Targets._latest": 10,
     "Targets._by_step": 10,
     "EnsembleCore._plans": 64,
-    "StepRunner._waiting": 10,
+    "StepRunner._waiting_firings": 10,
     "StepRunner._in_flight": 10,
     "_EnsembleMemory._held_arenas": 64,
 }
@@ -109,7 +110,7 @@ class Scheduler:
             fits = Schemas(model.fit)
             core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)
             self.from_peer = core.results.handle
-            if model.generative:
+            if model.is_generative:
                 _check_stopped(core._dispatch)
         self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)

@@ -35,10 +35,10 @@ def share_process(models: list[Model]) -> None:
 def fix_sizes(models: list[Model], byte_size: int) -> None:
     """Give the tensors of an ensemble fixed sizes, so that they are in its own memory."""
     for model in models:
-        if model.steps and not model.decoupled and model.condition < 0:
+        if model.steps and not model.is_decoupled and model.condition < 0:
             model.input_byte_size = byte_size
             sizes = {"IN": byte_size}
-            for step, maps in zip(model.steps, model.maps, strict=True):
+            for step, maps in zip(model.steps, model.tensor_maps, strict=True):
                 in_sizes = [
                     sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
                 ]
@@ -85,7 +85,7 @@ def _behaviour(random: Random) -> dict[str, Any]:
         "instances": random.randint(1, 3),
         "compute_us": (least, least * random.choice((2, 20, 100))),
         "is_large": random.random() < 0.5,
-        "errs": random.choice((0.0, 0.0, 0.05)),
+        "error_probability": random.choice((0.0, 0.0, 0.05)),
         "arena_byte_size": random.choice((1 << 13, 1 << 20)),
     }
 
@@ -155,7 +155,7 @@ def _sequences(random: Random, name: str) -> Model:
             "minimum_slot_utilization": random.choice((0.0, 0.75)),
         }
     config = _config(name, random.choice((0, 4)), sequence_batching=batching)
-    behaviour = {**_behaviour(random), "errs": 0.0}
+    behaviour = {**_behaviour(random), "error_probability": 0.0}
     return Model(name, config, _limits(random), **behaviour)
 
 
@@ -240,7 +240,7 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
     if last_index >= 2 and random.random() < 0.5:
         inputs[last_index - 1] = inputs[last_index - 2]
         inputs[last_index] = {"IN": f"T{last_index - 2}", "IN2": f"T{last_index - 1}"}
-        steps[last_index].joins = True
+        steps[last_index].reads_second_input = True
         optional = random.random() < 0.5
         steps[last_index].config["input"] = [IN, {**IN2, "optional": optional}]
     scheduling = [
@@ -279,12 +279,12 @@ def _set_condition(random: Random, ensemble: Model, number: int) -> None:
     ensemble.condition = number
     ensemble.config["parameters"][f"step[{number}].condition"] = {"string_value": "GO"}
     first_step = ensemble.steps[0]
-    if first_step.decoupled or random.random() < 0.5:
+    if first_step.is_decoupled or random.random() < 0.5:
         ensemble.config["input"] = [IN, GO]
     else:
-        first_step.gates = True
+        first_step.returns_condition = True
         first_step.config["output"] = [OUT, WHO, GO]
-        ensemble.maps[0]["output_map"]["GO"] = "GO"
+        ensemble.tensor_maps[0]["output_map"]["GO"] = "GO"
 
 
 _MODEL_DRAWERS = {

@@ -84,6 +84,6 @@ class EnsembleProcess(SchedulerProcess):
         return [*super().links(), *self.steps.links()]
 
     def _from_step(self, endpoint: str, message: Any) -> None:
-        self.host.touched[self] = None
+        self.host.due_schedulers[self] = None
         self.world.note(endpoint, "->", self.title, message)
-        self.hosted.from_peer(endpoint, message, self.world.now_ns)
+        self.core_scheduler.from_peer(endpoint, message, self.world.now_ns)

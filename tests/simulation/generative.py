@@ -127,11 +127,11 @@ class EngineRig:
         if not self.engine.fits(generation):
             return None
         self.worker.prompts[key] = generation.prompt
-        self.worker.most[key] = max_tokens
+        self.worker.max_tokens_by_key[key] = max_tokens
         if generation.beams is not None:
             self.worker.width[key] = generation.beams.width
         for sample, tokens in (resumed_tokens or {}).items():
-            self.worker.resumed[key, sample] = tokens
+            self.worker.resumed_tokens[key, sample] = tokens
         self.generations[key] = generation
         self.engine.add(generation, resumed_tokens)
         return generation
@@ -212,16 +212,16 @@ class EngineRig:
         ]
         assert sum(running_seats) <= self.settings.max_batch_size
         for sequence in live:
-            blocks = -(-sequence.computed // self.settings.block_size)
+            blocks = -(-sequence.computed_tokens // self.settings.block_size)
             if sequence.status is SequenceStatus.SWAPPED:
                 assert len(sequence.host) == blocks
             else:
                 assert len(sequence.table) >= blocks
             assert sequence.status is not SequenceStatus.WAITING or not (
-                sequence.computed or sequence.table
+                sequence.computed_tokens or sequence.table
             )
             assert sequence.status is not SequenceStatus.SWAPPED or not (
-                sequence.held or sequence.table
+                sequence.is_held or sequence.table
             )
 
     def drain(self, max_steps: int = 20_000) -> None:
@@ -233,7 +233,7 @@ class EngineRig:
             raise AssertionError(f"{self.engine.live_sequences} sequences get no further")
         assert not self.engine.live_sequences
         assert not any(pool.used for pool in self.pools)
-        assert not self.worker.known
+        assert not self.worker.sequences
 
     def check_emptied(self) -> None:
         """Check that all blocks form one free extent once the cache is evicted."""
@@ -443,7 +443,7 @@ def main() -> int:
             raise
         operations += schedule.rig.operations
         rows += schedule.rig.rows
-        tokens_read += schedule.rig.worker.read
+        tokens_read += schedule.rig.worker.read_count
         seconds = time.process_time()
         if seconds > arguments.seconds:
             break

@@ -84,12 +84,12 @@ class Generator(Worker):
     def _handle(self, message: Any) -> None:
         match message:
             case g.Prepare(requests=[work], resumed=resumed_samples):
-                self._open[work.key] = work
-                self._put(self._prepare, work, resumed_samples)
+                self._open_work[work.key] = work
+                self._add_job(self._prepare, work, resumed_samples)
             case g.Step():
                 self._batches.append(message)
             case g.Choose():
-                self._put(self._choose, message)
+                self._add_job(self._choose, message)
             case _:
                 super()._handle(message)
 
@@ -105,8 +105,8 @@ class Generator(Worker):
         if not self.alive or self._running is not step or self._scheduler_link is None:
             return
         stepped = self._engine.step(step)
-        known_sequences = self._engine.known
-        if self.model.errs and self.world.chance(self.model.errs / 3):
+        known_sequences = self._engine.sequences
+        if self.model.error_probability and self.world.chance(self.model.error_probability / 3):
             for row in step.rows:
                 if row.sequence in known_sequences:
                     self._fail(known_sequences[row.sequence].key, "INTERNAL")
@@ -117,10 +117,10 @@ class Generator(Worker):
                 for result in stepped.results
                 if result.sequence in known_sequences
             ]
-            self._put(self._emitted, results)
-        self.world.after(self.world.between(US, 300 * US), self._hand_over, step, stepped)
+            self._add_job(self._handle_results, results)
+        self.world.after(self.world.between(US, 300 * US), self._send_step_results, step, stepped)
 
-    def _hand_over(self, step: g.Step, stepped: g.Stepped) -> None:
+    def _send_step_results(self, step: g.Step, stepped: g.Stepped) -> None:
         """Send the result of a step to the scheduler. A text may have been sent before."""
         if self.alive and self._running is step:
             self._post(stepped)
@@ -130,12 +130,12 @@ class Generator(Worker):
 
     # --- texts
 
-    def _put(self, job: Callable[..., None], *arguments: Any) -> None:
+    def _add_job(self, job: Callable[..., None], *arguments: Any) -> None:
         self._jobs.append((job, arguments))
         if len(self._jobs) == 1:
-            self.world.after(self.world.between(US, 300 * US), self._work)
+            self.world.after(self.world.between(US, 300 * US), self._execute_jobs)
 
-    def _work(self) -> None:
+    def _execute_jobs(self) -> None:
         if not self.alive or not self._jobs:
             return
         job, arguments = self._jobs[0]
@@ -143,24 +143,27 @@ class Generator(Worker):
             job(*arguments)
         self._jobs.popleft()
         if self._jobs:
-            self.world.after(self.world.between(US, 300 * US), self._work)
+            self.world.after(self.world.between(US, 300 * US), self._execute_jobs)
 
     def _prepare(self, work: m.Work, resumed_samples: list[g.Resumed]) -> None:
         try:
-            content = self._input(work)
+            content = self._read_input(work)
         except ShmserveError as error:
             self._refuse(work, error.code)
             return
-        if self.model.errs and self.world.chance(self.model.errs):
+        if self.model.error_probability and self.world.chance(self.model.error_probability):
             self._refuse(work, "INTERNAL")
             return
         request, engine = request_of(content), self._engine
         answer = self._streams[work.key] = Answer(work, content, request)
-        engine.prompts[work.key], engine.most[work.key] = request.prompt, request.max_tokens
+        engine.prompts[work.key], engine.max_tokens_by_key[work.key] = (
+            request.prompt,
+            request.max_tokens,
+        )
         if request.search is not None:
             engine.width[work.key] = request.search.width
         for sample in resumed_samples:
-            tokens = engine.resumed[work.key, sample.sample] = array("i", sample.tokens)
+            tokens = engine.resumed_tokens[work.key, sample.sample] = array("i", sample.tokens)
             whole_text = texts(content)[sample.sample][0]
             if tokens[: len(whole_text)] != array(
                 "i", whole_text[: None if sample.finish_reason else len(tokens)]
@@ -182,7 +185,7 @@ class Generator(Worker):
                 beams=[] if request.search is None else [request.search],
             )
         )
-        self._tell_news(work.key)
+        self._send_new_tokens(work.key)
 
     def _refuse(self, work: m.Work, code: str) -> None:
         stream = self._streams[work.key] = Stream(work, 0)
@@ -196,14 +199,14 @@ class Generator(Worker):
         self._engine.prompts.pop(stream.work.key, None)
         super()._end(stream, code)
 
-    def _emitted(self, results: list[tuple[Any, g.RowResult]]) -> None:
+    def _handle_results(self, results: list[tuple[Any, g.RowResult]]) -> None:
         for slots, result in results:
             answer = self._streams.get(slots.key)
             if isinstance(answer, Answer) and not result.candidates:
                 sample = answer.samples[slots.sample]
                 if not sample.finish_reason and sample.add(result.tokens, result.finish_reason):
                     self._post(g.Ended(result.sequence))
-                self._tell_news(slots.key)
+                self._send_new_tokens(slots.key)
 
     def _choose(self, message: g.Choose) -> None:
         answer = self._streams.get(message.key)
@@ -215,12 +218,12 @@ class Generator(Worker):
                     hypothesis.finish_reason,
                 )
                 answer.samples.append(sample)
-            self._tell_news(message.key)
+            self._send_new_tokens(message.key)
 
     def _emit_soon(self, key: int) -> None:
-        self._put(self._tell_news, key)
+        self._add_job(self._send_new_tokens, key)
 
-    def _tell_news(self, key: int) -> None:
+    def _send_new_tokens(self, key: int) -> None:
         """Send the new text of a request, as far as the client's credit permits."""
         answer = self._streams.get(key)
         if not isinstance(answer, Answer):
@@ -238,11 +241,11 @@ class Generator(Worker):
                 sample.sent_characters < len(sample.tokens) or sample.finish_reason
             ):
                 if not answer.window.is_open:
-                    self._hold(answer)
+                    self._hold_response(answer)
                     return
                 self._send_response(answer, [sample])
 
-    def _hold(self, answer: Answer) -> None:
+    def _hold_response(self, answer: Answer) -> None:
         if not answer.waits_since_ns:
             answer.waits_since_ns = self.world.now_ns
             self.world.after(MAX_WAIT_NS, self._check_overdue, answer, answer.waits_since_ns)
@@ -277,7 +280,7 @@ class Generator(Worker):
         if final:
             self._engine.prompts.pop(answer.work.key, None)
             self._close(answer)
-        body = self._body(answer.work, answer.content + b"#" + b";".join(pieces), [])
+        body = self._compute_response(answer.work, answer.content + b"#" + b";".join(pieces), [])
         answer.window.record_sent(byte_size_of(body[1]))
         self._post_response(answer, "", body, final, *sent_news)
 

@@ -84,14 +84,14 @@ class SimulatedMemory:
 class SimulatedArena:
     """A fake of `ipc.memory.arena.Arena` without an object.
 
-    `blocks` contains the bytes by offset. While the arena is `full`, every allocation fails.
+    `blocks` contains the bytes by offset. While the arena is `is_full`, every allocation fails.
     """
 
     def __init__(self, number: int, owner: Process, capacity: int) -> None:
         self.owner = owner
         self.memory = Memory(number, owner.pid, -1, number, capacity, sealed=True)
         self.blocks: dict[int, bytearray] = {}
-        self.full = False
+        self.is_full = False
         self._list = FreeList(capacity)
 
     @property
@@ -101,7 +101,7 @@ class SimulatedArena:
 
     def allocate(self, byte_size: int) -> Range:
         """Allocate a block; raise Unavailable if the arena is full."""
-        offset = None if self.full else self._list.allocate(byte_size)
+        offset = None if self.is_full else self._list.allocate(byte_size)
         if offset is None:
             raise Unavailable("server memory for tensors is full")
         self.blocks[offset] = bytearray(byte_size)

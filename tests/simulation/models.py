@@ -33,10 +33,10 @@ class Model:
     Attributes:
         compute_us: The minimum and maximum duration of a batch.
         is_large: Whether outputs are in the arena of the worker.
-        errs: The probability that a request fails.
+        error_probability: The probability that a request fails.
         most_responses: The maximum number of responses of a decoupled model.
-        joins: Whether the model reads IN2, too, if it is present.
-        gates: Whether the model returns GO, a condition.
+        reads_second_input: Whether the model reads IN2, too, if it is present.
+        returns_condition: Whether the model returns GO, a condition.
         condition: The index of the conditional step of an ensemble; -1 for none.
         group: Models of one group are scheduled in one process.
         input_byte_size: The input size of each request of an ensemble with fixed tensor sizes.
@@ -48,10 +48,10 @@ class Model:
     instances: int = 1
     compute_us: tuple[int, int] = (50, 2000)
     is_large: bool = False
-    errs: float = 0.0
+    error_probability: float = 0.0
     most_responses: int = 4
-    joins: bool = False
-    gates: bool = False
+    reads_second_input: bool = False
+    returns_condition: bool = False
     steps: tuple[Model, ...] = ()
     condition: int = -1
     group: str = ""
@@ -72,17 +72,17 @@ class Model:
         return Signature(ModelSpec.of(self.config), "1")
 
     @property
-    def sequences(self) -> bool:
+    def has_sequences(self) -> bool:
         """Return whether requests belong to sequences."""
         return "sequence_batching" in self.config
 
     @property
-    def iterative(self) -> bool:
+    def is_iterative(self) -> bool:
         """Return whether each request is a sequence that the model reschedules."""
         return bool((self.config.get("sequence_batching") or {}).get("iterative_sequence"))
 
     @property
-    def generative(self) -> bool:
+    def is_generative(self) -> bool:
         """Return whether the model generates text."""
         return bool(self.config.get("backend") == LLM_BACKEND)
 
@@ -92,19 +92,19 @@ class Model:
         return 1 + content[-1] % 4
 
     @property
-    def decoupled(self) -> bool:
+    def is_decoupled(self) -> bool:
         """Return whether a request may have any number of responses."""
         policy = self.config.get("model_transaction_policy") or {}
         return bool(policy.get("decoupled"))
 
     @property
-    def ordered(self) -> bool:
+    def preserves_order(self) -> bool:
         """Return whether responses are sent in the order of the requests."""
         dynamic = self.config.get("dynamic_batching") or {}
         return bool(dynamic.get("preserve_ordering"))
 
     @property
-    def limited(self) -> bool:
+    def needs_tickets(self) -> bool:
         """Return whether instances execute only with a ticket."""
         return self.limits.rate_limited
 
@@ -121,7 +121,7 @@ class Model:
         return int((self.config.get("response_cache") or {}).get("byte_size", 0))
 
     @property
-    def maps(self) -> list[dict[str, Any]]:
+    def tensor_maps(self) -> list[dict[str, Any]]:
         """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
         steps: list[dict[str, Any]] = scheduling.get("step") or [_SINGLE_STEP]
@@ -139,9 +139,12 @@ class Model:
         if self.condition < 0 or self.runs_step(content):
             return set()
         conditions = {self.condition}
-        for number, (step, maps) in enumerate(zip(self.steps, self.maps, strict=True)):
+        for number, (step, maps) in enumerate(zip(self.steps, self.tensor_maps, strict=True)):
             needed = {maps["input_map"][name] for name in step.needs}
-            if any(self.maps[condition]["output_map"]["OUT"] in needed for condition in conditions):
+            if any(
+                self.tensor_maps[condition]["output_map"]["OUT"] in needed
+                for condition in conditions
+            ):
                 conditions.add(number)
         return conditions
 
@@ -162,7 +165,7 @@ class Model:
         """
         values = {"OUT": output_bytes}
         step_mark = b""
-        for step, maps in reversed(list(zip(self.steps or (self,), self.maps, strict=True))):
+        for step, maps in reversed(list(zip(self.steps or (self,), self.tensor_maps, strict=True))):
             value = values.pop(maps["output_map"]["OUT"], None)
             if value is None:
                 continue  # the step did not run
@@ -172,11 +175,11 @@ class Model:
                 "WHO" in maps["output_map"] and version != model_name
             ):
                 return None
-            if step.decoupled:
+            if step.is_decoupled:
                 data, sign, number = data.rpartition(b"#")
                 step_mark = sign + number
             for name, part in zip(
-                ("IN", "IN2"), parts(data) if step.joins else [data], strict=False
+                ("IN", "IN2"), parts(data) if step.reads_second_input else [data], strict=False
             ):
                 if part and values.setdefault(maps["input_map"][name], part) != part:
                     return None

@@ -33,7 +33,7 @@ class Request:
         content: The input.
         step: The index of the request in its sequence, after `earlier_requests`.
         ending: The message that ended the request.
-        freed: Whether no process may read the input any more.
+        is_freed: Whether no process may read the input any more.
         expected: The announced number of responses of a decoupled model.
         responses: The number of received responses.
         unread: Whether the client reads no responses.
@@ -49,12 +49,12 @@ class Request:
     earlier_requests: tuple[Request, ...] = ()
     cancelled: bool = False
     ending: Any = None
-    freed: bool = False
+    is_freed: bool = False
     responses: int = 0
     expected: int = 0
     unread: bool = False
     received: set[tuple[int, int]] = field(default_factory=set)
-    seen: set[int] = field(default_factory=set)
+    received_numbers: set[int] = field(default_factory=set)
     client: Any = None
 
     def is_skipped(self, outputs: dict[str, bytes]) -> bool:
@@ -80,22 +80,22 @@ class Request:
         Raises:
             Violation: The sequence cannot have the state in `source`.
         """
-        if self.model.generative:
+        if self.model.is_generative:
             packed = source.rpartition(b"#")[2]
             problem = texts.problem(self.content, self.received, packed)
             if problem:
                 self.fail(problem)
             return b"%s#%s" % (self.content, packed)
-        if self.model.decoupled:
+        if self.model.is_decoupled:
             number_text, _, count = source.rpartition(b"#")[2].partition(b"/")
             if self.model.steps:  # later steps may overtake one another
                 number = int(number_text)
-                if number in self.seen:
+                if number in self.received_numbers:
                     self.fail(f"has response {number} twice")
-            self.seen.add(number)
+            self.received_numbers.add(number)
             self.expected = int(count)
             return b"%s#%d/%d" % (self.content, number, self.expected)
-        if self.model.iterative:
+        if self.model.is_iterative:
             rounds = range(self.model.rounds(self.content))
             return self.content + b"".join(b".%d" % round_number for round_number in rounds)
         if self.step < 0:
@@ -162,7 +162,7 @@ class Ledger:
     @staticmethod
     def _check_failure(request: Request, message: Any, kind: str) -> None:
         """Check that there is a reason for a generation to fail."""
-        if not request.model.generative:
+        if not request.model.is_generative:
             return
         if kind == InvalidArgument.code and texts.request_of(request.content).fits:
             request.fail(f"told {message}, and it fits")
@@ -171,9 +171,9 @@ class Ledger:
 
     def record_freed(self, request: Request) -> None:
         """Record that the client may reuse the memory of a request."""
-        if request.freed:
+        if request.is_freed:
             request.fail("its memory was given back twice")
-        request.freed = True
+        request.is_freed = True
 
     def check_complete(self) -> None:
         """Check that successful requests of decoupled models have all their responses."""
@@ -181,7 +181,7 @@ class Ledger:
             is_success = isinstance(request.ending, m.Responded) and not request.ending.code
             if (
                 is_success
-                and request.model.generative
+                and request.model.is_generative
                 and request.client.alive
                 and not request.unread
             ):
@@ -199,7 +199,7 @@ class Ledger:
             request
             for request in self.requests.values()
             if request.client.alive
-            and not (request.freed and (request.cancelled or request.ending is not None))
+            and not (request.is_freed and (request.cancelled or request.ending is not None))
         ]
 
 
@@ -208,19 +208,19 @@ class Entry:
     """A request at one scheduler.
 
     Attributes:
-        at: The worker that executes the request.
+        worker: The worker that executes the request.
         begin_count: The number of executions.
-        died: The number of workers that died during an execution.
-        ended: Whether the end was sent early, so that only `Settled` follows.
+        lost_workers: The number of workers that died during an execution.
+        has_ended: Whether the end was sent early, so that only `Settled` follows.
     """
 
     peer: bytes
     submit: m.Submit
     level: int
     begin_count: int = 0
-    died: int = 0
-    at: bytes = b""
-    ended: bool = False
+    lost_workers: int = 0
+    worker: bytes = b""
+    has_ended: bool = False
     cancelled: bool = False
 
 
@@ -274,9 +274,9 @@ class SchedulerTrace:
         self.dead_pids.add(pid)
         for (peer, _), entry in list(self.entries.items()):
             if leading_pid(peer) == pid:
-                if not entry.ended:
+                if not entry.has_ended:
                     self.counts["failed"] += 1
-                self._forget(entry)
+                self._remove_entry(entry)
 
     def record_lost_worker(self, peer: bytes) -> None:
         """Record that a worker has exited, with its requests."""
@@ -285,12 +285,12 @@ class SchedulerTrace:
             for work in self.batches.pop(key).requests:
                 entry = self.by_uid.get(_uid(work.client_pid, work))
                 if is_running and entry is not None:
-                    entry.died += 1
+                    entry.lost_workers += 1
             is_running = False
         self.steps.pop(peer, None)
         for entry in self.by_uid.values():
-            if entry.at == peer:
-                entry.at = b""
+            if entry.worker == peer:
+                entry.worker = b""
 
     def record_returned(self, peer: bytes, message: m.BatchFinished) -> None:
         execute = self.batches.pop((peer, message.batch), None)
@@ -300,31 +300,31 @@ class SchedulerTrace:
         ended_keys = {reply.key for reply in message.replies}
         for work in execute.requests:
             entry = self.by_uid.get(_uid(work.client_pid, work))
-            if entry is not None and (not self.model.decoupled or work.key in ended_keys):
-                entry.at = b""
+            if entry is not None and (not self.model.is_decoupled or work.key in ended_keys):
+                entry.worker = b""
 
     # --- sent messages ----------------------------------------------------------------------------
 
     def record_execute(self, peer: bytes, message: m.Execute) -> None:
         self.batches[peer, message.batch] = message
-        if peer in self.retiring and not self.model.sequences:
+        if peer in self.retiring and not self.model.has_sequences:
             self._fail(f"a batch begins at {peer!r}, which is to retire")
         units = 0
         shapes = set()
         begun_entries: list[Entry] = []
         for work in message.requests:
             entry = self.by_uid.get(_uid(work.client_pid, work))
-            if entry is None or entry.ended:
+            if entry is None or entry.has_ended:
                 self._fail(f"request {work.request_id} begins, which nobody waits for")
                 return
             self._may_begin(entry)
-            if entry.died and len(message.requests) > 1:
+            if entry.lost_workers and len(message.requests) > 1:
                 self._fail(f"request {work.request_id} runs again, and not alone")
             fit = self.model.fit(entry.submit.schema)
             shapes.add(fit.shape_key)
             units += fit.batch_size or 1
             entry.begin_count += 1
-            entry.at = peer
+            entry.worker = peer
             begun_entries.append(entry)
         if self.settings.padding is not None:
             self._check_padding([entry.submit for entry in begun_entries])
@@ -339,7 +339,7 @@ class SchedulerTrace:
         entry = self.by_uid.get(_uid(work.client_pid, work))
         if peer in self.retiring:
             self._fail(f"{work.request_id} begins at {peer!r}, which is to retire")
-        if entry is None or entry.ended:
+        if entry is None or entry.has_ended:
             self._fail(f"request {work.request_id} begins, which nobody waits for")
             return
         self._may_begin(entry)
@@ -348,7 +348,7 @@ class SchedulerTrace:
                 f"request {work.request_id} has ended {entry.begin_count} workers, and begins"
             )
         entry.begin_count += 1
-        entry.at = peer
+        entry.worker = peer
 
     def record_step(self, peer: bytes, message: generation.Stepped) -> None:
         """Record the result of a step."""
@@ -387,13 +387,13 @@ class SchedulerTrace:
             self._fail(f"request {uid} begins after it was cancelled")
         if 0 < entry.submit.deadline_ns < self.world.now_ns and not self._delays(entry):
             self._fail(f"request {uid} begins after its deadline")
-        if entry.at:
+        if entry.worker:
             self._fail(f"request {uid} begins at two workers")
-        if entry.died > 1:
+        if entry.lost_workers > 1:
             self._fail(f"request {uid} begins once more, after two workers died of it")
         if entry.begin_count:
             return  # it was retried before all others, because its worker died
-        if not self.model.sequences:
+        if not self.model.has_sequences:
             self._check_order(entry)
         self.waiting[entry.level].pop(entry, None)
 
@@ -423,7 +423,7 @@ class SchedulerTrace:
             self._fail(f"told {message} of a request that it does not have")
             return
         uid = entry.submit.request_id
-        if isinstance(message, m.Settled) != entry.ended:
+        if isinstance(message, m.Settled) != entry.has_ended:
             self._fail(f"request {uid} is told {message} after its end")
         if isinstance(message, m.Responded) and not message.final:
             return
@@ -432,19 +432,19 @@ class SchedulerTrace:
         elif isinstance(message, m.Failed):
             self.counts["failed"] += message.code != "INVALID_ARG"
         if isinstance(message, m.Failed) and message.early:
-            entry.ended = True
+            entry.has_ended = True
             self.waiting[entry.level].pop(entry, None)
         else:
-            if entry.at and not self.model.decoupled and not isinstance(message, m.Finished):
+            if entry.worker and not self.model.is_decoupled and not isinstance(message, m.Finished):
                 worker_has = any(
                     _uid(work.client_pid, work) == _uid(leading_pid(peer), entry.submit)
                     for (worker, _), execute in self.batches.items()
-                    if worker == entry.at
+                    if worker == entry.worker
                     for work in execute.requests
                 )
                 if worker_has:
                     self._fail(f"request {uid} ends with {message} while a worker has it")
-            self._forget(entry)
+            self._remove_entry(entry)
 
     def _check_success(self, entry: Entry, message: Any) -> None:
         if getattr(message, "code", ""):
@@ -452,17 +452,17 @@ class SchedulerTrace:
         self.counts["succeeded"] += 1
         if entry.begin_count:
             self.counts["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
-        if self.model.ordered:
+        if self.model.preserves_order:
             for other_entry in self.entries.values():
                 if other_entry is entry:
                     break
-                if not other_entry.ended and not other_entry.cancelled:
+                if not other_entry.has_ended and not other_entry.cancelled:
                     self._fail(
                         f"request {entry.submit.request_id} is told before "
                         f"{other_entry.submit.request_id}, which came first"
                     )
 
-    def _forget(self, entry: Entry) -> None:
+    def _remove_entry(self, entry: Entry) -> None:
         self.entries.pop((entry.peer, entry.submit.id), None)
         self.by_uid.pop(_uid(leading_pid(entry.peer), entry.submit), None)
         self.waiting[entry.level].pop(entry, None)
@@ -478,7 +478,7 @@ class SchedulerTrace:
         No request may be left, except later requests of open sequences and requests that are
         retried elsewhere.
         """
-        if self.model.sequences or self.succeeded_by_another:
+        if self.model.has_sequences or self.succeeded_by_another:
             return
         for entry in self.entries.values():
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
@@ -503,7 +503,7 @@ class SchedulerTrace:
             padding = report["shmserve"]["padding"].get("IN", (0, 0))
             violations["elements"], violations["padding"] = padding
         for name, value in violations.items():
-            if name == "failed" and self.model.decoupled:
+            if name == "failed" and self.model.is_decoupled:
                 continue
             if name in ("executions", "inferences") and self.model.steps:
                 continue  # ensembles have no executions of their own

@@ -24,22 +24,22 @@ from tests.simulation.world import US, Link, Process, Violation, World
 class Host(Process):
     """A process that hosts one scheduler, or those of an ensemble and its steps (`neighbours`).
 
-    The schedulers in `touched` have the next turn.
+    The schedulers in `due_schedulers` have the next turn.
     """
 
     def __init__(self, world: World, title: str) -> None:
         super().__init__(world, title)
         self.neighbours = InProcessLinks()
         self.schedulers: list[SchedulerProcess] = []
-        self.touched: dict[SchedulerProcess, None] = {}
+        self.due_schedulers: dict[SchedulerProcess, None] = {}
 
     def run_turns(self) -> None:
         """Run the turns of a real loop: schedulers tick until none of them sends a message to
         another.
         """
-        while self.touched or self.neighbours.queued:
+        while self.due_schedulers or self.neighbours.queued_messages:
             self.neighbours.deliver()
-            touched, self.touched = list(self.touched), {}
+            touched, self.due_schedulers = list(self.due_schedulers), {}
             for scheduler in touched:
                 scheduler.tick()
 
@@ -50,7 +50,7 @@ class Outbox:
     `on_post` checks each message.
     """
 
-    malformed = 0
+    malformed_messages = 0
 
     def __init__(
         self, endpoint: str, neighbours: InProcessLinks, on_post: Callable[[bytes, Any], None]
@@ -106,13 +106,13 @@ class SchedulerProcess(Process):
         self._workers = Outbox(self.endpoint, InProcessLinks(), self._record_sent)
         self._control = control
         self._timer_ns = NEVER
-        self._turn_due = False
-        self.malformed = 0
+        self._is_turn_due = False
+        self.malformed_messages = 0
         # The blocks of workers' memory that clients of this process have released: memory, offset
         # and content.
-        self._released: list[tuple[int, int, bytearray]] = []
+        self._released_blocks: list[tuple[int, int, bytearray]] = []
         self.hosts = hosts
-        self.hosted = cores.Scheduler(
+        self.core_scheduler = cores.Scheduler(
             model, version, self, memory, (self._clients, self._peers(), self), checkpoint, alive
         )
         host.neighbours.register(self.endpoint, self._from_neighbour)
@@ -162,7 +162,9 @@ class SchedulerProcess(Process):
     def take_sent_to(self, worker: Process) -> list[Any]:
         """Remove and return all messages that were sent to a worker."""
         links = self._workers.links.values()
-        return [message for link in links if link.target is worker for message in link.sent()]
+        return [
+            message for link in links if link.target is worker for message in link.take_in_transit()
+        ]
 
     def links(self) -> list[Link]:
         return [*self._clients.links.values(), *self._workers.links.values()]
@@ -180,7 +182,7 @@ class SchedulerProcess(Process):
         self.world.note(self.title, "->", peer, message)
         if isinstance(message, m.Execute):
             self.trace.record_execute(peer, message)
-            if self.model.limited:
+            if self.model.needs_tickets:
                 self._check_limit()
         elif isinstance(message, generation.Prepare):
             self.trace.prepares(peer, message)
@@ -189,7 +191,7 @@ class SchedulerProcess(Process):
 
     def _check_limit(self) -> None:
         """Check that at most one limited model executes, since all need the only resource."""
-        limited = [host for host in self.hosts.values() if host.alive and host.model.limited]
+        limited = [host for host in self.hosts.values() if host.alive and host.model.needs_tickets]
         busy = sum(host.trace.busy for host in limited)
         if busy > 1:
             raise Violation(
@@ -204,27 +206,27 @@ class SchedulerProcess(Process):
         self.run_turns()
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
-        self.host.touched[self] = None
+        self.host.due_schedulers[self] = None
         self.world.note(peer, "->", self.title, message)
         self.trace.from_client(peer, message)
-        self.hosted.front.from_client(peer, message, self.world.now_ns)
+        self.core_scheduler.front.from_client(peer, message, self.world.now_ns)
         self.trace.record_handled(peer, message)
         if isinstance(message, m.Release) and not self.model.steps and message.pid != self.pid:
             for offset in message.offsets:
                 block = self._memory.block(message.memory, offset)
                 if block is not None:
-                    self._released.append((message.memory, offset, block))
+                    self._released_blocks.append((message.memory, offset, block))
 
     def unreleased_offsets(self) -> list[int]:
         """Return the offsets of blocks that clients have released here and that are still lent."""
         return [
             offset
-            for memory, offset, block in self._released
+            for memory, offset, block in self._released_blocks
             if self._memory.block(memory, offset) is block
         ]
 
     def _from_workers(self, peer: bytes, messages: list[Any]) -> None:
-        if self.hosted.front.stopped:
+        if self.core_scheduler.front.stopped:
             return
         for message in messages:
             self.world.note(peer, "->", self.title, message)
@@ -232,7 +234,7 @@ class SchedulerProcess(Process):
                 self.trace.record_returned(peer, message)
             elif isinstance(message, generation.Stepped):
                 self.trace.record_step(peer, message)
-            self.hosted.from_peer(peer, message, self.world.now_ns)
+            self.core_scheduler.from_peer(peer, message, self.world.now_ns)
         self.run_turns()
 
     def from_supervisor(self, messages: list[Any]) -> None:
@@ -250,7 +252,7 @@ class SchedulerProcess(Process):
                 self.trace.retiring.update(peers)
             elif isinstance(message, supervision.Stop):
                 self.trace.check_before_stop()
-            self.hosted.front.from_control(message, self.world.now_ns)
+            self.core_scheduler.front.from_control(message, self.world.now_ns)
             if isinstance(message, ProcessExited):
                 self.trace.process_exited(message.process)
         self.run_turns()
@@ -260,23 +262,23 @@ class SchedulerProcess(Process):
     def run_turns(self) -> None:
         """Handle the received messages, possibly later together with further ones."""
         if self.world.chance(0.2):
-            if not self._turn_due:
-                self._turn_due = True
+            if not self._is_turn_due:
+                self._is_turn_due = True
                 self.world.after(self.world.between(1, 20 * US), self._take_turn)
-        elif not self._turn_due:
+        elif not self._is_turn_due:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        self._turn_due = False
+        self._is_turn_due = False
         if self.alive:
-            self.host.touched[self] = None
+            self.host.due_schedulers[self] = None
             self.host.run_turns()
 
     def tick(self) -> None:
-        if not self.alive or self.hosted.front.stopped:
+        if not self.alive or self.core_scheduler.front.stopped:
             return
         now_ns = self.world.now_ns
-        wake_ns = self.hosted.front.tick(now_ns)
+        wake_ns = self.core_scheduler.front.tick(now_ns)
         self.trace.check_turn_end()
         if wake_ns < now_ns - 1_000_000:
             raise Violation(f"{self.title} wants to be woken in the past")

@@ -20,4 +20,5 @@ SEEDS: dict[int, str] = {
     711424: "of the instances of a successor, which come in one frame, some were not known yet",
     720367: "a worker that was told of its scheduler again forgot what that had sent",
     910612: "as 329, where the successor had heard of one instance and not of the other",
+    31129050: "a move waited for an instance that loaded, when those with requests had exited",
 }

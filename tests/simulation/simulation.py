@@ -57,8 +57,8 @@ class Simulation:
         self._draw_traffic()
         self._draw_faults()
         world.run(world.now_ns + _TRAFFIC_NS)
-        self._become_quiet()
-        self._check_quiet()
+        self._finish_requests()
+        self._check_idle_state()
         self._check_counters()
         self._end_clients()
 
@@ -83,15 +83,15 @@ class Simulation:
                 min(at_ns, _TRAFFIC_NS), self._submit, self._random.choice(self.models)
             )
 
-    def _client(self) -> Client | None:
+    def _choose_client(self) -> Client | None:
         clients = [client for client in self.supervisor.clients if client.alive]
         return self._random.choice(clients) if clients else None
 
     def _submit(self, model: Model) -> None:
-        client, random = self._client(), self._random
+        client, random = self._choose_client(), self._random
         if client is None:
             return
-        if model.sequences and not model.iterative:
+        if model.has_sequences and not model.is_iterative:
             self._submit_step(client, model, [], random.randint(1, 6), "")
             return
         content = b"x%d" % random.getrandbits(40)
@@ -104,19 +104,19 @@ class Simulation:
         pending = client.submit(
             model,
             content.ljust(model.input_byte_size, b"_"),
-            units=1 if model.iterative else random.randint(1, 2),
+            units=1 if model.is_iterative else random.randint(1, 2),
             in_arena=random.random() < 0.4,
             timeout_us=0 if random.random() < 0.8 else self.world.between(10, 20_000),
             priority=random.randint(0, 3),
             shape_key=shape_key,
-            **(self._own_sequence() if model.iterative else {}),
+            **(self._draw_sequence_fields() if model.is_iterative else {}),
         )
-        if pending is not None and model.generative and random.random() < 0.03:
+        if pending is not None and model.is_generative and random.random() < 0.03:
             pending.request.unread = True
         if pending is not None and random.random() < 0.06:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
 
-    def _own_sequence(self) -> dict[str, Any]:
+    def _draw_sequence_fields(self) -> dict[str, Any]:
         """Return a sequence id for a request of an iterative model; only some clients set one."""
         if self._random.random() < 0.5:
             return {}
@@ -169,9 +169,9 @@ class Simulation:
 
     def _draw_faults(self) -> None:
         for _ in range(self._random.randint(0, 40)):
-            self.world.after(self._random.randrange(_TRAFFIC_NS), self._fault)
+            self.world.after(self._random.randrange(_TRAFFIC_NS), self._cause_fault)
 
-    def _fault(self) -> None:
+    def _cause_fault(self) -> None:
         kinds = {
             self._kill_worker: 6,
             self._kill_scheduler: 2,
@@ -180,9 +180,9 @@ class Simulation:
             self._reconfigure: 1,
             self._rescale: 4,
             self._regroup: 3,
-            self._stall: 6,
-            self._fill: 3,
-            self._jump: 2,
+            self._stall_link: 6,
+            self._fill_arena: 3,
+            self._jump_wall_clock: 2,
         }
         self._random.choices(list(kinds), list(kinds.values()))[0]()
 
@@ -201,7 +201,7 @@ class Simulation:
             self.supervisor.kill(scheduler)
 
     def _kill_client(self) -> None:
-        client = self._client()
+        client = self._choose_client()
         if client is not None:
             for link in client.links():
                 if self.world.chance(0.3):
@@ -218,7 +218,7 @@ class Simulation:
     def _reconfigure(self) -> None:
         """Unload a random model for a while, possibly one that an ensemble needs."""
         model = self._random.choice(self.models)
-        if self.supervisor.moves(self.supervisor.serving.get(model.name)):
+        if self.supervisor.is_moving(self.supervisor.serving.get(model.name)):
             return
         self.world.fault("unload", model.name)
         self.ledger.unloaded.add(model.name)
@@ -228,7 +228,7 @@ class Simulation:
     def _rescale(self) -> None:
         """Change the number of instances of a serving model."""
         serving = self.supervisor.serving.values()
-        versions = [v for v in serving if not v.model.steps and v.former is None]
+        versions = [v for v in serving if not v.model.steps and v.former_scheduler is None]
         if versions:
             version = self._random.choice(versions)
             if len(version.indices) < 2 or (len(version.indices) < 4 and self.world.chance(0.5)):
@@ -247,7 +247,7 @@ class Simulation:
                     part.group = group
                     self.supervisor.move(part)
 
-    def _stall(self) -> None:
+    def _stall_link(self) -> None:
         links = self.supervisor.links()
         for client in self.supervisor.clients:
             links += client.links()
@@ -259,57 +259,59 @@ class Simulation:
         self.world.fault("stall")
         self._random.choice(links).stall(self.world.between(100 * US, 10 * MS))
 
-    def _fill(self) -> None:
+    def _fill_arena(self) -> None:
         owners: list[Any] = [w for v in self.supervisor.versions for w in v.workers.values()]
         owners += self.supervisor.clients
         owner = self._random.choice(owners) if owners else None
         if owner is not None:
             self.world.fault("full", owner)
-            owner.arena.full = True
+            owner.arena.is_full = True
             self.world.after(self.world.between(100 * US, 10 * MS), self._drain, owner.arena)
 
     @staticmethod
     def _drain(arena: Any) -> None:
-        arena.full = False
+        arena.is_full = False
 
-    def _jump(self) -> None:
+    def _jump_wall_clock(self) -> None:
         self.world.fault("clock")
         self.world.skew_ns += self._random.randint(-SECOND, SECOND)
 
     # --- shutdown ---------------------------------------------------------------------------------
 
-    def _become_quiet(self) -> None:
+    def _finish_requests(self) -> None:
         """Stop all faults, and let every request end."""
         world = self.world
-        world.run(world.now_ns + _LONGEST_QUIET_NS, is_over=self._is_over)
+        world.run(world.now_ns + _LONGEST_QUIET_NS, is_over=self._all_requests_ended)
         for request in self.ledger.open():
             request.fail(f"has not ended after {_LONGEST_QUIET_NS // SECOND} s of quiet")
         world.run(world.now_ns + 2 * SECOND)  # time for late reads and releases
         self.ledger.check_complete()
 
-    def _is_over(self) -> bool:
+    def _all_requests_ended(self) -> bool:
         return not self.world.events % 64 and not self.ledger.open()
 
-    def _check_quiet(self) -> None:
+    def _check_idle_state(self) -> None:
         for version in self.supervisor.versions:
             scheduler = version.scheduler
-            if version.former is not None:
-                raise Violation(f"{version.former} is not done, and its successor waits")
+            if version.former_scheduler is not None:
+                raise Violation(f"{version.former_scheduler} is not done, and its successor waits")
             if scheduler is None or not scheduler.alive:
                 raise Violation(f"no scheduler of {version.model.name} is left")
-            live_requests = scheduler.hosted.front.live_requests
+            live_requests = scheduler.core_scheduler.front.live_requests
             if live_requests:
                 raise Violation(f"{scheduler} has {live_requests} requests when all is quiet")
-            for where, size, bound in cores.tables(scheduler.hosted):
+            for where, size, bound in cores.tables(scheduler.core_scheduler):
                 if size > bound:
                     raise Violation(f"{scheduler} has {size} entries left in {where}")
-            if scheduler.hosted.used_blocks:
-                raise Violation(f"{scheduler} has {scheduler.hosted.used_blocks} blocks in use")
-            idle = scheduler.hosted.instances.get("idle", 0)
-            if not idle == sum(scheduler.hosted.instances.values()) == len(version.indices):
+            if scheduler.core_scheduler.used_blocks:
+                raise Violation(
+                    f"{scheduler} has {scheduler.core_scheduler.used_blocks} blocks in use"
+                )
+            idle = scheduler.core_scheduler.instances.get("idle", 0)
+            if not idle == sum(scheduler.core_scheduler.instances.values()) == len(version.indices):
                 raise Violation(
                     f"{scheduler} of {len(version.indices)} instances has, when all is quiet, "
-                    f"{scheduler.hosted.instances}"
+                    f"{scheduler.core_scheduler.instances}"
                 )
             if unreleased := scheduler.unreleased_offsets():
                 raise Violation(f"{scheduler} has not passed on the releases of {unreleased}")
@@ -348,6 +350,6 @@ class Simulation:
         ensembles = sum(bool(version.model.steps) for version in self.supervisor.versions)
         for version in self.supervisor.versions:
             assert version.scheduler is not None
-            for where, size, _ in cores.tables(version.scheduler.hosted):
+            for where, size, _ in cores.tables(version.scheduler.core_scheduler):
                 if where.endswith("._clients") and size > ensembles:
                     raise Violation(f"{version.scheduler} knows {size} clients that are dead")

@@ -27,8 +27,8 @@ from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, Wor
 class Version:
     """A loaded version of a model: its scheduler, and its workers by instance index.
 
-    `indices` contains its instances, and `leaving` those that retire. `former` is the scheduler
-    from which it moves away, and which may be `drained`.
+    `indices` contains its instances, and `retiring_indices` those that retire. During a move,
+    `former_scheduler` is the scheduler that is replaced, and `former_is_drained` its state.
     """
 
     def __init__(self, model: Model, number: str) -> None:
@@ -37,11 +37,11 @@ class Version:
         self.scheduler: SchedulerProcess | None = None
         self.workers: dict[int, Worker] = {}
         self.indices = dict.fromkeys(range(model.instances))
-        self.leaving: set[int] = set()
-        self.former: SchedulerProcess | None = None
-        self.drained = False
+        self.retiring_indices: set[int] = set()
+        self.former_scheduler: SchedulerProcess | None = None
+        self.former_is_drained = False
         self.snapshot: list[Any] = []
-        self.retiring = False
+        self.is_retiring = False
 
     @property
     def endpoint(self) -> str:
@@ -89,13 +89,15 @@ class Supervisor(Process):
             return
         for version in self.versions:
             self.send(version.scheduler, message)
-            self.send(version.former, message)
+            self.send(version.former_scheduler, message)
             for worker in version.workers.values():
                 self.send(worker, message)
 
     def _ensembles(self) -> list[SchedulerProcess]:
         versions = [version for version in self.versions if version.model.steps]
-        schedulers = [scheduler for v in versions for scheduler in (v.scheduler, v.former)]
+        schedulers = [
+            scheduler for v in versions for scheduler in (v.scheduler, v.former_scheduler)
+        ]
         return [scheduler for scheduler in schedulers if scheduler is not None]
 
     def _send_ticket(self, address: Any, message: Any) -> None:
@@ -120,11 +122,13 @@ class Supervisor(Process):
             self._handle(scheduler, message)
 
     def _handle(self, scheduler: SchedulerProcess, message: Any) -> None:
-        matching_versions = (v for v in self.versions if scheduler in (v.scheduler, v.former))
+        matching_versions = (
+            v for v in self.versions if scheduler in (v.scheduler, v.former_scheduler)
+        )
         version = next(matching_versions, None)
         if version is None:
             return
-        is_moving = scheduler is version.former
+        is_moving = scheduler is version.former_scheduler
         match message:
             case AskTicket() | TicketReturned():
                 self.tickets.handle(scheduler.address, message)
@@ -137,15 +141,15 @@ class Supervisor(Process):
                 version.snapshot = [{**statistics_before, **message.statistics}, message.metrics]
             case supervision.InstanceRetired(process=pid):
                 worker = version.worker(pid)
-                if worker is not None and worker.index in version.leaving:
+                if worker is not None and worker.index in version.retiring_indices:
                     scheduler.drain_to(worker)
                     if worker.alive and worker.busy:
                         raise Violation(f"{worker} is to end, and is not done")
                     self._end(worker)
             case supervision.Drained():
                 if is_moving:
-                    version.drained = True
-                elif version.retiring:
+                    version.former_is_drained = True
+                elif version.is_retiring:
                     self._stop(version)
 
     # --- versions ---------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ class Supervisor(Process):
 
     def _reserve(self, version: Version, indices: Iterable[int]) -> None:
         """Register instances with the rate limiter."""
-        if version.model.limited:
+        if version.model.needs_tickets:
             (group,) = ModelSpec.of(version.model.config).instance_group
             ticket_needs = Needs.of(group.rate_limiter, 0)
             self.tickets.join(id(version), dict.fromkeys(indices, ticket_needs))
@@ -178,8 +182,8 @@ class Supervisor(Process):
         """Retire an instance after its requests, or at once if it does not serve."""
         del version.indices[index]
         worker = version.workers.get(index)
-        if worker is not None and worker.loaded and worker.alive:
-            version.leaving.add(index)
+        if worker is not None and worker.is_loaded and worker.alive:
+            version.retiring_indices.add(index)
         else:
             self._remove_ended(version, index)
             if worker is not None:
@@ -188,7 +192,7 @@ class Supervisor(Process):
 
     def _remove_ended(self, version: Version, index: int) -> None:
         """Remove an instance that has exited for good."""
-        version.leaving.discard(index)
+        version.retiring_indices.discard(index)
         version.workers.pop(index, None)
         self.tickets.remove_instance(id(version), index)
 
@@ -196,7 +200,7 @@ class Supervisor(Process):
         model = version.model
         previous_version = self.serving.get(model.name)
         is_dead = version.scheduler is None or not version.scheduler.alive
-        if version.retiring or is_dead or self.moves(previous_version):
+        if version.is_retiring or is_dead or self.is_moving(previous_version):
             self.world.after(MS, self._publish, version)
             return
         self.serving[model.name] = version
@@ -250,33 +254,35 @@ class Supervisor(Process):
     # --- replacements -----------------------------------------------------------------------------
 
     @staticmethod
-    def moves(version: Version | None) -> bool:
+    def is_moving(version: Version | None) -> bool:
         """Return whether a move is in progress, for which an order of the model must wait."""
-        return version is not None and version.former is not None
+        return version is not None and version.former_scheduler is not None
 
     def move(self, model: Model) -> None:
         """Move the scheduling of a model into its group's process, like `FailOver.move`."""
         version = self.serving.get(model.name)
-        if version is None or version.former is not None or version.retiring:
+        if version is None or version.former_scheduler is not None or version.is_retiring:
             return
         former = version.scheduler
-        is_bound = model.sequences or model.decoupled or model.limited
-        if not model.steps and not any(w.loaded and w.alive for w in version.workers.values()):
+        is_bound = model.has_sequences or model.is_decoupled or model.needs_tickets
+        if not model.steps and not any(w.is_loaded and w.alive for w in version.workers.values()):
             return
         if is_bound or former is None or not former.alive:
             return
         self.world.fault("move", model.name)
-        version.former, version.snapshot = former, []
+        version.former_scheduler, version.snapshot = former, []
         self._start_scheduler(version)
         self._announce(version)
-        workers = [worker for worker in version.workers.values() if worker.alive]
+        workers = [
+            worker for worker in version.workers.values() if worker.is_loaded and worker.alive
+        ]
         self._once_received(former, self._drain_former, version, workers, self._succeed_former)
 
     def _drain_former(
         self, version: Version, workers: list[Worker], callback: Callable[..., None]
     ) -> None:
-        version.drained = False
-        self.send(version.former, supervision.Drain())
+        version.former_is_drained = False
+        self.send(version.former_scheduler, supervision.Drain())
         if self.world.chance(0.3):
             # The move continues, although the former scheduler still has requests.
             for worker in workers:
@@ -286,28 +292,32 @@ class Supervisor(Process):
     def _await_drained(
         self, version: Version, workers: list[Worker], callback: Callable[..., None]
     ) -> None:
-        assert version.former is not None
-        can = version.former.alive and (not workers or any(worker.alive for worker in workers))
-        if can and not version.drained:
+        assert version.former_scheduler is not None
+        can = version.former_scheduler.alive and (
+            not workers or any(worker.alive for worker in workers)
+        )
+        if can and not version.former_is_drained:
             self.world.after(50 * US, self._await_drained, version, workers, callback)
             return
-        version.former.trace.succeeded_by_another |= not version.drained
+        version.former_scheduler.trace.succeeded_by_another |= not version.former_is_drained
         callback(version, workers)
 
     def _succeed_former(self, version: Version, workers: list[Worker]) -> None:
-        assert version.former is not None
+        assert version.former_scheduler is not None
         self._introduce(version)
-        lost_message = SchedulerLost(version.former.endpoint, version.endpoint)
+        lost_message = SchedulerLost(version.former_scheduler.endpoint, version.endpoint)
         self._broadcast(lost_message, clients_only=True)
         self._announce(version)
-        self._once_received(version.former, self._drain_former, version, workers, self._finish_move)
+        self._once_received(
+            version.former_scheduler, self._drain_former, version, workers, self._finish_move
+        )
 
     def _finish_move(self, version: Version, _: list[Worker]) -> None:
-        assert version.former is not None and version.scheduler is not None
+        assert version.former_scheduler is not None and version.scheduler is not None
         self._attach(version)
-        self.send(version.former, supervision.Stop())
-        self.world.after(5 * MS, self._close, version.former)
-        version.former = None
+        self.send(version.former_scheduler, supervision.Stop())
+        self.world.after(5 * MS, self._close, version.former_scheduler)
+        version.former_scheduler = None
         if version.scheduler.address not in self._links:  # the scheduler exited in the meantime
             self._scheduler_died(version)
 
@@ -330,10 +340,10 @@ class Supervisor(Process):
             self._retire(version)
 
     def _retire(self, version: Version) -> None:
-        if self.moves(version):
+        if self.is_moving(version):
             self.world.after(MS, self._retire, version)
             return
-        version.retiring = True
+        version.is_retiring = True
         if version.scheduler is not None and version.scheduler.alive:
             self.send(version.scheduler, supervision.Drain())
         else:
@@ -388,7 +398,7 @@ class Supervisor(Process):
         for step in version.model.steps:
             if step.name in self.serving:
                 self.send(scheduler, self._publication_of(self.serving[step.name]))
-        if version.model.limited:
+        if version.model.needs_tickets:
             self.tickets.bind(scheduler.address, id(version))
 
     def _host(self, model: Model) -> Host:
@@ -402,17 +412,23 @@ class Supervisor(Process):
             return
         pid = self.world.new_pid(reuse=self.world.chance(0.5))
         model = version.model
-        kind = Generator if model.generative else Worker
+        kind = Generator if model.is_generative else Worker
         worker = kind(self.world, self._memory, model, version.number, index, pid)
         version.workers[index] = worker
         self._connect(worker, worker.take)
         self.send(version.scheduler, supervision.InstanceExpected(index, worker.pid))
-        self.world.after(self.world.between(100 * US, 5 * MS), self._on_loaded, version, worker)
+        pause_ns = self.world.between(100 * US, 5 * MS)
+        self.world.after(pause_ns, self._on_loaded, version, worker, version.scheduler)
 
-    def _on_loaded(self, version: Version, worker: Worker) -> None:
-        worker.loaded = True
-        if version.scheduler is not None and version.scheduler.alive:
-            self.send(worker, version.scheduler)
+    def _on_loaded(
+        self, version: Version, worker: Worker, scheduler: SchedulerProcess | None
+    ) -> None:
+        """Attach a worker to the scheduler that it was loaded for, or to its replacement."""
+        worker.is_loaded = True
+        if scheduler is not version.former_scheduler:
+            scheduler = version.scheduler
+        if scheduler is not None and scheduler.alive:
+            self.send(worker, scheduler)
 
     def add_client(self, client: Client) -> None:
         """Connect a client, which receives all serving models."""
@@ -441,11 +457,11 @@ class Supervisor(Process):
             self._links.pop(scheduler.address)
         for version in self.versions[:]:
             has_died = version.scheduler is not None and process is version.scheduler.host
-            if has_died and version.former is None:
+            if has_died and version.former_scheduler is None:
                 self._scheduler_died(version)
             for index, worker in list(version.workers.items()):
                 if worker is process:
-                    if index in version.leaving:
+                    if index in version.retiring_indices:
                         self._remove_ended(version, index)
                     else:
                         del version.workers[index]
@@ -459,13 +475,13 @@ class Supervisor(Process):
         self.world.after(pause_ns, self._start_worker, version, index)
 
     def _scheduler_died(self, version: Version) -> None:
-        if version.retiring:
+        if version.is_retiring:
             self._stop(version)
         else:
             self.world.after(self.world.between(MS, 20 * MS), self._replace, version)
 
     def _replace(self, version: Version) -> None:
-        if version.retiring or version not in self.versions:
+        if version.is_retiring or version not in self.versions:
             self._stop(version)
             return
         lost_endpoint = version.endpoint
@@ -479,7 +495,9 @@ class Supervisor(Process):
 
     def _introduce(self, version: Version) -> None:
         """Send all instances to a new scheduler in one frame."""
-        for index in version.leaving:  # the requests of these instances are retried elsewhere
+        for (
+            index
+        ) in version.retiring_indices:  # the requests of these instances are retried elsewhere
             self._end(version.workers[index])
         expected: list[supervision.InstanceExpected] = []
         for index in version.indices:
@@ -491,5 +509,5 @@ class Supervisor(Process):
     def _attach(self, version: Version) -> None:
         """Let the instances register with a new scheduler."""
         for index, worker in version.workers.items():
-            if worker.loaded and index not in version.leaving:
+            if worker.is_loaded and index not in version.retiring_indices:
                 self.send(worker, version.scheduler)

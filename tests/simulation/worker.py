@@ -69,18 +69,18 @@ class Worker(Process):
         self.model = model
         self.version = version
         self.index = index
-        self.loaded = False
+        self.is_loaded = False
         self.arena = memory.arena(self, model.arena_byte_size)
         self._memory = memory
         self._inbox: deque[Any] = deque()
         self._batches: deque[Any] = deque()
         self._running: Any = None
-        self._began_ns = 0
-        self._open: dict[int, m.Work] = {}
+        self._batch_start_ns = 0
+        self._open_work: dict[int, m.Work] = {}
         self._cancelled: set[int] = set()
         self._streams: dict[int, Stream] = {}
-        self._lent: dict[int, int] = {}  # the reader of each lent block, by offset
-        self._dead: set[int] = set()
+        self._readers_by_offset: dict[int, int] = {}  # the reader of each lent block, by offset
+        self._exited_pids: set[int] = set()
         self.slots: dict[int, bytes] = {}  # sequence states by slot
         self._host: SchedulerProcess | None = None
         self._scheduler_link: Link | None = None
@@ -117,9 +117,9 @@ class Worker(Process):
                 ):
                     self._handle(words)
             else:
-                self._dead.add(message.process)
+                self._exited_pids.add(message.process)
                 if self._scheduler_link is None or not self._scheduler_link.connected:
-                    self._drop(message.process)
+                    self._release_blocks_of(message.process)
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
@@ -131,7 +131,7 @@ class Worker(Process):
             if isinstance(message, m.ReleaseOutputs | m.ReaderExited):
                 self._handle(message)
         self._batches.clear()
-        self._open.clear()
+        self._open_work.clear()
         self._streams.clear()
         self._cancelled.clear()
         self.slots.clear()
@@ -141,8 +141,8 @@ class Worker(Process):
             peer, self, lambda messages: self.take([(host, message) for message in messages])
         )
         self._scheduler_link.post(m.InstanceReady(self.index, self.pid))
-        for pid in self._dead:
-            self._drop(pid)
+        for pid in self._exited_pids:
+            self._release_blocks_of(pid)
 
     def _take_last_messages(self) -> list[Any]:
         """Return the messages that the scheduler has sent and that were not handled yet."""
@@ -156,9 +156,9 @@ class Worker(Process):
         match message:
             case m.Execute():
                 self._batches.append(message)
-                self._open.update((work.key, work) for work in message.requests)
+                self._open_work.update((work.key, work) for work in message.requests)
             case m.CancelExecution(key=key):
-                if key in self._open:
+                if key in self._open_work:
                     self._cancelled.add(key)
                     self._emit_soon(key)
             case m.CreditExecution(key=key, responses=responses):
@@ -173,18 +173,20 @@ class Worker(Process):
                 if memory == self.arena.memory.id:
                     self._release(reader, offsets)
             case m.ReaderExited(pid=pid):
-                self._dead.add(pid)
-                self._drop(pid)
+                self._exited_pids.add(pid)
+                self._release_blocks_of(pid)
 
-    def _drop(self, reader: int) -> None:
-        self._release(reader, [at for at, lent_to in self._lent.items() if lent_to == reader])
+    def _release_blocks_of(self, reader: int) -> None:
+        self._release(
+            reader, [at for at, lent_to in self._readers_by_offset.items() if lent_to == reader]
+        )
 
     def _release(self, reader: int, offsets: list[int]) -> None:
         for offset in offsets:
-            if self._lent.get(offset) == reader:
-                del self._lent[offset]
+            if self._readers_by_offset.get(offset) == reader:
+                del self._readers_by_offset[offset]
                 self.arena.free(offset)
-            elif reader not in self._dead:
+            elif reader not in self._exited_pids:
                 raise Violation(f"{self}: {reader} releases {offset}, which it does not have")
 
     # --- batches ----------------------------------------------------------------------------------
@@ -193,17 +195,17 @@ class Worker(Process):
         if self._running is not None or not self._batches:
             return
         self._running = self._batches.popleft()
-        self._began_ns = self.world.now_ns
+        self._batch_start_ns = self.world.now_ns
         for work in self._running.requests:
             with contextlib.suppress(ShmserveError):  # a failure is reported when the input is read
-                self._input(work)
+                self._read_input(work)
         least, max_us = self.model.compute_us
         self.world.after(self.world.between(least * US, max_us * US), self._finish)
 
-    def _input(self, work: m.Work) -> bytes:
+    def _read_input(self, work: m.Work) -> bytes:
         tensors = {tensor.name: tensor for tensor in inference_of(work).inputs}
         data = self._read(work, tensors["IN"])
-        if not self.model.joins:
+        if not self.model.reads_second_input:
             return data
         return join_inputs(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
 
@@ -225,20 +227,20 @@ class Worker(Process):
         if batch is None or not self.alive:
             return
         reserved: list[int] = []
-        if self.model.iterative and self.model.decoupled:
+        if self.model.is_iterative and self.model.is_decoupled:
             replies = [self._reply_in_rounds(work, batch) for work in batch.requests]
-        elif self.model.decoupled:
+        elif self.model.is_decoupled:
             replies = self._open_streams(batch)
         else:
             replies = [self._reply(work, batch, reserved) for work in batch.requests]
             if self.world.chance(0.1):
                 self.world.random.shuffle(replies)
         now_ns = self.world.now_ns
-        times = (self._began_ns, self._began_ns, now_ns, now_ns)
+        times = (self._batch_start_ns, self._batch_start_ns, now_ns, now_ns)
         batch_finished = m.BatchFinished(batch.batch, *times, replies)
         for work in batch.requests:
             if work.key not in self._streams:
-                self._open.pop(work.key, None)
+                self._open_work.pop(work.key, None)
                 self._cancelled.discard(work.key)
         if self._scheduler_link is not None and self._scheduler_link.connected:
             # Computed without `world.random`, so that known seeds run as before.
@@ -248,23 +250,23 @@ class Worker(Process):
             self._scheduler_link.post(batch_finished)
         else:
             for offset in reserved:
-                if offset in self._lent:
-                    self._release(self._lent[offset], [offset])
+                if offset in self._readers_by_offset:
+                    self._release(self._readers_by_offset[offset], [offset])
         self._running = None
         self._begin()
         self._handle_inbox()
 
     def _reply(self, work: m.Work, batch: m.Execute, reserved: list[int]) -> m.Reply:
-        state = self._advance(work, batch) if self.model.sequences else b""
+        state = self._advance(work, batch) if self.model.has_sequences else b""
         try:
-            data = self._input(work)
+            data = self._read_input(work)
             if work.key in self._cancelled:
                 return m.Reply(work.key, "CANCELLED", "request cancelled")
-            if self.model.errs and self.world.chance(self.model.errs):
+            if self.model.error_probability and self.world.chance(self.model.error_probability):
                 return m.Reply(work.key, "INTERNAL", "the model failed")
-            if self.model.iterative and state.count(b".") < self.model.rounds(data):
+            if self.model.is_iterative and state.count(b".") < self.model.rounds(data):
                 return m.Reply(work.key, m.RESCHEDULED, "")
-            return m.Reply(work.key, "", "", *self._body(work, data + state, reserved))
+            return m.Reply(work.key, "", "", *self._compute_response(work, data + state, reserved))
         except ShmserveError as error:
             return m.Reply(work.key, error.code, error.message)
 
@@ -272,7 +274,7 @@ class Worker(Process):
         """Return one response per round, and the end after the last one."""
         number = self._advance(work, batch).count(b".") - 1
         try:
-            rounds = self.model.rounds(self._input(work))
+            rounds = self.model.rounds(self._read_input(work))
             stream = Stream(work, rounds)
             stream.sent_count, stream.remaining = number, rounds - number
             self._send(stream, final=False)
@@ -287,19 +289,19 @@ class Worker(Process):
             self.slots[row.slot] = b""
         state = self.slots.get(row.slot, b"?")
         step = work.request_id.rpartition("/")[2].encode()
-        if self.model.iterative:
+        if self.model.is_iterative:
             step = b"%d" % state.count(b".")
         state = self.slots[row.slot] = state + b"." + step
         if row.flags & SEQUENCE_END:
             del self.slots[row.slot]
         return state
 
-    def _body(self, work: m.Work, data: bytes, reserved: list[int]) -> Packed:
+    def _compute_response(self, work: m.Work, data: bytes, reserved: list[int]) -> Packed:
         """Return a packed response; the offsets of outputs in the arena are added to `reserved`."""
         memory_ranges = {out.name: out.memory_range for out in inference_of(work).outputs}
         outputs: list[TensorRef] = []
         results = dict(zip(("OUT", "WHO"), self.model.outputs_of(data, self.version), strict=True))
-        if self.model.gates:
+        if self.model.returns_condition:
             results["GO"] = b"%c" % self.model.runs_step(data)
         for name, output in results.items():
             if memory_ranges and name not in memory_ranges:
@@ -313,7 +315,7 @@ class Worker(Process):
                     self._memory.write(where, output, self)
             elif self.model.is_large and name == "OUT":
                 where = self.arena.memory_range(output)
-                self._lent[where.offset] = work.client_pid
+                self._readers_by_offset[where.offset] = work.client_pid
                 reserved.append(where.offset)
             shape = (1, len(output)) if self.model.batches else (len(output),)
             outputs.append(TensorRef(name, "BOOL" if name == "GO" else "UINT8", shape, where))
@@ -325,7 +327,7 @@ class Worker(Process):
         replies: list[m.Reply] = []
         for work in batch.requests:
             count = self.world.random.randint(0, self.model.most_responses)
-            if self.model.errs and self.world.chance(self.model.errs):
+            if self.model.error_probability and self.world.chance(self.model.error_probability):
                 replies.append(m.Reply(work.key, "INTERNAL", "the model failed"))
                 continue
             self._streams[work.key] = Stream(work, count)
@@ -344,7 +346,7 @@ class Worker(Process):
         if self._scheduler_link is None or not self._scheduler_link.connected:
             del self._streams[key]
             return
-        cancelled = key in self._cancelled or stream.work.client_pid in self._dead
+        cancelled = key in self._cancelled or stream.work.client_pid in self._exited_pids
         if stream.remaining and not cancelled:
             if not stream.window.is_open:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
@@ -373,7 +375,7 @@ class Worker(Process):
         body: Packed = (b"", [])
         number = b"#%d/%d" % (stream.sent_count, stream.count)
         try:
-            body = self._body(stream.work, self._input(stream.work) + number, [])
+            body = self._compute_response(stream.work, self._read_input(stream.work) + number, [])
         except ShmserveError as error:
             code = error.code
         stream.sent_count += 1
@@ -387,7 +389,7 @@ class Worker(Process):
     def _close(self, stream: Stream) -> None:
         key = stream.work.key
         del self._streams[key]
-        self._open.pop(key, None)
+        self._open_work.pop(key, None)
         self._cancelled.discard(key)
 
     def _post_response(

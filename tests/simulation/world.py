@@ -134,17 +134,17 @@ class Link:
 
     def __init__(self, world: World, target: Process, deliver: Callable[[list[Any]], None]) -> None:
         self.target = target
-        self.closed = False
+        self.is_closed = False
         self._world = world
         self._deliver = deliver
         self._frames: deque[tuple[Any, ...]] = deque()
-        self._waking = False
+        self._is_delivery_scheduled = False
         self._stalled_until_ns = 0
 
     @property
     def connected(self) -> bool:
         """Return whether a message sent now can arrive."""
-        return self.target.alive and not self.closed
+        return self.target.alive and not self.is_closed
 
     @property
     def pending(self) -> bool:
@@ -154,8 +154,8 @@ class Link:
     def post(self, *messages: Any) -> None:
         """Send messages as one frame, so that they arrive together."""
         self._frames.append(messages)
-        if not self._waking:
-            self._waking = True
+        if not self._is_delivery_scheduled:
+            self._is_delivery_scheduled = True
             self._world.after(self._world.between(5 * US, 200 * US), self._arrive)
 
     def stall(self, ns: int) -> None:
@@ -164,10 +164,10 @@ class Link:
 
     def close(self) -> None:
         """Drop all messages in transit and all later ones."""
-        self.closed = True
+        self.is_closed = True
         self._frames.clear()
 
-    def sent(self) -> list[Any]:
+    def take_in_transit(self) -> list[Any]:
         """Remove and return all messages in transit."""
         frames, self._frames = self._frames, deque()
         return [message for frame in frames for message in frame]
@@ -179,7 +179,7 @@ class Link:
 
     def _arrive(self) -> None:
         world, frames = self._world, self._frames
-        self._waking = False
+        self._is_delivery_scheduled = False
         if not self.connected:
             frames.clear()
             return
@@ -192,6 +192,6 @@ class Link:
             if messages:
                 self._deliver(messages)
             wait_ns = world.between(5 * US, 100 * US)
-        if frames and not self._waking:
-            self._waking = True
+        if frames and not self._is_delivery_scheduled:
+            self._is_delivery_scheduled = True
             world.after(wait_ns, self._arrive)

@@ -83,9 +83,9 @@ class GenerativeWorker:
 
     Attributes:
         prompts: The prompts of prepared requests.
-        most: The maximum number of tokens of each request.
+        max_tokens_by_key: The maximum number of tokens of each request.
         width: The width of each beam search.
-        resumed: The tokens of samples that a lost worker had generated.
+        resumed_tokens: The tokens of samples that a lost worker had generated.
     """
 
     block_size: int
@@ -93,11 +93,11 @@ class GenerativeWorker:
     host_blocks: int
     proposals: int = 1  # number of correct tokens among three draft tokens
     prompts: dict[int, array[int]] = field(default_factory=dict)
-    most: dict[int, int] = field(default_factory=dict)
+    max_tokens_by_key: dict[int, int] = field(default_factory=dict)
     width: dict[int, int] = field(default_factory=dict)
-    resumed: dict[tuple[int, int], array[int]] = field(default_factory=dict)
-    known: dict[int, _SequenceSlots] = field(default_factory=dict)
-    read: int = 0  # number of cached tokens that were read and verified
+    resumed_tokens: dict[tuple[int, int], array[int]] = field(default_factory=dict)
+    sequences: dict[int, _SequenceSlots] = field(default_factory=dict)
+    read_count: int = 0  # number of cached tokens that were read and verified
 
     def __post_init__(self) -> None:
         self._pool: list[list[Slot | None]] = [[None] * self.block_size for _ in range(self.blocks)]
@@ -108,8 +108,8 @@ class GenerativeWorker:
     def step(self, step: Step) -> Stepped:
         """Execute a step and check all reads."""
         for begin in step.new_sequences:
-            if begin.parent in self.known:
-                parent = self.known[begin.parent]
+            if begin.parent in self.sequences:
+                parent = self.sequences[begin.parent]
                 sequence = _SequenceSlots(parent.slots[:], begin.key, begin.sample, parent.prompt)
                 sequence.table = parent.table[:]
                 if begin.token >= 0:
@@ -118,11 +118,11 @@ class GenerativeWorker:
                 continue  # the request of this sequence has ended
             else:
                 prompt = self.prompts[begin.key]
-                resumed_tokens = self.resumed.get((begin.key, begin.sample), array("i"))
+                resumed_tokens = self.resumed_tokens.get((begin.key, begin.sample), array("i"))
                 sequence = _SequenceSlots(
                     extend([], prompt + resumed_tokens), begin.key, begin.sample, len(prompt)
                 )
-            self.known[begin.sequence] = sequence
+            self.sequences[begin.sequence] = sequence
         for source, target in _pairs(step.swap_out):
             self._host[target] = self._pool[source][:]
         for source, target in _pairs(step.swap_in):
@@ -130,16 +130,18 @@ class GenerativeWorker:
         for source, target in _pairs(step.copies):
             self._pool[target] = self._pool[source][:]
         results = [result for row in step.rows for result in self._row(row)]
-        unknown_sequences = [row.sequence for row in step.rows if row.sequence not in self.known]
+        unknown_sequences = [
+            row.sequence for row in step.rows if row.sequence not in self.sequences
+        ]
         for number in step.ended:
-            self.known.pop(number, None)
+            self.sequences.pop(number, None)
         forward_ns = 1_000_000 + 100_000 * len(step.rows)
         return Stepped(step.step, results, 0, forward_ns, 0, skipped=unknown_sequences)
 
     def _row(self, row: Row) -> list[RowResult]:
-        if row.sequence not in self.known:
+        if row.sequence not in self.sequences:
             return []
-        sequence = self.known[row.sequence]
+        sequence = self.sequences[row.sequence]
         sequence.table[row.kept_blocks :] = row.blocks
         assert row.count >= 1
         assert row.samples == (row.start + row.count == len(sequence.slots))
@@ -178,7 +180,7 @@ class GenerativeWorker:
             generated = len(sequence.slots) - sequence.prompt
             finish_reason = "stop" if token == END_TOKEN else ""
             finish_reason = finish_reason or (
-                "length" if generated >= self.most[sequence.key] else ""
+                "length" if generated >= self.max_tokens_by_key[sequence.key] else ""
             )
             if finish_reason or index == row.draft_count or proposed[index] != token:
                 break
@@ -193,7 +195,7 @@ class GenerativeWorker:
             assert rows == expected_slots, (
                 f"positions {start} to {stop} of {end}: {rows}, not {expected_slots}"
             )
-        self.read += end
+        self.read_count += end
 
     def _write(self, sequence: _SequenceSlots, slots: list[Slot]) -> None:
         for slot in slots:

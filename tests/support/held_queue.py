@@ -15,9 +15,9 @@ class Queue:
 
     def __init__(self, server: Server, pool: RequestPool, model: str) -> None:
         self.server, self.pool, self.model = server, pool, model
-        self.first = pool.number(model, 0)
-        self.holder = server.gate.next()
-        self.waiting = 0
+        self.first_response = pool.number(model, 0)
+        self.holding_visit = server.gate.next()
+        self.queued_count = 0
 
     def add(self, value: int, rows: int = 1, columns: int = 1, **parameters: Any) -> None:
         """Send a request and wait until it is queued, so that the order is fixed."""
@@ -33,14 +33,14 @@ class Queue:
         return pending
 
     def wait_queued(self) -> None:
-        self.waiting += 1
-        self.server.wait_pending(self.model, self.waiting)
+        self.queued_count += 1
+        self.server.wait_pending(self.model, self.queued_count)
 
     def batches(self, count: int) -> list[list[int]]:
         """Release request 0 and the next `count` executions one by one; return the values of
         each batch.
         """
-        self.holder.release()
+        self.holding_visit.release()
         requests = []
         for _ in range(count):
             visit = self.server.gate.next()

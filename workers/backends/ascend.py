@@ -276,7 +276,7 @@ class AscendBackend(Backend):
         """Load the file and check it against the configuration."""
         model = self._open(config)
         signature = Signature(with_generated_tensors(config), self.context.version)
-        self._batched = signature.max_batch_size > 0
+        self._supports_batching = signature.max_batch_size > 0
         _check(signature, "input", signature.inputs, model.inputs)
         _check(signature, "output", signature.outputs, model.outputs)
         self._results = [
@@ -303,7 +303,9 @@ class AscendBackend(Backend):
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed:
-                result = self._results[index][:rows] if self._batched else self._results[index]
+                result = (
+                    self._results[index][:rows] if self._supports_batching else self._results[index]
+                )
                 model.fetch(index, result.ctypes.data, result.nbytes)
                 copy_counter.outputs += result.nbytes
                 outputs[tensor.name] = Output(tensor.name, tensor.datatype, result)
@@ -322,7 +324,11 @@ class AscendBackend(Backend):
 
             def rows(name: str, first: int = start, end: int = end) -> Output:
                 output = batch[name]
-                return output._replace(data=output.data[first:end]) if self._batched else output
+                return (
+                    output._replace(data=output.data[first:end])
+                    if self._supports_batching
+                    else output
+                )
 
             outputs = [rows(name) for name in batch if name in request.requested]
             responses.append(Response(outputs, states=[rows(name) for name in request.states]))

@@ -54,8 +54,8 @@ class Ragged:
     """The rules of one model's configuration for ragged batches."""
 
     def __init__(self, config: ModelSpec) -> None:
-        self._batched = config.max_batch_size > 0
-        self._generated = [
+        self._supports_batching = config.max_batch_size > 0
+        self._generated_inputs = [
             _GeneratedTensor(
                 name,
                 rule.source_input[0],
@@ -75,10 +75,10 @@ class Ragged:
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
         """Return the generated inputs of a batch, except those whose source is missing."""
         arrays: dict[str, Array] = {}
-        for name, source, compute, dtype in self._generated:
+        for name, source, compute, dtype in self._generated_inputs:
             if source in requests[0].inputs:
                 shapes = [request.inputs[source].shape for request in requests]
-                arrays[name] = compute(shapes, self._batched).astype(dtype)
+                arrays[name] = compute(shapes, self._supports_batching).astype(dtype)
         return arrays
 
     def part_shapes(
@@ -104,7 +104,9 @@ class Ragged:
         return shapes
 
     def _part_shape(self, dims: Shape, source: Shape) -> Shape:
-        batch_dim, item_shape = (source[:1], source[1:]) if self._batched else ((), source)
+        batch_dim, item_shape = (
+            (source[:1], source[1:]) if self._supports_batching else ((), source)
+        )
         sizes = zip(dims, item_shape, strict=True)
         return (*batch_dim, *(size if dim == -1 else dim for dim, size in sizes))
 

@@ -264,47 +264,28 @@ def reshape(
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
 
 
+@dataclass(slots=True, eq=False)
 class _RequestProperties:
     """The properties of a request that its schema and the model determine.
 
     Attributes:
         schema: The unpacked schema.
         inputs: The inputs, with the shapes that the model receives.
-        input_count: The number of inputs.
         batch_size: The rows of each input; 0 if the model does not batch.
-        requested: The requested outputs by name.
+        requested_outputs: The requested outputs by name.
         placed_outputs: The names of the requested outputs that have a range in the data.
         string_inputs: The names of the BYTES inputs.
         response_kinds: The cache of responses to requests with this schema (see
             `Request.response_kinds`).
     """
 
-    __slots__ = (
-        "batch_size",
-        "input_count",
-        "inputs",
-        "placed_outputs",
-        "requested",
-        "response_kinds",
-        "schema",
-        "string_inputs",
-    )
-
-    def __init__(
-        self,
-        schema: RequestSchema,
-        inputs: list[TensorSchema],
-        batch_size: int,
-        requested: dict[str, OutputSchema],
-    ) -> None:
-        self.schema = schema
-        self.inputs = inputs
-        self.input_count = len(inputs)
-        self.batch_size = batch_size
-        self.requested = requested
-        self.placed_outputs = [output.name for output in schema.outputs if output.placed]
-        self.string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        self.response_kinds: dict[Any, Any] = {}
+    schema: RequestSchema
+    inputs: list[TensorSchema]
+    batch_size: int
+    requested_outputs: dict[str, OutputSchema]
+    placed_outputs: list[str]
+    string_inputs: list[str]
+    response_kinds: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -320,7 +301,7 @@ class Unpacker:
     _device_inputs: bool = False
 
     def __post_init__(self) -> None:
-        self._batched = self._signature.max_batch_size > 0
+        self._supports_batching = self._signature.max_batch_size > 0
         outputs = self._signature.outputs
         self._all_outputs = {name: OutputSchema(name, False, False) for name in outputs}
         self._properties_by_schema = Schemas(self._derive)
@@ -345,11 +326,7 @@ class Unpacker:
             InvalidArgument: The request does not fit the model, or names memory that is too small.
             Unavailable: The memory of a tensor no longer exists.
         """
-        entries, schema = self._properties_by_schema.entries, work.schema
-        properties = (
-            entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
-        )
-        data = work.data
+        properties, data = self._properties_by_schema[work.schema], work.data
         if len(data) != properties.schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: dict[str, Input] = {}
@@ -380,7 +357,7 @@ class Unpacker:
             _check_elements(inputs, names, work.request_id)
         memory_ranges, aliased = _NO_RANGES, False
         if properties.placed_outputs:
-            outputs = map(unpack_range, data[properties.input_count :])
+            outputs = map(unpack_range, data[len(properties.inputs) :])
             memory_ranges = dict(zip(properties.placed_outputs, outputs, strict=True))
             aliased = has_overlap(shared, memory_ranges.values())
         return Request(
@@ -388,7 +365,7 @@ class Unpacker:
             properties.schema,
             properties.batch_size,
             inputs,
-            properties.requested,
+            properties.requested_outputs,
             memory_ranges,
             is_cancelled,
             properties.response_kinds,
@@ -404,12 +381,16 @@ class Unpacker:
         batch_size = 0
         for tensor in schema.inputs:
             inputs.append(self._as_model_sees(tensor))
-            if self._batched:
+            if self._supports_batching:
                 batch_size = tensor.shape[0]
         requested = self._all_outputs
         if schema.outputs:
             requested = {output.name: output for output in schema.outputs}
-        return _RequestProperties(schema, inputs, batch_size, requested)
+        placed_outputs = [output.name for output in schema.outputs if output.placed]
+        string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
+        return _RequestProperties(
+            schema, inputs, batch_size, requested, placed_outputs, string_inputs
+        )
 
     def _as_model_sees(self, tensor: TensorSchema) -> TensorSchema:
         """Return an input with the shape that the model receives.
@@ -419,7 +400,7 @@ class Unpacker:
         """
         spec = self._signature.inputs.get(tensor.name)
         shape = tensor.shape
-        if spec is None or (self._batched and not shape):
+        if spec is None or (self._supports_batching and not shape):
             raise InvalidArgument(
                 f"unexpected inference input '{tensor.name}' for model '{self._signature.name}'"
             )
@@ -457,7 +438,7 @@ class Unpacker:
         return Input(name, datatype, shape, raw, memory_range, model, on_device, shared)
 
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
-        if self._batched:
+        if self._supports_batching:
             return (shape[0], *reshape(shape[1:], spec.dims, spec.reshape))
         return reshape(shape, spec.dims, spec.reshape)
 

@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.inference import Packed, byte_size_of
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import MAX_TRACED_CHARS, Scatterer
 from shmserve.workers.context import ModelContext, client_error
-from shmserve.workers.links.scheduler import InstanceLink, Timer, WorkerRequest
+from shmserve.workers.links.processes import InstanceLink, Timer, WorkerRequest
 
 _REPORT_INTERVAL_S = 0.1
 _REPORT_DELAY_NS = 1_000_000
@@ -173,7 +173,7 @@ class OutputStream:
     """
 
     __slots__ = (
-        *("_closed", "_open", "_timed_out", "_sent", "_traced_tensors", "_writer"),
+        *("_is_closed", "_open", "_timed_out", "_has_sent", "_traced_tensors", "_writer"),
         *("request", "rescheduled"),
     )
 
@@ -183,8 +183,8 @@ class OutputStream:
         self.request = request
         self._writer = writer
         self._open = open_request
-        self._sent = False
-        self._closed = False
+        self._has_sent = False
+        self._is_closed = False
         self._traced_tensors = b""  # packed tensors of a traced request
         self._timed_out = False
         self.rescheduled = False
@@ -196,7 +196,7 @@ class OutputStream:
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.
         """
-        return self._closed and not self._timed_out
+        return self._is_closed and not self._timed_out
 
     def is_cancelled(self) -> bool:
         """Check whether the request was cancelled, after reading pending messages."""
@@ -216,12 +216,12 @@ class OutputStream:
         link, open_request = self._writer.link, self._open
         while True:
             with link.lock:
-                if self._closed:
+                if self._is_closed:
                     return
                 if open_request.reader_gone:
                     response = None
                 if response is None or open_request.window.is_open:
-                    is_first = not self._sent
+                    is_first = not self._has_sent
                     if response is not None or final:
                         self._post(response, final, computed_ns, failed=False)
                     break
@@ -235,7 +235,7 @@ class OutputStream:
     @property
     def may_send(self) -> bool:
         """Return whether `send` would return without blocking."""
-        return self._closed or self._open.reader_gone or self._open.window.is_open
+        return self._is_closed or self._open.reader_gone or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
         """Register a function that is called when the request is cancelled, in any thread."""
@@ -251,7 +251,7 @@ class OutputStream:
     def fail(self, error: ShmserveError) -> None:
         """Fail the request with an error, unless it has ended."""
         with self._writer.link.lock:
-            if not self._closed:
+            if not self._is_closed:
                 self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
 
     def fail_raised(self, error: BaseException) -> None:
@@ -261,7 +261,7 @@ class OutputStream:
     def refuse(self, error: ShmserveError) -> Reply | None:
         """Fail the request; return the error as a reply of its batch if no response was sent."""
         with self._writer.link.lock:
-            if self._closed or self._sent:
+            if self._is_closed or self._has_sent:
                 self.fail(error)
                 return None
             self._trace_inputs()
@@ -274,7 +274,7 @@ class OutputStream:
         The batch reports the request as rescheduled, and another stream continues it.
         """
         with self._writer.link.lock:
-            if not self._closed:
+            if not self._is_closed:
                 self.rescheduled = True
                 self._end()
 
@@ -286,7 +286,7 @@ class OutputStream:
         Args:
             error: The exception that the sending thread has raised, if that is known.
         """
-        if not self._closed:
+        if not self._is_closed:
             self._writer.abandoned.append((self, error))
             self._writer.context.control.wake(always=True)
 
@@ -299,7 +299,7 @@ class OutputStream:
 
     def _time_out(self) -> None:
         with self._writer.link.lock:
-            if not self._closed:
+            if not self._is_closed:
                 self.fail(unread_responses())
                 self._timed_out = True
                 self._open.cancel()
@@ -345,21 +345,21 @@ class OutputStream:
                 )
             )
             # A response with arena memory is flushed now, because its delivery must be known.
-            may_wait = self._sent and not final and not memory.unsent
+            may_wait = self._has_sent and not final and not memory.unsent
             is_sent = writer.link.flush_soon() if may_wait else writer.link.flush()
         if not is_sent:
             memory.free_unsent()
         elif memory.unsent:
             memory.mark_sent()
         if response is not None:
-            self._sent = True
+            self._has_sent = True
             self._open.window.record_sent(byte_size_of(packed[1]))
         if final:
             self._end()
 
     def _trace_inputs(self) -> None:
         """Record the inputs before the first response, if the request is traced."""
-        if self.request.work.trace and not self._sent:
+        if self.request.work.trace and not self._has_sent:
             self._writer.scatterer.trace(self.request, self.request.inputs.values())
 
     def explain(self, error: BaseException) -> ShmserveError:
@@ -373,23 +373,23 @@ class OutputStream:
             return Unavailable("the device of the model was lost")
 
     def _end(self) -> None:
-        self._closed = True
+        self._is_closed = True
         self._writer.link.close(self._open)
 
 
 class RehearsedStream(OutputStream):
     """A stream that drops its responses; `error` is the first error among them."""
 
-    __slots__ = ("_ended", "error")
+    __slots__ = ("_end_event", "error")
 
     def __init__(self, writer: ResponseWriter, request: Request) -> None:
         super().__init__(writer, WorkerRequest(request.work), request)
         self.error: ShmserveError | None = None
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
 
     def wait(self) -> None:
         """Wait until the model has ended the stream."""
-        self._ended.wait()
+        self._end_event.wait()
         self._writer.end_abandoned()
 
     def refuse(self, error: ShmserveError) -> Reply | None:
@@ -398,7 +398,7 @@ class RehearsedStream(OutputStream):
 
     def abandon(self, error: BaseException | None = None) -> None:
         super().abandon(error)
-        self._ended.set()
+        self._end_event.set()
 
     def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
         if response is not None and response.error is not None:
@@ -408,4 +408,4 @@ class RehearsedStream(OutputStream):
 
     def _end(self) -> None:
         super()._end()
-        self._ended.set()
+        self._end_event.set()

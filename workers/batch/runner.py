@@ -253,7 +253,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         context, signature = self._context, self._signature
-        self._batched = signature.max_batch_size > 0
+        self._supports_batching = signature.max_batch_size > 0
         self._copy_counter = context.copy_counter
         if "torch" in sys.modules:  # imported at load instead of in the first request
             importlib.import_module("shmserve.workers.memory.tensors")
@@ -456,7 +456,7 @@ class Runner:
             rows = sum(request.batch_size for request in requests)
             # A flat list of strings contains the strings of each row in order.
             is_flat_list = array.ndim == len(spec.model_dims) == 1 and isinstance(output, list)
-            if is_flat_list and self._batched and rows and not array.size % rows:
+            if is_flat_list and self._supports_batching and rows and not array.size % rows:
                 array = array.reshape(rows, -1)
             return Output(name, datatype, array)
         if isinstance(output, np.ndarray):

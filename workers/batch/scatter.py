@@ -113,7 +113,7 @@ class Scatterer:
     _expects_all: bool
 
     def __post_init__(self) -> None:
-        self._batched = self._signature.max_batch_size > 0
+        self._supports_batching = self._signature.max_batch_size > 0
         self._copier = Copier(self._context.threads)
         self._has_warned = False
 
@@ -280,14 +280,14 @@ class Scatterer:
                 f"'{output.name}', expecting {TO_CONFIG[spec.datatype]}"
             )
         dims = spec.model_dims
-        expected = (request.batch_size, *dims) if self._batched else dims
+        expected = (request.batch_size, *dims) if self._supports_batching else dims
         if not shapes_match(expected, shape):
             text = (
                 f"unexpected shape for inference output '{output.name}' for model "
                 f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
                 f"{shape_text(shape)}."
             )
-            wrong_rows = self._batched and shape[:1] != (request.batch_size,)
+            wrong_rows = self._supports_batching and shape[:1] != (request.batch_size,)
             if self._strict_shapes or wrong_rows:
                 raise Internal(text)
             if not self._has_warned:
@@ -297,7 +297,7 @@ class Scatterer:
     def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         # A shape that does not match the model's side of the reshape is returned unchanged.
         dims = spec.reshape or ()
-        batch_dim, item_shape = (shape[:1], shape[1:]) if self._batched else ((), shape)
+        batch_dim, item_shape = (shape[:1], shape[1:]) if self._supports_batching else ((), shape)
         if shapes_match(dims, item_shape):
             return (*batch_dim, *reshape(item_shape, dims, spec.dims))
         return shape

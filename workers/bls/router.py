@@ -54,8 +54,8 @@ from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.inference import ResponseSchema, unpack_ranges
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.frames import MalformedMessage
+from shmserve.ipc.transport.zmtp import LinkTable
 from shmserve.workers.bls.request import (
     CallRequest,
     Outcome,
@@ -63,7 +63,7 @@ from shmserve.workers.bls.request import (
     copy_response,
     place_inputs,
 )
-from shmserve.workers.links.supervisor import SupervisorLink, readable
+from shmserve.workers.links.processes import SupervisorLink, readable
 
 
 class SharedWait:
@@ -502,7 +502,7 @@ class CallRouter:
         """
         schema, data = message.schema, message.data
         try:
-            unpacked = self._responses.find(schema) or self._responses.learn(schema)
+            unpacked = self._responses[schema]
             response = unpacked.inferred(data)
         except MalformedMessage as error:
             logger.error("a worker's response is malformed: %s", error)

@@ -1,6 +1,6 @@
-"""The links of a worker to other processes. Start with scheduler.py.
+"""The links of a worker to other processes. Start with processes.py.
 
-scheduler.py      the scheduler that sends batches to the instance
-supervisor.py     the supervisor: control messages, requests of models, the wait of the loop
+processes.py      the supervisor: control messages, requests of models, the wait of the loop; and
+                  the scheduler that sends batches to the instance
 workspace.py      leases of device memory, requested from the supervisor
 """

@@ -126,7 +126,7 @@ class DeviceMemory:
         default_factory=weakref.WeakValueDictionary
     )
     # The pointers and devices of the allocations to close.
-    _unused: deque[tuple[int, int]] = field(default_factory=deque)
+    _unused_allocations: deque[tuple[int, int]] = field(default_factory=deque)
     written_devices: set[int] = field(default_factory=set)
     # Devices that have worked at least once.
     _working_devices: set[int] = field(default_factory=set)
@@ -200,7 +200,9 @@ class DeviceMemory:
             ) from None
         allocation = Allocation(pointer, base + byte_size - pointer, handle.device)
         # A thread of the model may drop the last reference: the loop closes the handle later.
-        weakref.finalize(allocation, self._unused.append, (pointer, handle.device)).atexit = False
+        weakref.finalize(
+            allocation, self._unused_allocations.append, (pointer, handle.device)
+        ).atexit = False
         self._allocations[key] = allocation
         return allocation
 
@@ -223,8 +225,8 @@ class DeviceMemory:
         """Close unused allocations; does nothing outside of the loop's thread."""
         if threading.get_ident() != self._loop_thread:
             return
-        while self._unused:
-            pointer, device = self._unused.popleft()
+        while self._unused_allocations:
+            pointer, device = self._unused_allocations.popleft()
             assert self._cuda is not None
             try:
                 self._cuda.close(pointer, device)
@@ -301,11 +303,6 @@ class DeviceMemory:
         except ShmserveError as error:
             return MemoryChecked(request.id, error.code, error.message)
         return MemoryChecked(request.id, "", "")
-
-    @property
-    def handle_count(self) -> int:
-        """Return the number of handles that are open or not closed yet."""
-        return len(self._allocations) + len(self._unused)
 
 
 def _unusable_error(device: int) -> Unavailable:

@@ -106,7 +106,7 @@ class OutputMemory:
         return self._reserved.pop(address).memory_range
 
     def _check_share(self, lent_bytes: int, byte_size: int) -> None:
-        free = self._arena.memory.byte_size - self._arena.used
+        free = self._arena.memory.byte_size - self._arena.used_bytes
         if lent_bytes + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "

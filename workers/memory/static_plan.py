@@ -200,7 +200,7 @@ class Graphs:
         from shmserve.workers.memory.tensors import TORCH_DTYPES
 
         self._plan = plan
-        self._batched = signature.max_batch_size > 0
+        self._supports_batching = signature.max_batch_size > 0
         self._inputs = {
             name: torch.zeros(
                 self._shape(spec, plan.rows), dtype=TORCH_DTYPES[spec.datatype], device=device
@@ -217,7 +217,7 @@ class Graphs:
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Return the outputs for a batch; they are valid until the next run."""
-        rows = len(next(iter(inputs.values()))) if self._batched else 1
+        rows = len(next(iter(inputs.values()))) if self._supports_batching else 1
         bucket = self._plan.bucket_of(rows)
         for name, tensor in inputs.items():
             self._first_rows(self._inputs[name], rows).copy_(tensor, non_blocking=True)
@@ -226,8 +226,8 @@ class Graphs:
         return {name: self._first_rows(output, rows) for name, output in results.items()}
 
     def _first_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        return tensor[:rows] if self._batched else tensor
+        return tensor[:rows] if self._supports_batching else tensor
 
     def _shape(self, spec: Any, rows: int) -> tuple[int, ...]:
         dims = spec.model_dims
-        return (rows, *dims) if self._batched else tuple(dims)
+        return (rows, *dims) if self._supports_batching else tuple(dims)

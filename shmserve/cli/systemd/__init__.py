@@ -348,8 +348,8 @@ class _Change:
         self._manager = ("systemctl", "--user") if arguments.user else ("systemctl",)
         runtime_dir = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
         self._has_manager = arguments.root is None and (runtime_dir / "systemd/private").exists()
-        self._kept: list[File] = []
-        self._failed = False
+        self._kept_files: list[File] = []
+        self._has_failed = False
 
     def run(self, verb: str) -> int:
         installed = files(self._target)
@@ -365,12 +365,12 @@ class _Change:
                 self._remove(file)
             self._remove_links()
             self._remove_folders()
-        is_blocked = any(verb == "remove" or not file.is_editable for file in self._kept)
+        is_blocked = any(verb == "remove" or not file.is_editable for file in self._kept_files)
         if is_blocked:
             tense = "would be" if self._dry_run else "were"
             print(f"Changed files {tense} kept; --force overwrites or removes them.")
         self._finish(verb)
-        return int(is_blocked or self._failed)
+        return int(is_blocked or self._has_failed)
 
     def _install(self, file: File) -> None:
         path = _path_in(self._root, file.path)
@@ -410,7 +410,7 @@ class _Change:
                 print(f"    {line}")
 
     def _keep(self, file: File, path: Path) -> None:
-        self._kept.append(file)
+        self._kept_files.append(file)
         verb = "would keep" if self._dry_run else "kept"
         print(f"{verb:<10} {path}: changed since it was written")
 
@@ -471,7 +471,7 @@ class _Change:
         if self._has_manager:
             self._report("run", " ".join(words))
             if not self._dry_run and subprocess.run(words, check=False).returncode and not may_fail:
-                self._failed = True
+                self._has_failed = True
 
 
 _STOPPED_UNITS = (*(unit for unit in UNITS if "@" not in unit), "shmserve*@*")

@@ -141,7 +141,7 @@ class DeviceSegment(RegisteredMemory):
         self._handle = allocation.handle
         self.size = allocation.size
         self.address = allocation.pointer
-        self.free = FreeList(self.size)
+        self.free_list = FreeList(self.size)
 
     def make_share_request(self, number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""

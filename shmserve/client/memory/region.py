@@ -22,12 +22,11 @@ import numpy as np
 from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
 from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import datatype_of
-from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Released, Unsupported
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Range, TensorRef
-from shmserve.ipc.tensors.inference import Packed
+from shmserve.ipc.tensors.inference import Packed, TensorSchema
 from shmserve.ipc.tensors.signature import Signature
 
 _FOLDER = "/dev/shm/"
@@ -280,12 +279,12 @@ def check_datatype(name: str, datatype: str, signature: Signature) -> None:
         )
 
 
-def _parse_specs(tensors: Specs) -> dict[str, TensorTemplate]:
+def _parse_specs(tensors: Specs) -> dict[str, TensorSchema]:
     if not isinstance(tensors, Mapping):
         raise InvalidArgument(
             f"expected a mapping of names to (shape, datatype), got {tensors!r:.80}"
         )
-    templates: dict[str, TensorTemplate] = {}
+    templates: dict[str, TensorSchema] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
             raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a (shape, datatype)")
@@ -308,7 +307,7 @@ def _datatype(name: str, datatype: Any) -> str:
     )
 
 
-def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorTemplate:
+def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorSchema:
     datatype = _datatype(name, dtype)
     item_size = ITEM_SIZE[datatype]
     try:
@@ -322,4 +321,4 @@ def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorTemp
     size = element_count(dims) * item_size
     if size > MAX_INT64:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")
-    return TensorTemplate(name, datatype, dims, size)
+    return TensorSchema(name, datatype, dims, size)

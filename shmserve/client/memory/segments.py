@@ -80,7 +80,7 @@ class Segment(RegisteredMemory):
         # array.
         self.bytes = memoryview(mapped)
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
-        self.free = FreeList(aligned(self.size))
+        self.free_list = FreeList(aligned(self.size))
 
     def make_share_request(self, number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
@@ -223,7 +223,7 @@ class Memories:
         for segment in self._segments:
             if segment.memory is None:
                 continue  # the segment is not shared with the server yet
-            offset = segment.free.allocate(byte_size)
+            offset = segment.free_list.allocate(byte_size)
             if offset is not None:
                 return MemoryBlock(segment, offset, byte_size, self)
         return None
@@ -278,7 +278,7 @@ class Memories:
             )
 
     def _first_block(self, segment: AnySegment, byte_size: int) -> MemoryBlock:
-        offset = segment.free.allocate(byte_size)
+        offset = segment.free_list.allocate(byte_size)
         assert offset is not None
         self._segments.append(segment)
         return MemoryBlock(segment, offset, byte_size, self)
@@ -313,8 +313,8 @@ class Memories:
         with self._lock:
             while self.recycled:
                 segment, offset = self.recycled.popleft()
-                segment.free.free(offset)
-                if not segment.free.used and segment in self._segments:
+                segment.free_list.free(offset)
+                if not segment.free_list.used and segment in self._segments:
                     self._segments.remove(segment)
                     self._withdraw(segment)
                     segment.close()

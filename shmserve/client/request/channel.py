@@ -44,8 +44,8 @@ from shmserve.ipc.scheduler_client import NO_SCHEDULER, InflightRequest, Schedul
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, phase_durations, unpack_spans
-from shmserve.ipc.transport.dealer import Dealer, LinkTable
 from shmserve.ipc.transport.frames import MalformedMessage
+from shmserve.ipc.transport.zmtp import Dealer, LinkTable
 
 DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use `stream`"
 LATE = "no response arrived within the timeout"
@@ -63,7 +63,7 @@ class ClientRequest(InflightRequest):
         is_retry: Whether the request has been resubmitted because its response was lost.
         on_done: Called with the request when `outcome` is set.
         outcome: The result or the error; None until the request has completed.
-        packed: The packed request.
+        packed_request: The packed request.
         release_memory: The callback that releases the memory of the request.
     """
 
@@ -73,21 +73,21 @@ class ClientRequest(InflightRequest):
         "is_retry",
         "on_done",
         "outcome",
-        "packed",
+        "packed_request",
         "release_memory",
     )
 
     def __init__(
         self,
         channel: RequestChannel,
-        packed: PackedRequest,
+        packed_request: PackedRequest,
         on_done: Callable[[ClientRequest], None] | None,
     ) -> None:
         self.endpoint = ""
         self.responses = 0
         self.channel = channel
-        self.packed = packed
-        self.release_memory = packed.release_memory
+        self.packed_request = packed_request
+        self.release_memory = packed_request.release_memory
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
         self.abandoned = False
@@ -119,7 +119,7 @@ class ClientRequest(InflightRequest):
             self.complete(self.error(message.code, message.message, message.retry_after_s))
         elif type(message) is Responded:  # the model was reloaded and is now decoupled
             self.discard(message)
-            self.complete(Unsupported(DECOUPLED % self.packed.model.name))
+            self.complete(Unsupported(DECOUPLED % self.packed_request.model.name))
             self.channel.cancel(self)
 
     def error(self, code: str, text: str, retry_after_s: int = 0) -> ShmserveError:
@@ -130,7 +130,10 @@ class ClientRequest(InflightRequest):
         """
         if retry_after_s > 0:
             return QueueFull(text, retry_after_s)
-        if code == "UNAVAILABLE" and 0 < self.packed.options.deadline_ns <= time.monotonic_ns():
+        if (
+            code == "UNAVAILABLE"
+            and 0 < self.packed_request.options.deadline_ns <= time.monotonic_ns()
+        ):
             return TimedOut(text)
         return from_code(code, text)
 
@@ -186,7 +189,7 @@ class ClientRequest(InflightRequest):
     @property
     def is_explained(self) -> bool:
         """Return whether the request asks for a latency breakdown in its result."""
-        return (self.packed.options.parameters or {}).get("explain") is True
+        return (self.packed_request.options.parameters or {}).get("explain") is True
 
     def copy_range(self, memory_range: Range) -> bytearray:
         """Return a copy of a range of a worker's memory."""
@@ -197,7 +200,7 @@ class ClientRequest(InflightRequest):
         self.channel.schedulers.release(self.endpoint, messages)
 
     def own_memories(self) -> set[int]:
-        return own_memories(self.packed)
+        return own_memories(self.packed_request)
 
     def fail_stranded(self) -> None:
         self.free()
@@ -241,7 +244,7 @@ class RequestChannel:
     ) -> None:
         self.server = server
         self._unwatch = unwatch
-        identity = f"{server.identity}.{server.next_link_name()}"
+        identity = f"{server.identity}.{next(server.link_numbers)}"
         self._links = LinkTable(identity, watch, unwatch)
         self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
             self._links, self._find, server.successors
@@ -249,7 +252,7 @@ class RequestChannel:
         self._numbers = itertools.count(1)
         self._losses = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closed = False
+        self._is_closed = False
         watch(self.waker)
         server.add_channel(self)
 
@@ -281,12 +284,12 @@ class RequestChannel:
             Disconnected: As for `submit`.
             InvalidArgument: As for `submit`.
         """
-        server, packed = self.server, pending.packed
+        server, packed = self.server, pending.packed_request
         is_other_server = packed.model.source is not server.models
-        if self._closed or not server.alive or is_other_server:
+        if self._is_closed or not server.alive or is_other_server:
             packed.release_memory()
             raise Disconnected(
-                "this client is closed" if self._closed and not is_other_server else CLOSED_EARLY
+                "this client is closed" if self._is_closed and not is_other_server else CLOSED_EARLY
             )
         options = packed.options
         size = len(packed.schema) + inline_size_of(packed.data) + len(options.request_id)
@@ -358,7 +361,7 @@ class RequestChannel:
 
     def _find(self, pending: ClientRequest, _: Failed | None) -> str:
         """Return the endpoint that currently serves the model of a request; "" if there is none."""
-        model, models = pending.packed.model, self.server.models
+        model, models = pending.packed_request.model, self.server.models
         current = models.find(model.name, model.version) or models.find(model.name, "")
         return "" if current is None else current.endpoint
 
@@ -414,7 +417,7 @@ class RequestChannel:
 
     def wake(self) -> None:
         """Wake up the thread that waits at this channel. May be called from any thread."""
-        if not self._closed:
+        if not self._is_closed:
             os.eventfd_write(self.waker, 1)
 
     def _reset_waker(self) -> None:
@@ -423,8 +426,8 @@ class RequestChannel:
 
     def close(self) -> None:
         """Close every link and fail the pending requests."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._fail_all()
             self._unwatch(self.waker)
             self.server.remove_channel(self)

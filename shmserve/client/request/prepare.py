@@ -17,7 +17,7 @@ from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
-from shmserve.client.request.prepared import Buffer, ClientTemplate, TensorTemplate, pack
+from shmserve.client.request.prepared import Buffer, ClientTemplate, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -28,6 +28,7 @@ from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
     RequestedOutput,
+    TensorSchema,
 )
 from shmserve.ipc.trace import TraceContext
 
@@ -322,19 +323,19 @@ class _UntemplatedRequest:
         self._arrays = arrays
         self._segments: list[AnySegment] = []
         self._holders: list[Any] = []
-        self._templates: list[TensorTemplate] = []
+        self._templates: list[TensorSchema] = []
         self._memory_ranges: list[Range | None] = []
         specs = model.signature.inputs
         for index, (name, data) in enumerate(inputs.items()):
             if type(data) is DeviceView:
-                self._templates.append(TensorTemplate(name, data.datatype, data.shape, data.nbytes))
+                self._templates.append(TensorSchema(name, data.datatype, data.shape, data.nbytes))
                 self._memory_ranges.append(self._device_range(data))
                 continue
             array, datatype = as_array(data, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
                 array = arrays[index] = np.frombuffer(_encode(array, name), np.uint8)
-            self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
+            self._templates.append(TensorSchema(name, datatype, shape, array.nbytes))
             self._memory_ranges.append(self._find_range(data, array))
 
     def _device_range(self, view: DeviceView) -> Range:

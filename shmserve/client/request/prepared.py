@@ -14,7 +14,7 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,25 +26,13 @@ from shmserve.ipc.tensors.inference import (
     Inference,
     Packed,
     RequestedOutput,
+    TensorSchema,
     pack_inference,
     pack_request_schema,
 )
 from shmserve.ipc.tensors.signature import Signature
 
 _NO_MEMORY = Memory(0, 0, 0, 0, MAX_INT64, True)
-
-
-class TensorTemplate(NamedTuple):
-    """The name, datatype and shape of a tensor."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    byte_size: int
-
-    def ref(self, data: bytes | Range) -> TensorRef:
-        """Return the tensor with this data."""
-        return TensorRef(self.name, self.datatype, self.shape, data)
 
 
 def pack(
@@ -85,7 +73,7 @@ class ClientTemplate:
     def __init__(
         self,
         signature: Signature,
-        templates: Sequence[TensorTemplate],
+        templates: Sequence[TensorSchema],
         outputs: Sequence[str],
         memories: Memories,
         *,
@@ -118,7 +106,7 @@ class ClientTemplate:
         self._schema = self._pack_schema({})
         self.uses_slots = uses_slot or not self._inline
         self._ring: deque[Buffer] = deque()
-        self._closed = False
+        self._is_closed = False
         if self.uses_slots:
             memories.register_owner(self)
 
@@ -178,12 +166,12 @@ class ClientTemplate:
     def return_slot(self, slot: Buffer) -> None:
         """Return a slot to the ring; safe in any thread and at any time."""
         self._ring.append(slot)
-        if self._closed:
+        if self._is_closed:
             self.close()
 
     def close(self) -> None:
         """Free the slots; slots in use are freed when their requests end."""
-        self._closed = True
+        self._is_closed = True
         self.free_idle()
 
     def free_idle(self) -> None:

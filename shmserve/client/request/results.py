@@ -89,7 +89,7 @@ class _Released(dict[str, Any]):
 class Reader(Protocol):
     """A request whose response is read."""
 
-    packed: PackedRequest
+    packed_request: PackedRequest
 
     def copy_range(self, memory_range: Range) -> bytearray:
         """Return a copy of a range in a worker's memory."""
@@ -109,7 +109,7 @@ def read(reader: Reader, message: Finished) -> Result:
         Unsupported: Only the server's own user may read the memory.
         Internal: The response lacks a requested output.
     """
-    packed = reader.packed
+    packed = reader.packed_request
     lease = None if packed.slot is None else MemoryLease(noop)
     result, in_shared_memory = _read(reader, message, lease)
     if len(result) < len(packed.model.signature.outputs) and not packed.model.may_omit_outputs:
@@ -141,9 +141,9 @@ def _read(
     reader: Reader, message: Finished | Responded, lease: MemoryLease | None
 ) -> tuple[Result, bool]:
     """Return the result, and whether its outputs may be in shared memory."""
-    packed = reader.packed
+    packed = reader.packed_request
     responses = packed.model.responses
-    schema = responses.find(message.schema) or responses.learn(message.schema)
+    schema = responses[message.schema]
     datas = message.data
     if len(datas) != len(schema.outputs):
         raise MalformedMessage("a response's data do not match its schema")
@@ -172,11 +172,11 @@ def _tensors_of(
         return {
             ref.name: _map_output(reader, lease, ref, data)
             if isinstance(data, Range)
-            else _decode(reader.packed, ref, data)
+            else _decode(reader.packed_request, ref, data)
             for ref, data in zip(outputs, contents, strict=True)
         }
     finally:
-        reader.release(release_messages(unpack_ranges(datas), own_memories(reader.packed)))
+        reader.release(release_messages(unpack_ranges(datas), own_memories(reader.packed_request)))
 
 
 def own_memories(packed: PackedRequest) -> set[int]:
@@ -188,7 +188,7 @@ def _map_output(
     reader: Reader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
 ) -> Any:
     """Return an output in shared memory."""
-    packed = reader.packed
+    packed = reader.packed_request
     segment = _segment(packed, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":
         return _decode(packed, ref, _copy_output(reader, memory_range, segment))

@@ -115,23 +115,6 @@ class ClientStream(ClientRequest):
         self.items.clear()
 
 
-class StreamWaiter(Protocol):
-    """The interface by which a `ResponseStream` waits for, credits and cancels its request."""
-
-    def wait_until_ready(self, pending: Any) -> None:
-        """Wait until `pending` is ready.
-
-        Raises:
-            TimedOut: The deadline has passed. The request is cancelled.
-        """
-
-    def credit(self, pending: Any, responses: int) -> None:
-        """Grant credit for `responses` more responses."""
-
-    def cancel(self, pending_requests: Iterable[Any]) -> None:
-        """Cancel requests. May be called at any time and in any thread."""
-
-
 class ResponseStream:
     """An iterator over the responses to one request, each a `Result`. Not thread-safe.
 
@@ -143,7 +126,7 @@ class ResponseStream:
     by `close`, at the end of a `with` block, and when the object is collected.
     """
 
-    def __init__(self, waiter: StreamWaiter, pending: ClientStream, owner: object) -> None:
+    def __init__(self, waiter: Waiter, pending: ClientStream, owner: object) -> None:
         self._waiter = waiter
         self._pending = pending
         self._owner = owner  # the reference keeps the client from being collected and closed
@@ -186,7 +169,7 @@ def _is_placed(packed: PackedRequest) -> bool:
     return any(output.placed for output in RequestSchema(packed.schema).outputs)
 
 
-class Waiter(StreamWaiter, Protocol):
+class Waiter(Protocol):
     """The interface by which a thread submits requests and waits for their responses."""
 
     connection: ServerConnection
@@ -207,6 +190,19 @@ class Waiter(StreamWaiter, Protocol):
 
     def open(self, packed: PackedRequest) -> ClientStream:
         """Send a request that may have any number of responses."""
+
+    def wait_until_ready(self, pending: Any) -> None:
+        """Wait until `pending` is ready.
+
+        Raises:
+            TimedOut: The deadline has passed. The request is cancelled.
+        """
+
+    def credit(self, pending: Any, responses: int) -> None:
+        """Grant credit for `responses` more responses."""
+
+    def cancel(self, pending_requests: Iterable[Any]) -> None:
+        """Cancel requests. May be called at any time and in any thread."""
 
 
 class ThreadChannel(Waiter):
@@ -281,7 +277,7 @@ class ThreadChannel(Waiter):
         if pending.ready():
             return
         channel.flush()
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             timeout_s: float | None = None
             if deadline_ns:
@@ -351,7 +347,7 @@ class SharedChannel(Waiter):
         return future.result()
 
     def wait_until_ready(self, pending: ClientStream) -> None:
-        deadline_ns = pending.packed.options.deadline_ns
+        deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             self.check_may_wait()
             timeout_s: float | None = None
@@ -400,7 +396,7 @@ def _submit(
 
     deadline_ns = packed.options.deadline_ns
     if deadline_ns:
-        connection.expire_at(deadline_ns, pending.submit.id)
+        connection.timeouts.add(deadline_ns, pending.submit.id)
 
     # The callback has a parameter, because a reference to `future` would form a cycle.
     def on_done(completed: Future[Result]) -> None:

@@ -346,11 +346,11 @@ class TlsLayer:
     """The TLS layer of one connection; `ready` after the handshake, which selects HTTP/2."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
-        self._incoming = ssl.MemoryBIO()
-        self._outgoing = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._tls_input = ssl.MemoryBIO()
+        self._tls_output = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._tls_input, self._tls_output, server_side=True)
         self.ready = False
-        self._closed = False
+        self._is_closed = False
 
     def receive(self, data: bytes | memoryview) -> bytes:
         """Return the plaintext of received bytes. `outgoing` must be sent in any case.
@@ -358,7 +358,7 @@ class TlsLayer:
         Raises:
             BrokenTls: The handshake failed, or the bytes are invalid.
         """
-        self._incoming.write(data)
+        self._tls_input.write(data)
         pieces: list[bytes] = []
         try:
             if not self.ready:
@@ -378,18 +378,18 @@ class TlsLayer:
 
     def send(self, data: bytes | memoryview) -> None:
         """Encrypt bytes for `outgoing`, unless TLS is closed."""
-        if not self._closed:
+        if not self._is_closed:
             self._tls.write(data)
 
     def close(self) -> None:
         """Close TLS."""
-        self._closed = True
+        self._is_closed = True
         with contextlib.suppress(ssl.SSLError):  # the client has not closed TLS yet
             self._tls.unwrap()
 
     def outgoing(self) -> bytes:
         """Return the ciphertext that has to be sent."""
-        return self._outgoing.read()
+        return self._tls_output.read()
 
 
 _ALIVE_PAYLOAD, _DRAIN_PAYLOAD = b"alive?\0\0", b"leaving\0"

@@ -132,7 +132,7 @@ async def read_json(
             return await parse_large(pieces)
         raw = b"".join(pieces)
     finally:
-        if body.arrival.received:
+        if body.arrival.received_bytes:
             body.arrival.release_budget()
     return parse(raw) if raw or required else {}
 
@@ -144,7 +144,7 @@ class Body:
 
     Attributes:
         arrival: The time limit and the memory of the body.
-        declared: The size in bytes, or -1 if it is unknown.
+        declared_size: The size in bytes, or -1 if it is unknown.
     """
 
     def __init__(self, request: HttpRequest, settings: GatewaySettings, budget: BodyBudget) -> None:
@@ -154,7 +154,7 @@ class Body:
         self.arrival = Arrival(settings.body_timeout_s, budget)
         self._chunks = 0
         self._chunked = TRANSFER_ENCODING in request.headers
-        self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
+        self.declared_size = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
     def received_whole(self) -> bytes | None:
         """Return the body if it was received completely, as small bodies are.
@@ -162,7 +162,7 @@ class Body:
         Raises:
             BrokenBody: The size exceeds the range of the parser.
         """
-        if self.declared > MAX_INT64:
+        if self.declared_size > MAX_INT64:
             raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 
@@ -188,7 +188,7 @@ class Body:
             BodyTimeout: The bytes did not arrive in time.
             BrokenBody: The framing is invalid.
         """
-        if self.arrival.received == 0 and not self._content.is_eof():
+        if self.arrival.received_bytes == 0 and not self._content.is_eof():
             self._send_continue()
         read = self._next_chunks() if self._chunked else self._content.readany()
         try:
@@ -208,7 +208,7 @@ class Body:
         # all other requests.
         content = self._content
         assert isinstance(content, StreamReader)  # only an incomplete body has a stream
-        received = self.arrival.received
+        received = self.arrival.received_bytes
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -247,8 +247,8 @@ class Body:
             BodyTooLarge: The body is larger than `limit`.
             Unavailable: The memory for the bodies that are arriving is full.
         """
-        if self.declared > limit:
-            raise BodyTooLarge(too_large.format(size=self.declared, limit=limit))
+        if self.declared_size > limit:
+            raise BodyTooLarge(too_large.format(size=self.declared_size, limit=limit))
         content = self.received_whole()
         pieces: list[bytes] = [] if content is None else [content]
         size = len(content or b"")
@@ -409,10 +409,10 @@ async def _read(
     limit = gateway.settings.max_input_size
     if header_length is None:
         return await body.read(limit, JSON_TOO_LARGE)
-    if body.declared < 0:
+    if body.declared_size < 0:
         return await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
-    size = header_size(header_length, body.declared)
-    tail_size = body.declared - size if size else 0
+    size = header_size(header_length, body.declared_size)
+    tail_size = body.declared_size - size if size else 0
     if tail_size > INLINE_LIMIT:
         try:
             return await _receive(gateway, model, request, body, size, forwarded)
@@ -436,9 +436,9 @@ async def _receive(
     start = await body.read_start(size)
     if len(start) < size:
         raise InvalidArgument(_CUT_SHORT)
-    infer_request = await _parse(start[:size], body.declared - size, model, limit)
+    infer_request = await _parse(start[:size], body.declared_size - size, model, limit)
     infer_request.parameters |= forwarded
-    arriving = reserve_tensors(gateway, model, infer_request, body.declared)
+    arriving = reserve_tensors(gateway, model, infer_request, body.declared_size)
     try:
         if arriving.built_request.regions:
             # A client must not hold regions of another user while its body arrives.

@@ -254,7 +254,7 @@ class _Snapshot:
             "memory_total": total,
             "regions": len(regions),
             "region_bytes": sum(region.byte_size for region in regions),
-            "arena_used": gateway.arena.used,
+            "arena_used": gateway.arena.used_bytes,
             "arena_size": gateway.settings.arena_byte_size,
             **self._host,
         }

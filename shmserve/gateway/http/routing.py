@@ -56,13 +56,13 @@ ANY_PATH = "*"  # the template of all paths without an earlier route
 
 
 class MethodNotAllowed(InvalidArgument):
-    """An error about a method that a path does not have; `allowed` are the path's methods."""
+    """An error about a method that a path does not have; `allowed_methods` are those it has."""
 
     status = 405
 
     def __init__(self, message: str, allowed: str = "") -> None:
         super().__init__(message)
-        self.allowed = allowed
+        self.allowed_methods = allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,10 @@ class RouteTable:
     def unmatched(self, target: str) -> RouteMatch:
         """Return a route that raises NoRoute, with the error format of the target's API.
 
-        The first part of a path identifies the API.
+        The first part of a path identifies the API, except in OpenAI's paths below a wrong base.
         """
-        first_part = "/".join(_target_path(target).split("/")[:2])
+        path = _target_path(target)
+        first_part = "/v1" if _OPENAI_PATH.match(path) else "/".join(path.split("/")[:2])
         for route in self.routes:
             if route.path.startswith(first_part + "/"):
                 route = replace(
@@ -164,8 +165,11 @@ def _target_path(target: str) -> str:
     return _URL_HOST.sub("", target.partition("?")[0])
 
 
+# The path of a client of OpenAI's API whose base URL is wrong.
+_OPENAI_PATH = re.compile(r"(?!/v2/).*/(chat/completions|completions|responses|embeddings|models)$")
 # Hints about frequent mistakes in paths.
 _PATH_HINTS = {
+    _OPENAI_PATH: " (the base URL of an OpenAI client is http://HOST:PORT/v1)",
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is an integer)",
     re.compile(r"/v1(/|$)"): " (GET /docs lists the routes)",
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
@@ -358,7 +362,7 @@ def _error_response(
     elif isinstance(error, UnsupportedEncoding):
         headers = b"Accept-Encoding: gzip, deflate\r\n"
     elif isinstance(error, MethodNotAllowed):
-        headers = b"Allow: %b\r\n" % error.allowed.encode()
+        headers = b"Allow: %b\r\n" % error.allowed_methods.encode()
     elif isinstance(error, Unauthenticated):
         headers = b"WWW-Authenticate: Bearer\r\n"
     traceparent = error.traceparent or _traceparent(request)

@@ -60,7 +60,7 @@ class BodyBudget:
     def __init__(self, capacity: int, trim: MallocTrim) -> None:
         self._capacity = capacity
         self._trim = trim
-        self._used = 0
+        self._used_bytes = 0
         self._bodies: set[Arrival] = set()
 
     def reserve(self, body: Arrival, byte_size: int) -> None:
@@ -71,11 +71,11 @@ class BodyBudget:
         """
         self._bodies.add(body)
         body.heap_bytes += byte_size
-        self._used += byte_size
-        if self._used > max(self._capacity, body.heap_bytes):
+        self._used_bytes += byte_size
+        if self._used_bytes > max(self._capacity, body.heap_bytes):
             for slow_body in self._slow_bodies(attrgetter("heap_bytes")):
                 slow_body.evict()
-                if self._used <= max(self._capacity, body.heap_bytes):
+                if self._used_bytes <= max(self._capacity, body.heap_bytes):
                     break
             else:
                 raise Unavailable(
@@ -86,7 +86,7 @@ class BodyBudget:
     def release(self, body: Arrival) -> None:
         """Release the bytes of a body that is complete or discarded."""
         heap_bytes, body.heap_bytes = body.heap_bytes, 0
-        self._used -= heap_bytes
+        self._used_bytes -= heap_bytes
         self._bodies.discard(body)
         self._trim.schedule(heap_bytes)
 
@@ -126,7 +126,7 @@ class Arrival:
     The time limit is `body_timeout_s`, and a second more for each `SLOWEST_RATE` received bytes.
 
     Attributes:
-        received: The number of received bytes.
+        received_bytes: The number of received bytes.
         heap_bytes: The number of bytes outside of the arena, which count in the budget.
     """
 
@@ -140,7 +140,7 @@ class Arrival:
         self._earlier_waits_s = 0.0  # the total time of the earlier waits
         self._release_block: Callable[[], None] | None = None
         self._evicted = False
-        self.received = 0
+        self.received_bytes = 0
         self.heap_bytes = 0
 
     async def next(self, read: Awaitable[bytes]) -> bytes:
@@ -149,7 +149,7 @@ class Arrival:
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.
         """
-        deadline = self._started_at + self._timeout_s + self.received / SLOWEST_RATE
+        deadline = self._started_at + self._timeout_s + self.received_bytes / SLOWEST_RATE
         self._wait_started_at = time.monotonic()
         try:
             async with asyncio.timeout(deadline - self._wait_started_at) as self._current_timeout:
@@ -161,7 +161,7 @@ class Arrival:
             self._earlier_waits_s = self._total_wait_s(time.monotonic())
             self._current_timeout = None
         self.check()
-        self.received += len(data)
+        self.received_bytes += len(data)
         return data
 
     # --- memory
@@ -202,7 +202,7 @@ class Arrival:
 
     def rate(self, now: float) -> float:
         """Return the received bytes per second of waiting."""
-        return self.received / max(self._total_wait_s(now), 1e-9)
+        return self.received_bytes / max(self._total_wait_s(now), 1e-9)
 
     def is_slow(self, now: float) -> bool:
         """Return whether the body may be evicted."""

@@ -376,7 +376,7 @@ def unpack_response(schema: bytes, data: Sequence[Any]) -> Inferred:
         Internal: The response is malformed.
     """
     try:
-        return (_SCHEMAS.find(schema) or _SCHEMAS.learn(schema)).inferred(data)
+        return _SCHEMAS[schema].inferred(data)
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         raise Internal("internal error") from None

@@ -454,52 +454,52 @@ class ArrivingTensors:
         self.views = views
         self.started_count = 0
         self.release = release
-        self._remaining = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
+        self._remaining_view = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
 
     def start_tensor(self, size: int) -> bool:
         """Begin the next tensor; return whether there is one of this size."""
         if self.started_count == len(self.views) or len(self.views[self.started_count]) != size:
             return False
-        self._remaining = self.views[self.started_count]
+        self._remaining_view = self.views[self.started_count]
         self.started_count += 1
         return True
 
     def feed(self, piece: memoryview) -> int:
         """Receive bytes of the current tensor; return how many bytes belong to it."""
-        size = min(len(self._remaining), len(piece))
+        size = min(len(self._remaining_view), len(piece))
         # The socket may have written the bytes to the tensor's memory directly.
-        if size and piece.obj is not self._remaining.obj:
-            self._remaining[:size] = piece[:size]
-        self._remaining = self._remaining[size:]
+        if size and piece.obj is not self._remaining_view.obj:
+            self._remaining_view[:size] = piece[:size]
+        self._remaining_view = self._remaining_view[size:]
         return size
 
     def feed_all(self, piece: memoryview) -> None:
         """Receive bytes of tensors that follow each other immediately; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]
-            if self._remaining or self.started_count == len(self.views):
+            if self._remaining_view or self.started_count == len(self.views):
                 return
             self.start_tensor(len(self.views[self.started_count]))
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory of the next bytes, at most `byte_limit`; None between tensors."""
-        return self._remaining[:byte_limit] if self._remaining else None
+        return self._remaining_view[:byte_limit] if self._remaining_view else None
 
     @property
     def missing_bytes(self) -> int:
         """Return the number of bytes that the current tensor lacks."""
-        return len(self._remaining)
+        return len(self._remaining_view)
 
     @property
     def is_complete(self) -> bool:
         """Return whether all tensors were received."""
-        return not self._remaining and self.started_count == len(self.views)
+        return not self._remaining_view and self.started_count == len(self.views)
 
     def received_pieces(self) -> list[bytes]:
         """Return the received bytes of each tensor that has begun."""
         pieces = [bytes(view) for view in islice(self.views, self.started_count)]
-        if self._remaining:
-            pieces[-1] = pieces[-1][: -len(self._remaining)]
+        if self._remaining_view:
+            pieces[-1] = pieces[-1][: -len(self._remaining_view)]
         return pieces
 
 

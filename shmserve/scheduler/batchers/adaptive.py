@@ -201,7 +201,7 @@ class Sizes:
         self._next_trial = 0
         self._size = 0  # the size that is being tried, in the state of `_state`
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
-        self._idle = 1.0
+        self._idle_share = 1.0
         # The requests that may still be late because of the last trial, and the misses that it may
         # still be charged.
         self._delayed_requests = self._price = 0.0
@@ -213,7 +213,7 @@ class Sizes:
     def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
         """Check whether to try a size that takes at most `worst_ns`."""
         self._state = state
-        self._idle = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
+        self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
         price = self._price_of(size, worst_ns, state.max_in_flight)
         if price > max(self._account.credit, 0) and not state.is_overloaded:
             return False
@@ -227,7 +227,9 @@ class Sizes:
         state = self._state
         own_misses = size if took_ns > state.oldest_left_ns else 0
         lost_ns = took_ns - size * state.row_ns - max(state.spare_ns, 0)
-        return own_misses + min(max(lost_ns, 0) * state.rows_per_ns / self._idle, max_in_flight)
+        return own_misses + min(
+            max(lost_ns, 0) * state.rows_per_ns / self._idle_share, max_in_flight
+        )
 
     def record_batch(
         self, units: int, took_ns: int, count: int, in_flight: int, misses: int
@@ -242,7 +244,7 @@ class Sizes:
             misses: The number of its requests that missed the target.
         """
         if units == self._size:
-            self._delayed_requests = count + in_flight / self._idle
+            self._delayed_requests = count + in_flight / self._idle_share
             self._price = self._price_of(units, took_ns, in_flight)
             self._size = 0
         if self._delayed_requests > 0:
@@ -263,14 +265,14 @@ class AdaptiveBatcher(Batcher):
         self._arrivals = Arrivals()
         self._load = Load()
         self._account = Account()
-        self._waiting = WaitingChoice(self._account)
+        self._waiting_choice = WaitingChoice(self._account)
         self._sizes = Sizes(self._account)
         self._aim_ns = float(rules.target_ns)
         self._excess_misses = 0.0  # the cumulative sum of misses beyond the tolerated share
         # The first request of the batch that is being formed, and the end of its wait.
         self._first_request: Pending | None = None
         self._wait_end_ns = 0
-        self._draining = False
+        self._is_draining = False
 
     # --- learning -----------------------------------------------------------------------
 
@@ -292,7 +294,7 @@ class AdaptiveBatcher(Batcher):
         self._time.observe(units, took_ns, out_of_reach=out_of_reach)
         self._sizes.record_batch(units, took_ns, count, in_flight, misses)
         if self._load.batches > LEARNING:
-            self._waiting.record_batch(latencies_ns, misses)
+            self._waiting_choice.record_batch(latencies_ns, misses)
         elif self._load.batches == LEARNING:
             self._account.end_learning()
         self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
@@ -312,7 +314,7 @@ class AdaptiveBatcher(Batcher):
     # --- decisions ----------------------------------------------------------------------
 
     def flush(self) -> None:
-        self._draining = True
+        self._is_draining = True
 
     def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
         head = gather(pending, self._rules)
@@ -331,7 +333,7 @@ class AdaptiveBatcher(Batcher):
             self._first_request = head.requests[0]
             self._wait_end_ns = now_ns + int(self._time.setup_ns)
         batch = closed_batch(head)
-        if self._draining or not self._time.can_compare:
+        if self._is_draining or not self._time.can_compare:
             return batch or Batch(len(head.requests), CloseReason.IDLE)
         trial_count = self._start_trial(now_ns, head)
         if trial_count:
@@ -351,7 +353,7 @@ class AdaptiveBatcher(Batcher):
         end_ns = self._start_by(head.oldest_ns, head.units)
         if (
             ends_sooner
-            or (self._waiting.waits and self._waiting.waiting_clearly_pays)
+            or (self._waiting_choice.waits and self._waiting_choice.waiting_clearly_pays)
             or self._is_out_of_reach
         ):
             end_ns = max(end_ns, burst_end_ns)
@@ -399,7 +401,7 @@ class AdaptiveBatcher(Batcher):
             longer_ns = wait_ns + time.expected_ns(round(rows)) - now_ns
             ends_sooner = longer_ns < -_CLEAR_DIFFERENCE * now_ns
             if ends_sooner or (
-                self._waiting.waits and longer_ns < (rows - best_size) * self._load.row_ns
+                self._waiting_choice.waits and longer_ns < (rows - best_size) * self._load.row_ns
             ):
                 return self._arrivals.next_by_ns, ends_sooner
         return 0, False

@@ -326,7 +326,7 @@ class Sequences:
         self._stale_slots = 0
         self.backlog = Backlog()
         # Idle sequences in the order in which they became idle.
-        self._idle: OrderedDict[StatefulSequence, int] = OrderedDict()
+        self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost_ids: OrderedDict[int | str, None] = OrderedDict()
 
@@ -356,7 +356,7 @@ class Sequences:
         lost_sequences = [sequence for sequence in slots.sequences if sequence is not None]
         for sequence in lost_sequences:
             sequence.instance_slots = None
-            self._idle.pop(sequence, None)
+            self._idle_sequences.pop(sequence, None)
             self._close(sequence)
             self._remember(sequence.id)
         return lost_sequences
@@ -436,7 +436,7 @@ class Sequences:
         sequence.waiting.append(request)
         if request.flags & SEQUENCE_END:
             self._close(sequence)
-        self._idle.pop(sequence, None)
+        self._idle_sequences.pop(sequence, None)
         if sequence.instance_slots is None:
             self._fill()
         elif sequence.running is None:
@@ -515,7 +515,7 @@ class Sequences:
         slots.mark_not_ready(sequence)
         slots.sequences[sequence.slot] = None
         sequence.instance_slots = None
-        self._idle.pop(sequence, None)
+        self._idle_sequences.pop(sequence, None)
         if not slots.closed:
             heapq.heappush(self._free, (sequence.slot, slots.order, slots))
             self._fill()
@@ -566,19 +566,23 @@ class Sequences:
                 self._close(sequence)
                 self._end_early(sequence)
             else:
-                self._idle[sequence] = now_ns
+                self._idle_sequences[sequence] = now_ns
 
     # --- time -------------------------------------------------------------------------------------
 
     def next_idle_ns(self) -> int:
         """Return the time (monotonic ns) at which `reap` may end a sequence, or NEVER."""
-        return next(iter(self._idle.values())) + self._idle_ns if self._idle else NEVER
+        return (
+            next(iter(self._idle_sequences.values())) + self._idle_ns
+            if self._idle_sequences
+            else NEVER
+        )
 
     def expire_idle(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""
         expired: list[StatefulSequence] = []
-        while self._idle:
-            sequence, since_ns = next(iter(self._idle.items()))
+        while self._idle_sequences:
+            sequence, since_ns = next(iter(self._idle_sequences.items()))
             if now_ns - since_ns < self._idle_ns:
                 break
             self._close(sequence)

@@ -131,7 +131,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             Unavailable: The model of a step is not served.
             InvalidArgument: The memory range of a tensor is not allowed.
         """
-        schema_properties = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
+        schema_properties = self._schemas[submit.schema]
         data, plan = submit.data, self._plan(schema_properties.outputs)
         if len(data) != schema_properties.entries:
             raise MalformedMessage("a request's data do not match its schema")
@@ -300,8 +300,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         if now_ns >= requests.timers.due_ns:
             for request in requests.expire(now_ns):
                 self._steps.cancel(request)
-        while requests.changed:
-            changed, requests.changed = requests.changed, {}
+        while requests.changed_requests:
+            changed, requests.changed_requests = requests.changed_requests, {}
             for request in changed:
                 if request.state is not EnsembleState.DONE:
                     self._advance(request, now_ns)
@@ -339,7 +339,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             "executing": self._requests.count,
             "instances": {},
             "open_sequences": 0,
-            "malformed": self._steps.malformed,
+            "malformed": self._steps.malformed_messages,
             "is_ensemble": True,
         }
 

@@ -182,7 +182,7 @@ class PlannedStep(TensorReader):
 
     Attributes:
         inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
-        repeated: The tensors that several inputs read, once for each further input.
+        repeated_tensors: The tensors that several inputs read, once for each further input.
         kinds: A cache of step_messages.py, derived from the kinds of the inputs of earlier
             requests.
         responses: A cache of step_messages.py, derived from the schemas of earlier responses.
@@ -199,7 +199,9 @@ class PlannedStep(TensorReader):
             (name, tensor, name in model.optional) for name, tensor in step.inputs.items()
         )
         tensors = list(step.inputs.values())
-        self.repeated = tuple(tensor for i, tensor in enumerate(tensors) if tensor in tensors[:i])
+        self.repeated_tensors = tuple(
+            tensor for i, tensor in enumerate(tensors) if tensor in tensors[:i]
+        )
         self.kinds: BoundedCache[Any, Any] = BoundedCache(_MAX_KINDS)
         self.responses: dict[bool, Schemas[Any]] = {}
 
@@ -426,7 +428,7 @@ class Flow:
                 value.release()
             self.respond(step, number, [(tensor, SKIPPED) for tensor in step.outputs.values()])
             return
-        for tensor in step.repeated:
+        for tensor in step.repeated_tensors:
             values[tensor].acquire()
         if condition and condition not in step.step.inputs.values():
             values[condition].release()
@@ -462,7 +464,7 @@ class Target(ModelProperties):
         """Return the target that a message publishes."""
         config = message.config
         signature = Signature(config, message.version)
-        optional = frozenset(signature.inputs) - signature.required
+        optional = frozenset(signature.inputs) - signature.required_inputs
         return cls(config.decoupled, optional, _device(config), message.endpoint, config, signature)
 
 

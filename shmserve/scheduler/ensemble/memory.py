@@ -167,11 +167,6 @@ class EnsembleMemory:
         """Return the number of bytes in use, in the arena and on devices."""
         return self._on_devices.used_bytes + self.lent.used
 
-    @property
-    def held_count(self) -> int:
-        """Return the number of workers' arenas that are held open."""
-        return len(self._held_arenas)
-
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """Return a block on a CUDA device, or of the arena if the device has no free space.
 

@@ -208,7 +208,7 @@ class EnsembleRequests:
     """The requests of an ensemble that have not ended.
 
     Attributes:
-        changed: The requests that have changed since the last turn.
+        changed_requests: The requests that have changed since the last turn.
         timers: The deadlines.
         count: The number of requests.
     """
@@ -219,7 +219,7 @@ class EnsembleRequests:
     _memory: EnsembleMemory
     _statistics: Statistics
     _cache: ResponseCache | None
-    changed: dict[EnsembleRequest, None] = field(default_factory=dict)
+    changed_requests: dict[EnsembleRequest, None] = field(default_factory=dict)
     count: int = 0
     _warned_tensors: set[str] = field(default_factory=set)
     # Packed response schemas by the kinds of the tensors, their names, and the sequence.
@@ -234,7 +234,7 @@ class EnsembleRequests:
         """Register an admitted request."""
         request.client.requests[request.submit.id] = request
         self.count += 1
-        self.changed[request] = None
+        self.changed_requests[request] = None
         if request.deadline_ns:
             self.timers.add(request.deadline_ns, request)
 
@@ -244,7 +244,7 @@ class EnsembleRequests:
         self, request: EnsembleRequest, code: str, text: str, now_ns: int, retry_after_s: int = 0
     ) -> None:
         """Fail a request unless it has failed before."""
-        self.changed[request] = None
+        self.changed_requests[request] = None
         if request.state is not RUNNING:
             return
         request.transition(EnsembleEvent.FAIL)
@@ -267,7 +267,7 @@ class EnsembleRequests:
         if request.failure is None:
             self._statistics.count_failure(request.arrived_ns, Reason.CANCELED, now_ns)
         request.transition(EnsembleEvent.ABANDON)
-        self.changed[request] = None
+        self.changed_requests[request] = None
 
     def stop(self, request: EnsembleRequest, text: str, now_ns: int) -> None:
         """Fail a request at once because the scheduler stops."""
@@ -311,7 +311,7 @@ class EnsembleRequests:
         """Release the responses of a stream that the client has read."""
         if request.unread is not None:
             request.unread.read(responses)
-        self.changed[request] = None
+        self.changed_requests[request] = None
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
         """End a request that has no steps in flight, and send its client the end."""

@@ -26,8 +26,8 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.scheduler_client import Links, SchedulerClient
 from shmserve.ipc.trace import TraceContext, TracedTensor, unpack_spans
-from shmserve.ipc.transport.dealer import LinkTable
 from shmserve.ipc.transport.frames import MalformedMessage
+from shmserve.ipc.transport.zmtp import LinkTable
 from shmserve.scheduler.ensemble.flow import Firing, Graph, Targets
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
@@ -45,7 +45,7 @@ class StepRunner:
 
     Attributes:
         waiting: The number of steps that wait because of `max_inflight_requests`.
-        malformed: The number of responses of steps that could not be read.
+        malformed_messages: The number of responses of steps that could not be read.
     """
 
     _graph: Graph
@@ -55,7 +55,7 @@ class StepRunner:
     _requests: EnsembleRequests
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     waiting: int = 0
-    malformed: int = 0
+    malformed_messages: int = 0
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
@@ -64,7 +64,9 @@ class StepRunner:
         )
         self._messages = StepMessages(self._graph, self._memory, self.schedulers)
         self._in_flight = [0] * len(steps)
-        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
+        self._waiting_firings: list[deque[tuple[EnsembleRequest, Firing]]] = [
+            deque() for _ in steps
+        ]
 
     # --- from the schedulers ----------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ class StepRunner:
         if step is None:
             self.schedulers.handle(endpoint, message)
         else:
-            self._requests.changed[step.request] = None
+            self._requests.changed_requests[step.request] = None
             self._respond(step, message, now_ns)  # type: ignore[arg-type]
             self._end_step(step, now_ns)
         if self._messages.events:
@@ -101,7 +103,7 @@ class StepRunner:
         events = self._messages.events
         while events:
             step, message = events.pop(0)
-            self._requests.changed[step.request] = None
+            self._requests.changed_requests[step.request] = None
             if message is None:
                 self._end_step(step, now_ns)
             elif type(message) is Failed:
@@ -127,7 +129,7 @@ class StepRunner:
                 self._requests.fail(request, error.code, error.message, now_ns)
                 return
             except MalformedMessage as error:
-                self.malformed += 1
+                self.malformed_messages += 1
                 logger.error("a worker's response is malformed: %s", error)
                 self._requests.fail(request, Internal.code, "internal error", now_ns)
         if more_follow:
@@ -174,7 +176,7 @@ class StepRunner:
             step.blocks.clear()
         request.running.discard(step.submit.id)
         self._in_flight[index] -= 1
-        if self._waiting[index]:
+        if self._waiting_firings[index]:
             self._run_waiting(index, now_ns)
 
     # --- to the schedulers ------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class StepRunner:
             firing = firings.pop(0)
             index = firing.step.index
             if max_inflight and in_flight[index] >= max_inflight:
-                self._waiting[index].append((request, firing))
+                self._waiting_firings[index].append((request, firing))
                 request.waiting += 1
                 self.waiting += 1
             else:
@@ -196,12 +198,12 @@ class StepRunner:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
-        waiting = self._waiting[index]
+        waiting = self._waiting_firings[index]
         while waiting and self._in_flight[index] < self._graph.max_inflight:
             request, firing = waiting.popleft()
             request.waiting -= 1
             self.waiting -= 1
-            self._requests.changed[request] = None
+            self._requests.changed_requests[request] = None
             if request.state is RUNNING:
                 self._submit(request, firing, now_ns)
             else:
@@ -222,7 +224,7 @@ class StepRunner:
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Cancel the steps of a request that has failed: those in flight and those that wait."""
-        self._requests.changed[request] = None
+        self._requests.changed_requests[request] = None
         for number in request.running:
             step = self.schedulers.pending.get(number)
             if step is not None:
@@ -232,10 +234,12 @@ class StepRunner:
         """Remove the waiting steps of a request, which will not run."""
         if not request.waiting:
             return
-        for index, waiting in enumerate(self._waiting):
+        for index, waiting in enumerate(self._waiting_firings):
             firings = [firing for owner, firing in waiting if owner is request]
             if firings:
-                self._waiting[index] = deque(entry for entry in waiting if entry[0] is not request)
+                self._waiting_firings[index] = deque(
+                    entry for entry in waiting if entry[0] is not request
+                )
             for firing in firings:
                 firing.release()
         self.waiting -= request.waiting

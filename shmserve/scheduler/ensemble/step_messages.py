@@ -279,8 +279,7 @@ class StepMessages:
             InvalidArgument: A condition lies in memory that cannot be read.
         """
         request, planned_step = step.request, step.firing.step
-        schemas = step.kind.responses
-        response = schemas.find(message.schema) or schemas.learn(message.schema)
+        response = step.kind.responses[message.schema]
         packed_data = message.data
         if len(packed_data) != len(response.outputs):
             raise MalformedMessage("a response's data do not match its schema")

@@ -115,7 +115,9 @@ class GenerativeDispatch(Dispatcher):
         super().__post_init__()
         # Engines by the address of their worker.
         self._engines: dict[bytes, Engine[AssignedRequest]] = {}
-        self._assigned: dict[int, AssignedRequest] = {}  # requests at instances by their key
+        self._assigned_requests: dict[
+            int, AssignedRequest
+        ] = {}  # requests at instances by their key
         self._unassigned: list[AssignedRequest] = []
         self._numbers = itertools.count(1)
 
@@ -142,7 +144,7 @@ class GenerativeDispatch(Dispatcher):
             max(max_sequences - engine.live_sequences, 0) if engine is not None else max_sequences
             for engine in engines
         )
-        unprepared = sum(engine.generation is None for engine in self._assigned.values())
+        unprepared = sum(engine.generation is None for engine in self._assigned_requests.values())
         waiting = sum(engine.waiting for engine in self._engines.values())
         return max(len(self._queue) + unprepared - capacity, 0) + waiting
 
@@ -180,7 +182,7 @@ class GenerativeDispatch(Dispatcher):
 
     def _sweep(self, now_ns: int) -> None:
         """Remove requests that have ended or were cancelled."""
-        for key, assigned in list(self._assigned.items()):
+        for key, assigned in list(self._assigned_requests.items()):
             if assigned.request.state in AT_WORK and not (
                 assigned.slot is None and self._pool.failure
             ):
@@ -194,7 +196,7 @@ class GenerativeDispatch(Dispatcher):
                 if engine.is_running(generation):
                     continue  # its last tokens are counted at the end of the step
                 engine.cancel(generation)
-            del self._assigned[key]
+            del self._assigned_requests[key]
 
     def _close(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request that no worker uses any more."""
@@ -214,7 +216,7 @@ class GenerativeDispatch(Dispatcher):
             self._prepare(assigned, min(slots, key=_request_count), now_ns)
         while len(self._queue):
             (request,) = self._queue.take(1)
-            assigned = self._assigned[request.key] = AssignedRequest(request)
+            assigned = self._assigned_requests[request.key] = AssignedRequest(request)
             self._prepare(assigned, min(slots, key=_request_count), now_ns)
 
     def _prepare(self, assigned: AssignedRequest, slot: Slot, now_ns: int) -> None:
@@ -235,7 +237,7 @@ class GenerativeDispatch(Dispatcher):
             case Stepped():
                 return self._handle_stepped(engine, slot, report, now_ns)
             case ResponseSent():
-                assigned = self._assigned.get(report.key)
+                assigned = self._assigned_requests.get(report.key)
                 if assigned is not None and assigned.slot is slot:
                     assigned.last_reports[report.sample] = report
             case Ended():
@@ -247,7 +249,7 @@ class GenerativeDispatch(Dispatcher):
     def _handle_prepared(
         self, engine: Engine[AssignedRequest], slot: Slot, message: Prepared, now_ns: int
     ) -> None:
-        assigned = self._assigned.get(message.key)
+        assigned = self._assigned_requests.get(message.key)
         if assigned is None or assigned.slot is not slot or assigned.request.state not in AT_WORK:
             return
         request, resumed = assigned.request, assigned.open_samples
@@ -372,7 +374,7 @@ class GenerativeDispatch(Dispatcher):
         self._engines = {peer: slot for peer, slot in self._engines.items() if peer in ready_peers}
         removed: list[ScheduledRequest] = []
         for request in lost_work.open:
-            assigned = self._assigned.get(request.key)
+            assigned = self._assigned_requests.get(request.key)
             request.deaths += 1
             if assigned is None or request.state not in AT_WORK or request.deaths >= _MAX_DEATHS:
                 removed.append(request)

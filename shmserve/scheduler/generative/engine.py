@@ -182,7 +182,7 @@ class Engine(Generic[T]):
         for sequence in self._sequences.values():
             if sequence.status is SequenceStatus.RUNNING:
                 admitted.append(sequence)
-            elif not sequence.held:
+            elif not sequence.is_held:
                 waiting.append(sequence)
         admitted.sort(key=rank)
         decoding = [sequence for sequence in admitted if sequence.missing == 1]
@@ -209,7 +209,7 @@ class Engine(Generic[T]):
         Preempt the last of the sequences `admitted` if blocks are short.
         """
         for sequence in sequences:
-            if sequence.status is not SequenceStatus.RUNNING or sequence.held:
+            if sequence.status is not SequenceStatus.RUNNING or sequence.is_held:
                 continue  # the sequence was preempted, or waits for other beams
             count, drafts = self._plan_share(plan, sequence)
             while count and not self._reserve(plan, sequence, count + drafts):
@@ -238,7 +238,7 @@ class Engine(Generic[T]):
             if plan.load.decoded:  # the latency of decoding sequences limits it
                 target = self.settings.target_itl_ms
                 chunk = self.times.fitting_tokens(
-                    plan.load, sequence.computed, target or _DEFAULT_ITL_MS
+                    plan.load, sequence.computed_tokens, target or _DEFAULT_ITL_MS
                 )
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
             if limit < missing:
@@ -267,8 +267,8 @@ class Engine(Generic[T]):
         Return False if too few are free.
         """
         size, table = self.settings.block_size, sequence.table
-        first_index = sequence.computed // size
-        last_index = (sequence.computed + count - 1) // size
+        first_index = sequence.computed_tokens // size
+        last_index = (sequence.computed_tokens + count - 1) // size
         missing, writable = last_index + 1 - len(table), self.pool.writable
         shared_indices = [
             index
@@ -304,25 +304,25 @@ class Engine(Generic[T]):
             self.counts.swapped_out += len(sequence.host)
             self.pool.release(sequence.table)
             sequence.table = []
-            sequence.sent_blocks = sequence.sealed = 0
+            sequence.sent_blocks = sequence.sealed_blocks = 0
             sequence.status = SequenceStatus.SWAPPED
         else:
             self.counts.preemptions["recompute"] += 1
-            self.counts.recomputed += sequence.computed
+            self.counts.recomputed += sequence.computed_tokens
             self._free_blocks(sequence)
 
     def _filled_blocks(self, sequence: Sequence[T]) -> int:
         """Return the number of blocks with content; a block for drafts may follow."""
-        return -(-sequence.computed // self.settings.block_size)
+        return -(-sequence.computed_tokens // self.settings.block_size)
 
     def _can_swap(self, sequence: Sequence[T]) -> bool:
         """Check whether a sequence's blocks are copied to the host instead of recomputed."""
         mode, blocks = self.settings.preemption_mode, self._filled_blocks(sequence)
-        if mode == "recompute" or not sequence.computed or blocks > self.host.available:
+        if mode == "recompute" or not sequence.computed_tokens or blocks > self.host.available:
             return False
-        if sequence.held:
+        if sequence.is_held:
             return False  # the blocks of a parent beam are shared with its successor beams
-        return mode == "swap" or self.times.swap_pays(blocks, sequence.computed)
+        return mode == "swap" or self.times.swap_pays(blocks, sequence.computed_tokens)
 
     # --- admission
 
@@ -392,12 +392,12 @@ class Engine(Generic[T]):
             self.pool.release(cached)
             sequence.table = []
             return False
-        sequence.computed = len(cached) * block_size
-        sequence.sealed = len(cached)
+        sequence.computed_tokens = len(cached) * block_size
+        sequence.sealed_blocks = len(cached)
         self.counts.prefix_queries += len(sequence.tokens)
-        self.counts.prefix_hits += sequence.computed
+        self.counts.prefix_hits += sequence.computed_tokens
         if not sequence.generated:
-            sequence.generation.cached = sequence.computed
+            sequence.generation.cached_tokens = sequence.computed_tokens
         return True
 
     def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free_blocks: int) -> bool:
@@ -442,7 +442,7 @@ class Engine(Generic[T]):
                 self._handle_row(sequence, row, results.get(number))
 
     def _handle_row(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
-        sequence.computed = row.start + row.count
+        sequence.computed_tokens = row.start + row.count
         if result is None:
             self._seal(sequence)
             if sequence.forks and sequence.missing == 1:
@@ -463,7 +463,7 @@ class Engine(Generic[T]):
         if not 1 <= len(tokens) <= row.draft_count + 1:
             raise ValueError("no tokens, or more than requested")
         sequence.tokens.extend(tokens)
-        sequence.computed += len(tokens) - 1
+        sequence.computed_tokens += len(tokens) - 1
         self._seal(sequence)
         counts = self.counts
         counts.generated += len(tokens)
@@ -493,8 +493,8 @@ class Engine(Generic[T]):
         # Otherwise the blocks must be computed again, too.
         if parent.status is SequenceStatus.RUNNING and has_seat:
             child.status = SequenceStatus.RUNNING
-            child.computed = parent.computed
-            child.sealed = parent.sealed
+            child.computed_tokens = parent.computed_tokens
+            child.sealed_blocks = parent.sealed_blocks
             child.sent_blocks = parent.sent_blocks
             child.table = parent.table[:]
             self.pool.share(child.table)
@@ -512,9 +512,9 @@ class Engine(Generic[T]):
         """
         self._seal(sequence)
         beams = self._beams[sequence.generation.key]
-        sequence.held = True
+        sequence.is_held = True
         beams.add(sequence, result)
-        if any(not sequence.held for sequence in sequence.generation.sequences):
+        if any(not sequence.is_held for sequence in sequence.generation.sequences):
             return
         parents = sequence.generation.sequences[:]
         free_seats = self._free_seats(

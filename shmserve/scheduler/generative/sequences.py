@@ -54,17 +54,17 @@ class BlockPool:
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
         # Cached blocks without references, least recently used first.
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached_blocks: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
         """Return the number of free blocks and of cached blocks without a reference."""
-        return self._free + len(self._cached)
+        return self._free + len(self._cached_blocks)
 
     @property
     def cached(self) -> int:
         """Return the number of unreferenced blocks with reusable content."""
-        return len(self._cached)
+        return len(self._cached_blocks)
 
     @property
     def used(self) -> int:
@@ -81,7 +81,7 @@ class BlockPool:
         blocks: list[int] = []
         while len(blocks) < count and previous >= 0:
             previous += 1
-            if previous in self._cached:
+            if previous in self._cached_blocks:
                 self._evict(previous)
             if not self._take_start(previous):
                 break
@@ -94,10 +94,10 @@ class BlockPool:
 
     def _take_free(self, count: int) -> Iterator[int]:
         """Yield `count` free blocks, taken from as few extents as possible."""
-        while self._cached and max(self._length_by_start.values(), default=0) < count:
+        while self._cached_blocks and max(self._length_by_start.values(), default=0) < count:
             if self._free >= 4 * count:
                 break
-            self._evict(next(iter(self._cached)))
+            self._evict(next(iter(self._cached_blocks)))
         while count:
             start = max(self._length_by_start, key=self._length_by_start.__getitem__)
             length = self._length_by_start[start]
@@ -145,7 +145,7 @@ class BlockPool:
         """Take a reference to blocks, which may be cached."""
         for block in blocks:
             self.references[block] += 1
-            self._cached.pop(block, None)
+            self._cached_blocks.pop(block, None)
 
     def release(self, blocks: list[int]) -> None:
         """Remove a reference from the successive blocks of a table.
@@ -157,7 +157,7 @@ class BlockPool:
             if self.references[block]:
                 continue
             if block in self._keys:
-                self._cached[block] = None
+                self._cached_blocks[block] = None
             else:
                 self._free_block(block)
 
@@ -178,7 +178,7 @@ class BlockPool:
         return self._by_key.get(key)
 
     def _evict(self, block: int) -> None:
-        del self._cached[block]
+        del self._cached_blocks[block]
         del self._by_key[self._keys.pop(block)]
         self._free_block(block)
 
@@ -214,7 +214,7 @@ class Generation(Generic[T]):
     drafts: bool = True
     beams: BeamSearch | None = None
     preemptions: int = 0
-    cached: int = 0  # tokens of the prompt that were found in the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
     @property
@@ -241,7 +241,7 @@ class Sequence(Generic[T]):
     """A sequence of a generation, with its `number`.
 
     `forks` further samples begin from it once its prompt is computed except for the last token.
-    `held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
+    `is_held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
     sequence ends with the running step. The first `sent_blocks` entries of the table were sent
     to the worker.
     """
@@ -251,17 +251,17 @@ class Sequence(Generic[T]):
     sample: int
     tokens: array[int]
     status: SequenceStatus = SequenceStatus.WAITING
-    computed: int = 0
+    computed_tokens: int = 0
     table: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     sent_blocks: int = 0
     forks: int = 0
-    held: bool = False
+    is_held: bool = False
     stopped: bool = False
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
     keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
-    sealed: int = 0  # blocks of its table that were offered to the prefix cache
+    sealed_blocks: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
     def seats(self) -> int:
@@ -272,7 +272,7 @@ class Sequence(Generic[T]):
     @property
     def missing(self) -> int:
         """Return the number of tokens to compute before the next token is sampled."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.computed_tokens
 
     @property
     def generated(self) -> int:
@@ -305,17 +305,17 @@ class Sequence(Generic[T]):
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
         """Register its full blocks in the prefix cache."""
-        full_blocks = self.computed // block_size
-        if full_blocks > self.sealed:
+        full_blocks = self.computed_tokens // block_size
+        if full_blocks > self.sealed_blocks:
             keys = self.prefix_keys(block_size, full_blocks)
-            for index in range(self.sealed, full_blocks):
+            for index in range(self.sealed_blocks, full_blocks):
                 pool.seal(self.table[index], keys[index])
-            self.sealed = full_blocks
+            self.sealed_blocks = full_blocks
 
     def reset(self) -> None:
         """Reset the sequence after its blocks were lost: all its tokens must be computed again."""
         self.status = SequenceStatus.WAITING
-        self.computed = self.sent_blocks = self.sealed = 0
+        self.computed_tokens = self.sent_blocks = self.sealed_blocks = 0
         self.table = []
         self.host = []
 

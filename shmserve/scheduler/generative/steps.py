@@ -258,7 +258,7 @@ class StepPlan:
 
         Charge the budgets.
         """
-        start, samples = sequence.computed, count == sequence.missing
+        start, samples = sequence.computed_tokens, count == sequence.missing
         blocks = sequence.table[sequence.sent_blocks :]
         row = Row(sequence.number, start, count, sequence.sent_blocks, blocks, drafts, samples)
         sequence.sent_blocks = len(sequence.table)

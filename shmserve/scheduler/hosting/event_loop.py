@@ -103,7 +103,7 @@ class InProcessLinks:
 
     def __init__(self) -> None:
         self._handlers: dict[Hashable, Handler] = {}
-        self.queued: list[tuple[Handler, Any, Any]] = []
+        self.queued_messages: list[tuple[Handler, Any, Any]] = []
 
     def register(self, address: Hashable, handler: Handler) -> None:
         """Register the message handler of an address."""
@@ -130,11 +130,11 @@ class InProcessLinks:
         handler = self._handlers.get(address)
         if handler is None:
             return False
-        self.queued.append((handler, sender, message))
+        self.queued_messages.append((handler, sender, message))
         return True
 
     def deliver(self) -> None:
         """Deliver the queued responses."""
-        queued, self.queued = self.queued, []
+        queued, self.queued_messages = self.queued_messages, []
         for handler, sender, message in queued:
             handler(sender, message)

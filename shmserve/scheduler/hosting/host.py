@@ -67,8 +67,8 @@ from shmserve.ipc.messages.unions import (
 )
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import PeerCredRouter, UntrustedRouter, leading_pid, trailing_pid
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -223,9 +223,9 @@ class HostedScheduler(ABC):
     # --- links to clients (see `ClientLinks`)
 
     @property
-    def malformed(self) -> int:
+    def malformed_messages(self) -> int:
         """Return the number of clients' unreadable frames so far."""
-        return self._client_router.malformed + self._local_clients.link.malformed
+        return self._client_router.malformed_messages + self._local_clients.link.malformed_messages
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return the function that queues a message for the client at this address.
@@ -239,7 +239,7 @@ class HostedScheduler(ABC):
         return partial(self._client_router.post, peer)
 
     def _to_local_client(self, peer: bytes, message: Any) -> None:
-        if self._traces.measured:
+        if self._traces.measured_requests:
             self._traces.end_trace(peer, message)
         if type(message) is not Finished and getattr(message, "code", None):
             self._log_failure(peer, message)
@@ -404,8 +404,8 @@ class Host:
                 {scheduler: None for scheduler in self._schedulers if now_ns >= scheduler.wake_ns}
             )
         turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
-        while active or neighbours.queued:
-            if neighbours.queued:  # first, so that an ensemble has its turn with its step
+        while active or neighbours.queued_messages:
+            if neighbours.queued_messages:  # first, so that an ensemble has its turn with its step
                 neighbours.deliver()
                 now_ns = time.monotonic_ns()
             schedulers = list(active)

@@ -51,7 +51,7 @@ class LocalClientListener:
     def __init__(
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
     ) -> None:
-        self._exited: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
+        self._exited_numbers: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
         self.link = UntrustedRouter(endpoint, self._may_connect)
         self._capabilities = capabilities
         self._rules = LocalClientRules(capabilities, signature, limit_us)
@@ -82,14 +82,14 @@ class LocalClientListener:
 
     def _may_connect(self, peer: bytes) -> bool:
         number = self._capabilities.local_client(peer)
-        if not number or number in self._exited:
+        if not number or number in self._exited_numbers:
             return False
         links = [peer for peer in self.link.peers() if _client_number(peer) == number]
         return len(links) < MAX_LINKS
 
     def process_exited(self, number: int) -> None:
         """Remove the links of a local client that has exited."""
-        self._exited.append(number)
+        self._exited_numbers.append(number)
         for peer in self.link.peers():
             if _client_number(peer) == number:
                 self.link.dismiss(peer)
@@ -173,7 +173,7 @@ class LocalClientRules:
     def _check_data(self, number: int, submit: Submit) -> None:
         """Check a request's data against its schema, and the schema against the model."""
         data = submit.data
-        schema_entry = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
+        schema_entry = self._schemas[submit.schema]
         schema, fits_model = schema_entry
         if len(data) != schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
@@ -231,7 +231,7 @@ class LocalTraces:
 
     Attributes:
         active: Whether traces or slow requests are recorded.
-        measured: The measured requests, by client and number.
+        measured_requests: The measured requests, by client and number.
     """
 
     def __init__(self, model: str, version: str, control: ControlLink) -> None:
@@ -241,7 +241,7 @@ class LocalTraces:
         self._sampler = Sampler(TraceSettings())
         self._slow_ns = 0
         self.active = False
-        self.measured: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
+        self.measured_requests: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
 
     def use(self, message: SetTracing) -> None:
         """Apply trace settings; equal settings continue the sampling."""
@@ -261,7 +261,7 @@ class LocalTraces:
         if not submit.trace:
             tensors = is_sampled and self._sampler.settings.with_tensors
             submit = replace(submit, trace=TraceContext.new(is_sampled, tensors).message)
-        self.measured[peer, submit.id] = submit, is_sampled
+        self.measured_requests[peer, submit.id] = submit, is_sampled
         return submit
 
     def end_trace(self, peer: bytes, message: Any) -> None:
@@ -271,7 +271,7 @@ class LocalTraces:
                 return
         elif type(message) is not Finished and type(message) is not Failed:
             return
-        trace = self.measured.pop((peer, message.id), None)
+        trace = self.measured_requests.pop((peer, message.id), None)
         if trace is not None:
             error = "" if type(message) is Finished or not message.code else message.message
             self._report_trace(*trace, message.spans, error)
@@ -286,5 +286,5 @@ class LocalTraces:
 
     def process_exited(self, number: int) -> None:
         """Report the measured requests of a local client that has exited."""
-        for key in [key for key in self.measured if leading_pid(key[0]) == number]:
-            self._report_trace(*self.measured.pop(key), b"", "the client has disconnected")
+        for key in [key for key in self.measured_requests if leading_pid(key[0]) == number]:
+            self._report_trace(*self.measured_requests.pop(key), b"", "the client has disconnected")

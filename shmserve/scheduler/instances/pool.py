@@ -147,37 +147,40 @@ class InstanceTickets:
     def __init__(self, control: ControlLink) -> None:
         self._control = control
         self._numbers = itertools.count(1)
-        self._requested: dict[int, int] = {}
-        self._granted: dict[int, int] = {}
-        self._used: dict[int, int] = {}
+        self._requested_tickets: dict[int, int] = {}
+        self._granted_tickets: dict[int, int] = {}
+        self._used_tickets: dict[int, int] = {}
         self._to_return: list[int] = []
 
     def record_grant(self, ticket: int) -> None:
         """Record a grant of the supervisor; ignore it if the request was withdrawn."""
-        for index, requested in self._requested.items():
+        for index, requested in self._requested_tickets.items():
             if requested == ticket:
-                del self._requested[index]
-                self._granted[index] = ticket
+                del self._requested_tickets[index]
+                self._granted_tickets[index] = ticket
                 return
 
     def find(self, slots: Iterable[Slot]) -> Slot | None:
         """Return the first of these instances that has a ticket."""
-        return next((slot for slot in slots if slot.index in self._granted), None)
+        return next((slot for slot in slots if slot.index in self._granted_tickets), None)
 
     def request_tickets(self, slots: Iterable[Slot], max_count: int) -> None:
         """Request tickets for the first `max_count` of these instances."""
         for slot in itertools.islice(slots, max_count):
-            if slot.index not in self._requested and slot.index not in self._granted:
-                ticket = self._requested[slot.index] = next(self._numbers)
+            if (
+                slot.index not in self._requested_tickets
+                and slot.index not in self._granted_tickets
+            ):
+                ticket = self._requested_tickets[slot.index] = next(self._numbers)
                 self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
         """Record that the instance executes."""
-        self._used[slot.index] = self._granted.pop(slot.index)
+        self._used_tickets[slot.index] = self._granted_tickets.pop(slot.index)
 
     def record_done(self, slot: Slot) -> None:
         """Record that the instance has executed."""
-        ticket = self._used.pop(slot.index, 0)
+        ticket = self._used_tickets.pop(slot.index, 0)
         if ticket:
             self._to_return.append(ticket)
 
@@ -189,16 +192,16 @@ class InstanceTickets:
 
     def return_tickets(self, index: int) -> None:
         """Return the tickets of an instance that is gone."""
-        for tickets in (self._requested, self._granted, self._used):
+        for tickets in (self._requested_tickets, self._granted_tickets, self._used_tickets):
             ticket = tickets.pop(index, 0)
             if ticket:
-                self._control.post(TicketReturned(ticket, tickets is self._used))
+                self._control.post(TicketReturned(ticket, tickets is self._used_tickets))
 
     def return_unused(self) -> None:
         """Return the granted tickets that were not used."""
-        for ticket in self._granted.values():
+        for ticket in self._granted_tickets.values():
             self._control.post(TicketReturned(ticket, False))
-        self._granted.clear()
+        self._granted_tickets.clear()
 
 
 @dataclass(eq=False)

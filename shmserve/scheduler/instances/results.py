@@ -51,7 +51,8 @@ _DIED_WHILE_OPEN = "the model's worker died before this request's last response"
 class Results:
     """The handler of workers' messages and exits.
 
-    `unexpected` counts unexpected messages. A batcher that learns is notified of each execution.
+    `unexpected_messages` counts unexpected messages. A batcher that learns is notified of each
+    execution.
     The dispatcher handles the messages of its own kind.
     """
 
@@ -64,7 +65,7 @@ class Results:
     _executions: Executions
     _batcher: Batcher
     _dispatcher: Dispatcher
-    unexpected: int = 0
+    unexpected_messages: int = 0
 
     # --- messages of workers ----------------------------------------------------------------------
 
@@ -81,9 +82,9 @@ class Results:
             case BatchFinished():
                 slot = self._pool.by_peer(peer)
                 if slot is None or not slot.executions:
-                    self.unexpected += 1
+                    self.unexpected_messages += 1
                 elif (execution := slot.executions[0]).id != message.batch:
-                    self.unexpected += 1
+                    self.unexpected_messages += 1
                     self._kill_untrusted(slot, now_ns)
                 else:
                     self._handle_finished(slot, execution, message, now_ns)
@@ -91,13 +92,13 @@ class Results:
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
                     self._executions.register_worker(message.index, peer, message.pid)
                 else:
-                    self.unexpected += 1
+                    self.unexpected_messages += 1
             case _:
                 slot = self._pool.by_peer(peer)
                 if slot is None:
-                    self.unexpected += 1
+                    self.unexpected_messages += 1
                 elif not self._dispatcher.from_worker(slot, message, now_ns):
-                    self.unexpected += 1
+                    self.unexpected_messages += 1
                     self._kill_untrusted(slot, now_ns)
 
     def _handle_finished(
@@ -121,7 +122,7 @@ class Results:
             self._executions.report_served(slot)
         replies = match_replies(requests, message.replies)
         if replies is None:
-            self.unexpected += 1
+            self.unexpected_messages += 1
             logger.error(
                 "an instance returned replies that do not match its batch; the requests of the "
                 "batch fail"
@@ -172,7 +173,7 @@ class Results:
         for reply in replies:
             open_request = slot.requests.get(reply.key)
             if open_request is None:
-                self.unexpected += 1
+                self.unexpected_messages += 1
             elif reply.code == RESCHEDULED and self._reschedule(open_request):
                 del slot.requests[reply.key]
                 self._pool.update_free(slot)
@@ -192,7 +193,7 @@ class Results:
         slot = self._pool.by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)
         if slot is None or request is None or not self._settings.decoupled:
-            self.unexpected += 1
+            self.unexpected_messages += 1
             return
         if message.copied_output_bytes:
             self._statistics.executions.count_copied(0, message.copied_output_bytes)

@@ -90,23 +90,23 @@ class Timers(Generic[R]):
 class _Level:
     """The requests of one priority level by key, in order."""
 
-    __slots__ = ("delayed", "in_time")
+    __slots__ = ("delayed_requests", "in_time")
 
     def __init__(self) -> None:
         self.in_time: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self.delayed: OrderedDict[int, ScheduledRequest] = OrderedDict()
+        self.delayed_requests: OrderedDict[int, ScheduledRequest] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.in_time) + len(self.delayed)
+        return len(self.in_time) + len(self.delayed_requests)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        if self.delayed:
-            return chain(self.in_time.values(), self.delayed.values())
+        if self.delayed_requests:
+            return chain(self.in_time.values(), self.delayed_requests.values())
         return iter(self.in_time.values())
 
     def part(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
         """Return the in-time part or the delayed part of the level, whichever a request is in."""
-        return self.delayed if request.delayed else self.in_time
+        return self.delayed_requests if request.delayed else self.in_time
 
 
 class _Levels(dict[int, _Level]):
@@ -166,7 +166,7 @@ class PriorityQueue:
     def delay(self, request: ScheduledRequest) -> None:
         """Move a request behind all requests of its level that are in time."""
         level = self._levels[request.level]
-        level.delayed[request.key] = level.in_time.pop(request.key)
+        level.delayed_requests[request.key] = level.in_time.pop(request.key)
         request.delayed = True
 
     def remove(self, request: ScheduledRequest) -> bool:
@@ -186,7 +186,7 @@ class PriorityQueue:
         while count:
             number = self._order[0]
             level = self._levels[number]
-            part = level.in_time or level.delayed
+            part = level.in_time or level.delayed_requests
             size = len(part)
             if size <= count:
                 count -= size
@@ -198,7 +198,7 @@ class PriorityQueue:
                 scheduled_requests += first_requests
                 for request in first_requests:
                     del part[request.key]
-            if not (level.in_time or level.delayed):
+            if not (level.in_time or level.delayed_requests):
                 self._remove_empty_level(number)
         return scheduled_requests
 

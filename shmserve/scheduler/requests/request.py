@@ -30,7 +30,7 @@ class Peers(Protocol):
     """The link to workers. `malformed` counts their unreadable frames."""
 
     @property
-    def malformed(self) -> int:
+    def malformed_messages(self) -> int:
         """Return the number of unreadable frames so far."""
 
     def post(self, peer: bytes, message: Any) -> None:
@@ -40,7 +40,7 @@ class Peers(Protocol):
 class ControlLink(Protocol):
     """The link to the supervisor. `malformed` counts its unreadable frames."""
 
-    malformed: int
+    malformed_messages: int
 
     def post(self, message: Any) -> None:
         """Queue a message."""

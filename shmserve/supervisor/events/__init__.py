@@ -211,7 +211,7 @@ class EventFeed:
     _regions: Callable[[], list[OpenRegion]]
     _health: Callable[[], Any]
     _request_counters: Callable[[], None]
-    _published: States = field(init=False, default_factory=dict)
+    _published_states: States = field(init=False, default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, is_subscribed: bool) -> None:
@@ -227,8 +227,8 @@ class EventFeed:
 
     def models_changed(self) -> None:
         """Publish the changes of models' states since the last call."""
-        old_states, self._published = self._published, self._models()
-        for event in changes(old_states, self._published):
+        old_states, self._published_states = self._published_states, self._models()
+        for event in changes(old_states, self._published_states):
             self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:

@@ -145,7 +145,7 @@ class HandoverLink:
         self._pending: dict[int, asyncio.Future[None]] = {}
         self._requests: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
         self._executor = asyncio.ensure_future(self._execute_requests())
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.end_future: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(link.fileno(), self._read)
 
     def ask(self, verb: str, name: str = "", fds: Sequence[int] = ()) -> asyncio.Future[None]:
@@ -162,7 +162,7 @@ class HandoverLink:
             await asyncio.wait(self._pending.copy().values())
 
     def _send(self, message: list[int | str], fds: Sequence[int] = ()) -> None:
-        if not self.ended.done():
+        if not self.end_future.done():
             try:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
@@ -199,8 +199,8 @@ class HandoverLink:
             self._send([number])
 
     def _end(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        if not self.end_future.done():
+            self.end_future.set_result(None)
             self._loop.remove_reader(self._link.fileno())
             self._link.close()
             self._resolve_all()

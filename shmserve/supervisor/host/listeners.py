@@ -179,7 +179,9 @@ class Listeners:
     grpc: list[socket.socket] = field(default_factory=list)
     # Listeners for local clients, which `LocalClientConnections` closes.
     local: list[socket.socket] = field(default_factory=list)
-    shared: list[socket.socket] = field(default_factory=list)  # sockets that other servers use, too
+    shared_sockets: list[socket.socket] = field(
+        default_factory=list
+    )  # sockets that other servers use, too
     # The descriptors of the regions of a previous server, by the names of their registrations.
     stored_fds: dict[str, list[int]] = field(default_factory=dict)
 
@@ -194,12 +196,12 @@ class Listeners:
 
     def share_all(self) -> None:
         """Mark all sockets as used by a successor."""
-        self.shared = [*self.http, *self.metrics, *self.grpc]
+        self.shared_sockets = [*self.http, *self.metrics, *self.grpc]
 
     def close(self, *, grpc_only: bool = False) -> None:
         """Close all open sockets, or only the gRPC sockets."""
         for sock in self.grpc if grpc_only else (*self.http, *self.metrics, *self.grpc):
-            if sock in self.shared:
+            if sock in self.shared_sockets:
                 sock.close()
             else:
                 close(sock)

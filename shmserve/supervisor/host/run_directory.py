@@ -38,7 +38,7 @@ _SHARED_FILES = ("events", "handover", "guests/addresses")
 class RunDirectory:
     """A locked run directory at the absolute `path`; `lock_fd` holds the lock.
 
-    Clients use `shared`: the same folder, or the parent folder for a successor in a handover.
+    Clients use `shared_path`: the same folder, or the parent folder for a successor in a handover.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class RunDirectory:
                     self.remove()
                     raise
         _delete_contents(self.path)
-        self.shared = self.path
+        self.shared_path = self.path
 
     @classmethod
     def for_successor(cls, shared: Path, group: int = -1) -> RunDirectory:
         """Create a folder for the successor of the server in `shared`. Raises InvalidArgument."""
         run_dir = cls(shared / f"g{os.getpid()}", group)
-        run_dir.shared = run_dir.path.parent
+        run_dir.shared_path = run_dir.path.parent
         return run_dir
 
     @classmethod
@@ -159,20 +159,20 @@ class RunDirectory:
 
     def replace_predecessor(self) -> None:
         """Replace the predecessor in the shared folder, including its lock. Raises OSError."""
-        os.replace(self.path / "lock", self.shared / "lock")
+        os.replace(self.path / "lock", self.shared_path / "lock")
         self._link_shared_files()
 
     def _link_shared_files(self) -> None:
         for file in map(Path, _SHARED_FILES):
             link = self.path / "link"
             link.symlink_to(self.path / file)
-            os.replace(link, self.shared / file)
+            os.replace(link, self.shared_path / file)
 
     def clear_predecessor(self) -> None:
         """Delete the files of the predecessor, which has ended. Raises OSError."""
         shared_names = map(os.path.basename, _SHARED_FILES)
         own_files = {"lock", "guests", "door", self.path.name, *shared_names}
-        for folder in (self.shared, self.shared / "guests"):
+        for folder in (self.shared_path, self.shared_path / "guests"):
             _delete_contents(folder, own_files)
         self._link_shared_files()  # create the links that the predecessor has removed
 

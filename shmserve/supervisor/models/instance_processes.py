@@ -57,6 +57,7 @@ _MAX_FAILED_LOADS = 5
 # about 5 s if the model loads immediately.
 _MAX_CRASHES = 10
 _MAX_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
+_SERVING_STATES = {InstanceState.READY, InstanceState.RETIRING}
 _DOWN_STATES = {InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED}
 
 
@@ -85,6 +86,8 @@ class Instances:
         labels: The label texts of each output that has labels.
         reported_config: The properties that the model reported for its configuration.
         failure: The reason why no instance is restarted; otherwise empty.
+        defers_attach: Whether an instance that has loaded stays at the scheduler that it was loaded
+            for until the next `attach`, because that scheduler drains.
     """
 
     _context: SupervisorContext
@@ -97,6 +100,7 @@ class Instances:
     labels: dict[str, list[str]] = field(init=False)
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
+    defers_attach: bool = field(init=False, default=False)
     _abandoned_for: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
     # The number of instances of the version that this version replaces.
@@ -149,10 +153,15 @@ class Instances:
         """Return the running processes."""
         return [child.pid for child in self.children() if child.alive]
 
+    def serving_exits(self) -> list[asyncio.Future[str]]:
+        """Return the exits of the processes that execute requests."""
+        serving = [i for i in self._instances if i.state in _SERVING_STATES]
+        return [i.child.exited for i in serving if i.child is not None]
+
     def pids_on(self, device_id: int) -> list[int]:
         """Return the processes that serve on a GPU."""
         on_device = [i for i in self._instances if (i.kind, i.device_id) == ("GPU", device_id)]
-        serving = [i for i in on_device if i.state in (InstanceState.READY, InstanceState.RETIRING)]
+        serving = [i for i in on_device if i.state in _SERVING_STATES]
         return [i.child.pid for i in serving if i.child is not None]
 
     def readiness_pids(self) -> list[int]:
@@ -217,7 +226,8 @@ class Instances:
         message = await self._loaded_response(instance, m.InstanceLoaded)
         instance.loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
-        if current != endpoint:  # the scheduler was replaced while the model loaded
+        # Whether the scheduler was replaced while the model loaded.
+        if current != endpoint and not self.defers_attach:
             self._send(instance, m.Attach(current))
         self._on_change()
 
@@ -250,7 +260,7 @@ class Instances:
         instance.inbox = create_inbox()
         child = await self._context.worker_zygote.spawn(title, _WORKER_ENTRY, encode_start(start))
         instance.child = child
-        child.exited.add_done_callback(partial(self._exited, instance, child))
+        child.exited.add_done_callback(partial(self._handle_exit, instance, child))
 
         def receive(message: Any) -> None:
             if instance.child is child and not instance.inbox.full():
@@ -421,6 +431,7 @@ class Instances:
 
     def attach(self) -> None:
         """Connect every ready instance to the current scheduler."""
+        self.defers_attach = False
         attach = m.Attach(self._scheduler.instances_endpoint)
         for instance in self._instances:
             if instance.state is InstanceState.READY:
@@ -443,7 +454,7 @@ class Instances:
         )
         child.kill()
 
-    def _exited(self, instance: Instance, child: Child, _: object) -> None:
+    def _handle_exit(self, instance: Instance, child: Child, _: object) -> None:
         """Restart an instance whose process has ended; its scheduler was notified before."""
         if instance.child is not child or instance not in self._instances:
             return
@@ -454,7 +465,7 @@ class Instances:
         if instance.state is InstanceState.STOPPED:
             self._instances.remove(instance)
             self._scheduler.release(instance)
-        if previous_state not in (InstanceState.READY, InstanceState.RETIRING):
+        if previous_state not in _SERVING_STATES:
             return  # the coroutine that starts or ends the process waits for the exit
         instance.child = None
         logger.error("%s ended (%s)", child.title, child.exited.result())

@@ -197,7 +197,7 @@ class Lifecycle:
 
     # --- events
 
-    def was_planned(self, order: Order, plan: LoadPlan) -> None:
+    def load_planned(self, order: Order, plan: LoadPlan) -> None:
         """Handle the plan of a load whose folder and configuration were read."""
         if order.phase is not OrderPhase.READING:  # the order was cancelled in the meantime
             return
@@ -244,7 +244,7 @@ class Lifecycle:
                 order.prerequisites.append(load)
         return None
 
-    def config_completed(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def complete_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         """Handle the configuration that the first worker of a version has completed.
 
         An ensemble has no worker: its configuration is completed with the models that serve.
@@ -267,7 +267,7 @@ class Lifecycle:
         configs = [None if model is None else model.config for model in models]
         return self._actions.complete(spec, {"steps": configs, "has_any_version": has_any_version})
 
-    def started(self, version: ModelVersion, error: BaseException | None) -> None:
+    def version_started(self, version: ModelVersion, error: BaseException | None) -> None:
         """Handle a version that has started, or that has failed and ended."""
         model = self._registry.model(version.spec.name)
         order = model.orders[0] if model.orders else None
@@ -278,7 +278,7 @@ class Lifecycle:
             order.failures[version.spec.version] = error
         self._offer_once_started(order)
 
-    def updated(self, order: Order, errors: Mapping[str, BaseException]) -> None:
+    def updates_finished(self, order: Order, errors: Mapping[str, BaseException]) -> None:
         """Handle the end of an order's updates; `errors` has the errors of failed updates."""
         order.starting_versions.discard(UPDATES)
         order.failures |= errors
@@ -293,12 +293,12 @@ class Lifecycle:
                 self._publish(order.model)
         self._run()
 
-    def moved(self, order: Order) -> None:
+    def move_finished(self, order: Order) -> None:
         """Handle the end of a move, whether or not the schedulers have moved."""
         self._finish(order)
         self._run()
 
-    def ended(self, version: ModelVersion) -> None:
+    def version_ended(self, version: ModelVersion) -> None:
         """Handle a version whose processes have all ended."""
         model, number = self._registry.model(version.spec.name), version.spec.version
         if version in model.dropping:
@@ -314,14 +314,14 @@ class Lifecycle:
         self._publish(model)
         self._run()
 
-    def finalized(self, order: Order) -> None:
+    def order_finalized(self, order: Order) -> None:
         """End an order's wait for removed instances, and for versions that are still draining."""
         order.awaited_ends = {
             end for end in order.awaited_ends if not isinstance(end, str) and end.drained
         }
         self._run()
 
-    def changed(self, version: ModelVersion) -> None:
+    def version_changed(self, version: ModelVersion) -> None:
         """Handle a change of a version's readiness, endpoint or failure."""
         model = self._registry.models.get(version.spec.name)
         if model is not None and model.published.get(version.spec.version) is version:
@@ -329,7 +329,7 @@ class Lifecycle:
         if model is not None:
             self._run()
 
-    def acknowledged(self) -> None:
+    def publication_acknowledged(self) -> None:
         """Handle the acknowledgement of a publication."""
         self._run()
 

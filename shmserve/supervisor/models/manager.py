@@ -78,7 +78,7 @@ class Publications:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[str, dict[str, _SentMessage]] = {}
+        self._sent_messages: dict[str, dict[str, _SentMessage]] = {}
 
     def update(
         self,
@@ -95,7 +95,7 @@ class Publications:
             published: The current publications by version, see `ModelRegistry.publications`.
             absent: Versions to withdraw even if they were never published.
         """
-        sent = self._sent.setdefault(name, {})
+        sent = self._sent_messages.setdefault(name, {})
         for version, message in published.items():
             previous = sent.get(version)
             if previous is None or previous.message != message:
@@ -106,16 +106,16 @@ class Publications:
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
         if not sent:
-            del self._sent[name]
+            del self._sent_messages[name]
 
     def are_acknowledged(self, audience: Audience, name: str) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
-        sent = self._sent.get(name, {})
+        sent = self._sent_messages.get(name, {})
         return all(audience.is_acknowledged(number) for _, number in sent.values())
 
     def snapshot(self) -> Iterator[Any]:
         """Yield every publication, for a new client."""
-        for sent in self._sent.values():
+        for sent in self._sent_messages.values():
             for message, _ in sent.values():
                 yield message
 
@@ -210,7 +210,7 @@ class LifecycleExecutor(LifecycleActions):
     async def _follow_acknowledgements(self) -> None:
         while True:
             await self.context.control.acknowledgements.next_complete()
-            self.lifecycle.acknowledged()
+            self.lifecycle.publication_acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         is_same = successor is not None and (
@@ -229,7 +229,7 @@ class LifecycleExecutor(LifecycleActions):
         if plan.is_ambiguous:
             text = "failed to poll model '%s': not unique across all model repositories"
             logger.error(text, order.model.name)
-        self.lifecycle.was_planned(order, plan)
+        self.lifecycle.load_planned(order, plan)
 
     def _plan(self, order: Order) -> LoadPlan:
         name, planner = order.model.name, self.planner
@@ -268,7 +268,7 @@ class LifecycleExecutor(LifecycleActions):
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        events = self.lifecycle.changed, self.lifecycle.config_completed
+        events = self.lifecycle.version_changed, self.lifecycle.complete_config
         return ModelVersion(self.context, spec, group, self.registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
@@ -285,7 +285,7 @@ class LifecycleExecutor(LifecycleActions):
             if not isinstance(raised, ShmserveError):
                 logger.exception("loading failed")
         del self._starts[version]
-        self.lifecycle.started(version, error)
+        self.lifecycle.version_started(version, error)
 
     @_in_background
     async def update(self, order: Order) -> None:
@@ -298,7 +298,7 @@ class LifecycleExecutor(LifecycleActions):
             for number, result in zip(updates, results, strict=True)
             if isinstance(result, BaseException)
         }
-        self.lifecycle.updated(order, errors)
+        self.lifecycle.updates_finished(order, errors)
 
     @_in_background
     async def move(self, order: Order, group: Group) -> None:
@@ -310,7 +310,7 @@ class LifecycleExecutor(LifecycleActions):
                 logger.error(
                     "model '%s' cannot be moved to another process: %s", model.name, error.message
                 )
-        self.lifecycle.moved(order)
+        self.lifecycle.move_finished(order)
 
     async def _publish_move(self, model: ModelEntry) -> None:
         """Publish a moved model and wait until every client has acknowledged the publication."""
@@ -324,12 +324,12 @@ class LifecycleExecutor(LifecycleActions):
         await version.kill()
         if start_task is not None:
             await asyncio.wait({start_task})
-        self.lifecycle.ended(version)
+        self.lifecycle.version_ended(version)
 
     @_in_background
     async def retire(self, version: ModelVersion) -> None:
         await version.stop()
-        self.lifecycle.ended(version)
+        self.lifecycle.version_ended(version)
 
     @_in_background
     async def finalize(self, order: Order) -> None:
@@ -338,7 +338,7 @@ class LifecycleExecutor(LifecycleActions):
             await Instances.await_exits(removed)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
-        self.lifecycle.finalized(order)
+        self.lifecycle.order_finalized(order)
 
 
 class ModelManager:

@@ -230,8 +230,8 @@ class ModelVersion:
         """Move the scheduler to another group's process without losing a request.
 
         A new scheduler accepts the requests, the old scheduler drains, and the instances attach to
-        the new one. If all workers or a scheduler die meanwhile, clients resubmit the requests of
-        the old scheduler.
+        the new one. If all workers of the old scheduler or a scheduler die meanwhile, clients
+        resubmit the requests of the old scheduler.
 
         Args:
             group: The group to move to.
@@ -242,7 +242,8 @@ class ModelVersion:
         """
         scheduler, instances = self.scheduler, self.instances
         old_scheduler, old_endpoint = scheduler.serving, scheduler.endpoint
-        exits = [child.exited for child in instances.children() if child.alive]
+        exits = instances.serving_exits()
+        instances.defers_attach = True
         losses: list[asyncio.Future[Any]] = [asyncio.gather(*exits)] if exits else []
         if self._supervision is not None:
             self._supervision.cancel()
@@ -260,6 +261,7 @@ class ModelVersion:
             self.changed()
             await self._context.hosts.close(old_scheduler)
         finally:
+            instances.defers_attach = False
             self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
@@ -279,7 +281,7 @@ class ModelVersion:
         while not self._lifetime.is_retiring:
             scheduler, started_at = self.scheduler.serving, time.monotonic()
             child = scheduler.child
-            await wait_any(scheduler.closed, child.exited)
+            await wait_any(scheduler.close_future, child.exited)
             if not self._lifetime.is_retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a replacement takes over", child.title, reason)

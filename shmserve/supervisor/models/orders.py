@@ -105,31 +105,31 @@ class LifecycleActions(Protocol):
     """The interface of the lifecycle's actions, which return immediately and report by events."""
 
     def read(self, order: Order) -> None:
-        """Read a model's folder and configuration; reports `Lifecycle.was_planned`."""
+        """Read a model's folder and configuration; reports `Lifecycle.load_planned`."""
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        """Create a version without processes; it reports `Lifecycle.changed`."""
+        """Create a version without processes; it reports `Lifecycle.version_changed`."""
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version; reports `Lifecycle.config_completed`, then `Lifecycle.started`."""
+        """Start a version; calls `Lifecycle.complete_config`, then `Lifecycle.version_started`."""
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         """Return the final configuration of a version; raises InvalidArgument."""
 
     def update(self, order: Order) -> None:
-        """Add the instances of an order's updates; reports `Lifecycle.updated`."""
+        """Add the instances of an order's updates; reports `Lifecycle.updates_finished`."""
 
     def move(self, order: Order, group: Group) -> None:
-        """Move the serving versions to a group's process; reports `Lifecycle.moved`."""
+        """Move the serving versions to a group's process; reports `Lifecycle.move_finished`."""
 
     def kill(self, version: ModelVersion) -> None:
-        """End a version that was never published; reports `Lifecycle.ended`."""
+        """End a version that was never published; reports `Lifecycle.version_ended`."""
 
     def retire(self, version: ModelVersion) -> None:
-        """Drain a version and end it; reports `Lifecycle.ended`."""
+        """Drain a version and end it; reports `Lifecycle.version_ended`."""
 
     def finalize(self, order: Order) -> None:
-        """Wait for `order.awaited_ends`, except long requests; reports `Lifecycle.finalized`."""
+        """Wait for `order.awaited_ends`, but not for long requests; calls `order_finalized`."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         """Redirect requests that reached an ended version too late to its successor."""
@@ -192,20 +192,27 @@ class Order:
 
     @property
     def hangs(self) -> bool:
-        """Return whether the load takes long, or waits for such a load or behind an unload.
+        """Return whether the load takes long, or waits for such a load or for an unload.
 
-        An unload in front of an order that this load waits for may itself wait for this load.
+        An unload that this load waits for may itself wait for this load.
         """
-        if self.phase is OrderPhase.STARTING:
-            return any(version.instances.hangs for version in self.model.incoming.values())
-        is_waiting = self.phase is OrderPhase.WAITING
-        return is_waiting and any(o.hangs or o._follows_unload for o in self.prerequisites)
+        if self.phase not in (OrderPhase.WAITING, OrderPhase.STARTING):
+            return False
+        awaited, unvisited = {self}, [self]
+        while unvisited:
+            order = unvisited.pop()
+            if order.kind is OrderKind.UNLOAD or order._starts_slowly:
+                return True
+            queue = list(order.model.orders)
+            earlier = queue[: queue.index(order)] if order in queue else []
+            unvisited += {*order.prerequisites, *earlier} - awaited
+            awaited.update(unvisited)
+        return False
 
     @property
-    def _follows_unload(self) -> bool:
-        orders = list(self.model.orders)
-        earlier = orders[: orders.index(self)] if self in orders else []
-        return any(order.kind is OrderKind.UNLOAD for order in earlier)
+    def _starts_slowly(self) -> bool:
+        incoming = self.model.incoming.values() if self.phase is OrderPhase.STARTING else ()
+        return any(version.instances.hangs for version in incoming)
 
     @property
     def is_finished(self) -> bool:

@@ -158,15 +158,20 @@ class ModelRegistry:
     def has_users(self, version: ModelVersion) -> bool:
         """Check whether an ensemble needs a version and must end before it.
 
-        Versions that need one another in a cycle have no users: they would wait for ever.
+        Versions that need one another in a cycle do not wait for each other, which would be for
+        ever.
         """
+        return any(version not in self._users_of(user) for user in self._users_of(version))
+
+    def _users_of(self, version: ModelVersion) -> set[ModelVersion]:
+        """Return the ensembles that need a version, directly or through other ensembles."""
         users: set[ModelVersion] = set()
         unvisited = [version]
         while unvisited:
             ensembles = set(self.ensembles_of(unvisited.pop().spec.name)) - users
             users |= ensembles
             unvisited += ensembles
-        return bool(users) and version not in users
+        return users
 
     def find_cycle(
         self, name: str, steps: Sequence[str], unloaded_steps: Mapping[str, list[str]]

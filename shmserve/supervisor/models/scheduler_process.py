@@ -103,10 +103,10 @@ class VersionScheduler:
         self._on_message = on_message
         self.number = next(context.numbers)  # number of the serving scheduler, or of the first one
         self._latest: HostedHandle | None = None  # the scheduler that was started last
-        self._serving: HostedHandle | None = None  # the scheduler at `endpoint`
+        self._serving_scheduler: HostedHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
-        self._drained: asyncio.Future[None] = loop.create_future()
+        self._drain_future: asyncio.Future[None] = loop.create_future()
         self.counters = CarriedCounters(self.send)
         self._publish_counters = False
         self._snapshot: asyncio.Future[dict[str, Any]] | None = None
@@ -125,7 +125,7 @@ class VersionScheduler:
     @property
     def serves(self) -> bool:
         """Return whether a scheduler accepts requests."""
-        return self._serving is not None and self._serving.alive
+        return self._serving_scheduler is not None and self._serving_scheduler.alive
 
     @property
     def serving(self) -> HostedHandle:
@@ -133,8 +133,8 @@ class VersionScheduler:
 
         A scheduler must have started.
         """
-        assert self._serving is not None
-        return self._serving
+        assert self._serving_scheduler is not None
+        return self._serving_scheduler
 
     async def start(self, spec: ModelSpec, worker_pids: list[int], is_first: bool = False) -> None:
         """Start a scheduler in place of the last one.
@@ -156,17 +156,19 @@ class VersionScheduler:
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         # A scheduler receives no message before it is ready.
-        await wait_any(ready, hosted.closed, hosted.child.exited)
+        await wait_any(ready, hosted.close_future, hosted.child.exited)
         if self._lifetime.is_stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
         if not ready.done():
             await context.hosts.close(hosted)
             exited = hosted.child.exited
-            reason = hosted.closed.result() or (exited.result() if exited.done() else "closed")
+            reason = hosted.close_future.result() or (
+                exited.result() if exited.done() else "closed"
+            )
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
-        self._serving = hosted
+        self._serving_scheduler = hosted
         self.counters.send_base()
         if spec.cached:  # the share may have changed while the scheduler started
             context.cache_shares.send(id(self))
@@ -216,7 +218,7 @@ class VersionScheduler:
             case m.SchedulerReady():
                 settle(self._ready, None)
             case m.Drained():
-                settle(self._drained, None)
+                settle(self._drain_future, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counters.update(statistics, metrics)
                 settle(self._snapshot, statistics)
@@ -259,13 +261,15 @@ class VersionScheduler:
         """
         hosted = hosted or self._latest
         assert hosted is not None
-        self._drained = asyncio.get_running_loop().create_future()
+        self._drain_future = asyncio.get_running_loop().create_future()
         self._context.control.send(hosted.address, m.Drain(sequences_only))
-        await wait_any(self._drained, hosted.closed, hosted.child.exited, *losses)
+        await wait_any(self._drain_future, hosted.close_future, hosted.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler belongs to another process, given its group."""
-        return self._serving is not None and self._context.hosts.must_move(self._serving, group)
+        return self._serving_scheduler is not None and self._context.hosts.must_move(
+            self._serving_scheduler, group
+        )
 
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
@@ -278,7 +282,11 @@ class VersionScheduler:
         try:
             await self.start(config, [])
         except Unavailable:
-            self._latest, self._group, self.counters = self._serving, old_group, old_counters
+            self._latest, self._group, self.counters = (
+                self._serving_scheduler,
+                old_group,
+                old_counters,
+            )
             raise
         old_counters.pass_to(new_counters)
 

@@ -302,7 +302,7 @@ class Zygote:
         self._numbers = itertools.count(1)
         self._pending_forks: dict[int, asyncio.Future[int]] = {}
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
-        self._serving: _ZygoteProcess | None = None
+        self._serving_zygote: _ZygoteProcess | None = None
         self._spare: _ZygoteProcess | None = None
         self._backoff = RestartBackoff()  # the backoff of spares
         self._forking_spare: asyncio.Task[None] | None = None
@@ -331,7 +331,7 @@ class Zygote:
 
     def _serve(self, process: _ZygoteProcess) -> None:
         """Use this process for further requests."""
-        self._serving = process
+        self._serving_zygote = process
         process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read_responses)
 
@@ -362,10 +362,10 @@ class Zygote:
             os.set_inheritable(self._run_dir.lock_fd, False)
 
     def _read_responses(self) -> None:
-        assert self._serving is not None
+        assert self._serving_zygote is not None
         while True:
             try:
-                data = self._serving.link.recv(4096)
+                data = self._serving_zygote.link.recv(4096)
             except (BlockingIOError, ConnectionError):
                 return
             if not data:
@@ -386,10 +386,10 @@ class Zygote:
                 waiter.set_exception(_start_failure(-pid))
 
     def _on_exit(self, exited: asyncio.Future[str]) -> None:
-        assert self._serving is not None
+        assert self._serving_zygote is not None
         self._read_responses()
-        self._loop.remove_reader(self._serving.link.fileno())
-        self._serving.link.close()
+        self._loop.remove_reader(self._serving_zygote.link.fileno())
+        self._serving_zygote.link.close()
         if self._stopping:
             return
         logger.error("%s ended (%s)", self._title, exited.result())
@@ -477,8 +477,8 @@ class Zygote:
         """
         while not self._stopping:
             await asyncio.shield(self._ready)
-            assert self._serving is not None
-            zygote = self._serving.child
+            assert self._serving_zygote is not None
+            zygote = self._serving_zygote.child
             with self._table.spawning():
                 pid = await self._fork(entry, start, fds)
                 if pid and not self._table.remembers(pid):
@@ -507,9 +507,9 @@ class Zygote:
             return await waiter
 
     def _send_request(self, memory: int, fds: Sequence[int]) -> None:
-        assert self._serving is not None
+        assert self._serving_zygote is not None
         try:
-            socket.send_fds(self._serving.link, [b"fork"], [memory, *fds])
+            socket.send_fds(self._serving_zygote.link, [b"fork"], [memory, *fds])
         finally:
             os.close(memory)
 
@@ -518,7 +518,7 @@ class Zygote:
         self._stopping = True
         if self._forking_spare is not None:
             self._forking_spare.cancel()
-        for process in (self._serving, self._spare):
+        for process in (self._serving_zygote, self._spare):
             if process is not None and process.child.alive:
                 self._loop.remove_reader(process.link.fileno())
                 process.link.shutdown(socket.SHUT_RDWR)

@@ -78,7 +78,7 @@ class Acknowledgements:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._missing: dict[int, set[Hashable]] = {}
+        self._missing_peers: dict[int, set[Hashable]] = {}
         self._complete = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
@@ -86,28 +86,28 @@ class Acknowledgements:
         number = next(self._numbers)
         missing = set(peers)
         if missing:
-            self._missing[number] = missing
+            self._missing_peers[number] = missing
         return number
 
     def acknowledged(self, peer: Hashable, number: int) -> None:
         """Record that `peer` has acknowledged a change, or no longer has to."""
-        missing = self._missing.get(number, set())
+        missing = self._missing_peers.get(number, set())
         missing.discard(peer)
-        if not missing and self._missing.pop(number, None) is not None:
+        if not missing and self._missing_peers.pop(number, None) is not None:
             self._complete.set()
 
     def exited(self, peer: Hashable) -> None:
         """Remove a peer that has exited from all changes."""
-        for number in list(self._missing):
+        for number in list(self._missing_peers):
             self.acknowledged(peer, number)
 
     def missing(self, number: int) -> set[Hashable]:
         """Return the peers that have not acknowledged a change."""
-        return self._missing.get(number, set())
+        return self._missing_peers.get(number, set())
 
     def is_acknowledged(self, number: int) -> bool:
         """Return whether each live peer has acknowledged a change."""
-        return number not in self._missing
+        return number not in self._missing_peers
 
     async def next_complete(self) -> None:
         """Wait until another change is acknowledged by all peers."""
@@ -116,7 +116,7 @@ class Acknowledgements:
 
     async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""
-        while number in self._missing:
+        while number in self._missing_peers:
             await self.next_complete()
 
 

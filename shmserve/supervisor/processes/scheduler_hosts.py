@@ -33,7 +33,7 @@ class Group(NamedTuple):
 class HostedHandle:
     """The supervisor's handle of a scheduler for the model `name` in a host process.
 
-    `closed` resolves when the process no longer hosts the scheduler, with the reason if the
+    `close_future` resolves when the process no longer hosts the scheduler, with the reason if the
     scheduler was never opened.
     """
 
@@ -42,12 +42,12 @@ class HostedHandle:
         self.child = host.child
         self.address = SchedulerAddress(host.child.pid, number)
         self._host = host
-        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.close_future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
         """Return whether neither the scheduler nor its process is known to have ended."""
-        return self.child.alive and not self.closed.done()
+        return self.child.alive and not self.close_future.done()
 
 
 class _Host:
@@ -56,8 +56,8 @@ class _Host:
     def __init__(self, child: Child) -> None:
         self.child = child
         self.names: frozenset[str] = frozenset()
-        self.hosted: dict[int, HostedHandle] = {}
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.handles: dict[int, HostedHandle] = {}
+        self.ready_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pending_opens = 0  # number of callers that are about to open a scheduler
 
 
@@ -85,12 +85,12 @@ class SchedulerHosts:
         host = await self._host(group)
         host.pending_opens += 1
         try:
-            await wait_any(host.ready, host.child.exited)
+            await wait_any(host.ready_future, host.child.exited)
         finally:
             host.pending_opens -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
-        hosted = host.hosted[start.number] = HostedHandle(host, start.config.name, start.number)
+        hosted = host.handles[start.number] = HostedHandle(host, start.config.name, start.number)
         self._control.enrol(hosted.address, start.kind, on_message)
         self._control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
         return hosted
@@ -99,7 +99,7 @@ class SchedulerHosts:
         """Return whether a scheduler of this group would be opened in a different process now."""
         host = hosted._host
         if len(group.names) == 1:
-            return any(hosted.name not in group.names for hosted in host.hosted.values())
+            return any(hosted.name not in group.names for hosted in host.handles.values())
         return self._running_host(group) not in (None, host)
 
     def _running_host(self, group: Group) -> _Host | None:
@@ -130,20 +130,20 @@ class SchedulerHosts:
         self._logging.on_message(host.child.pid, message)
         match message:
             case m.Started():
-                settle(host.ready, None)
+                settle(host.ready_future, None)
             case m.SchedulerClosed(number, reason):
-                if (hosted := host.hosted.get(number)) is not None:
-                    settle(hosted.closed, reason)
+                if (hosted := host.handles.get(number)) is not None:
+                    settle(hosted.close_future, reason)
 
     async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
         """Close a scheduler, and its process if it was the last one, and wait for that."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
-        await wait_any(hosted.closed, host.child.exited, timeout_s=patience_s)
-        settle(hosted.closed, "")
-        host.hosted.pop(hosted.address.number, None)
+        await wait_any(hosted.close_future, host.child.exited, timeout_s=patience_s)
+        settle(hosted.close_future, "")
+        host.handles.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
-        if host.hosted or host.pending_opens:
+        if host.handles or host.pending_opens:
             return
         if host in self._hosts:
             self._hosts.remove(host)

@@ -167,7 +167,7 @@ class RegionRegistry:
         self._processes = processes
         self._publish_event = publish_event
         self._opener = opener
-        self._kept = kept_regions
+        self._kept_regions = kept_regions
         self.draining = DrainingRegions(processes, opener)
         self._tasks: set[asyncio.Task[None]] = set()
         self._active: dict[str, OpenRegion] = {}
@@ -176,7 +176,7 @@ class RegionRegistry:
 
     def restore(self, registrations: dict[str, list[int]]) -> None:
         """Restore the registrations of a previous server, before gateways start."""
-        for region in self._kept.restore(registrations, self._opener.readmit):
+        for region in self._kept_regions.restore(registrations, self._opener.readmit):
             self._active[region.name] = region
         if registrations:
             logger.info(
@@ -194,7 +194,7 @@ class RegionRegistry:
                     if region.kept_name == kept_name:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
-                for region in self._kept.restore({kept_name: fds}, self._opener.readmit):
+                for region in self._kept_regions.restore({kept_name: fds}, self._opener.readmit):
                     if existing := self._active.get(region.name):
                         # Both servers of the handover choose the larger name.
                         existing.kept_name = max(existing.kept_name, kept_name)
@@ -269,7 +269,7 @@ class RegionRegistry:
             if existing is not None:
                 logger.info("region replaced: the object behind its name was removed")
                 await self._withdraw(existing, _OBJECT_REMOVED)
-            self._kept.add(region)
+            self._kept_regions.add(region)
             await self._activate(region)
             return {"memory_id": region.memory_id}
 
@@ -378,7 +378,7 @@ class RegionRegistry:
     ) -> None:
         if self._active.get(region.name) is region:
             del self._active[region.name]
-        self._kept.remove(region)
+        self._kept_regions.remove(region)
         self._publish_event(RegionUnregistered(region.name, reason))
         await (self.draining.retire if retire else self.draining.drain)(region)
 

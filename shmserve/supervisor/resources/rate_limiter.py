@@ -107,13 +107,13 @@ class RateLimiter:
         self._configured_capacities = dict(explicit)
         self._members: dict[Hashable, _Member] = {}
         self._pending: list[_PendingRequest] = []
-        self._used: Counter[Resource] = Counter()
+        self._used_resources: Counter[Resource] = Counter()
         self._capacity: dict[Resource, int] = {}
         self._numbers = itertools.count()
 
     def used(self) -> dict[Resource, int]:
         """Return the granted amount of each resource."""
-        return {resource: count for resource, count in self._used.items() if count}
+        return {resource: count for resource, count in self._used_resources.items() if count}
 
     def capacity(self) -> dict[Resource, int]:
         """Return the capacity of each resource that a member needs."""
@@ -183,7 +183,7 @@ class RateLimiter:
             return []
         self._pending = [request for request in self._pending if request.member != member]
         for instance in record.instance_by_ticket.values():
-            self._used.subtract(instance.needs.resources)
+            self._used_resources.subtract(instance.needs.resources)
         record.instance_by_ticket.clear()
         return self._grant()
 
@@ -251,7 +251,7 @@ class RateLimiter:
                 if (request.member, request.ticket) != (member, ticket)
             ]
         else:
-            self._used.subtract(instance.needs.resources)
+            self._used_resources.subtract(instance.needs.resources)
             if not executed:
                 instance.executions -= 1
         return self._grant()
@@ -283,7 +283,7 @@ class RateLimiter:
         reserved: set[Resource] = set()
         for request in sorted(self._pending, key=attrgetter("rank")):
             needs = request.instance.needs.resources
-            if reserved.isdisjoint(needs) and self._fits(needs, self._used):
+            if reserved.isdisjoint(needs) and self._fits(needs, self._used_resources):
                 self._grant_request(request)
                 granted.append((request.member, request.ticket))
             elif request.overtaken >= PATIENCE:
@@ -298,7 +298,7 @@ class RateLimiter:
     def _grant_request(self, request: _PendingRequest) -> None:
         self._pending.remove(request)
         needs = request.instance.needs.resources
-        self._used.update(needs)
+        self._used_resources.update(needs)
         request.instance.executions += 1
         self._members[request.member].instance_by_ticket[request.ticket] = request.instance
         for other_request in self._pending:

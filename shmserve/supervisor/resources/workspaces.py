@@ -38,7 +38,7 @@ from shmserve.ipc.messages.supervision import (
     decode_start,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 
 
 class GrantedLease(NamedTuple):
@@ -136,11 +136,6 @@ class WorkspacePool:
             self._owners[offset] = request.owner
             granted.append(GrantedLease(request.owner, request.ticket, offset))
         return granted
-
-    def check_integrity(self) -> None:
-        """Assert for tests that leases and holes tile the pool, and each lease has an owner."""
-        self._free.check_integrity()
-        assert self._free.offsets() == self._owners.keys()
 
 
 def _round_to_pages(byte_size: int) -> int:

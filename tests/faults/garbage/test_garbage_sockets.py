@@ -22,7 +22,7 @@ from shmserve.ipc.messages.control_requests import UnregisterRegion
 from shmserve.ipc.messages.inference import InstanceReady, Release
 from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.faults.scene import assert_recovers, scene
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
@@ -41,13 +41,9 @@ MESSAGE_UNIONS = (
     unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
 )
-TAGS = sorted(
-    {frames.tags_by_class()[kind] for union in MESSAGE_UNIONS for kind in typing.get_args(union)}
-)
+TAGS = sorted({kind.TAG for union in MESSAGE_UNIONS for kind in typing.get_args(union)})
 FIELDS = {
-    frames.tags_by_class()[kind]: len(kind.__slots__)
-    for union in MESSAGE_UNIONS
-    for kind in typing.get_args(union)
+    kind.TAG: len(kind.__slots__) for union in MESSAGE_UNIONS for kind in typing.get_args(union)
 }
 
 

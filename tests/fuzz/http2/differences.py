@@ -85,7 +85,7 @@ KNOWN_DIFFERENCES = [
     ),
     Known(
         "h2",
-        r"(HEADERS|PUSH_PROMISE) over: PROTOCOL_ERROR (HEADERS of|PUSH_|more padding).* \| -",
+        r"(HEADERS|PUSH_PROMISE) over: PROTOCOL_ERROR (HEADERS on|PUSH_|padding longer).* \| -",
         "4.3: it waits for the whole block",
     ),
     Known(

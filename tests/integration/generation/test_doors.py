@@ -246,9 +246,14 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert [row.embedding for row in embeddings.data] == [[len(t), ord(t[0])] for t in texts]
     float_answer = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
     assert float_answer.data[0].embedding == [3, ord("x")]
+    client.embeddings.create(model="embedder", input="xyz", dimensions=2)
+    with pytest.raises(openai.BadRequestError, match="dimensions: 1 is not 2, the size of the vec"):
+        client.embeddings.create(model="embedder", input="xyz", dimensions=1)
 
 
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="GET /v1/models lists the models"):
+        client.completions.create(model="gpt-4o", prompt="x")
     listed_models = {model.id: model for model in client.models.list()}
     assert listed_models.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
     extra_fields = [
@@ -413,7 +418,10 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    completion = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5)
+    whole_length = {"ignore_eos": True}
+    completion = client.completions.create(
+        model="narrow", prompt="a", max_tokens=3, n=5, extra_body=whole_length
+    )
     assert [choice.index for choice in completion.choices] == list(range(5))
     assert completion.usage is not None and completion.usage.completion_tokens == 15
 

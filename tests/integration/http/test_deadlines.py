@@ -1,6 +1,7 @@
 """Requests that no client waits for: expired deadlines, and clients that disconnect."""
 
 import json
+import socket
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -87,14 +88,14 @@ def test_a_late_batch_mate_does_not_touch_the_others(server: Server, pool: Reque
     assert values(first_request.result()) == [1]
 
 
-def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
+def hang_up_after(server: Server, model: str, value: int) -> Generator[socket.socket]:
     """Send a request on a connection, and close it when resumed."""
     body = json.dumps({"inputs": [json_input("INPUT0", np.full((1, 1), value, np.int32))]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
-        yield
+        yield connection
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
@@ -122,10 +123,17 @@ def test_a_client_disconnects_while_its_request_is_queued(
     )
 
 
-def test_a_client_disconnects_while_its_request_executes(server: Server, pool: RequestPool) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_a_client_disconnects_while_its_request_executes(
+    server: Server, pool: RequestPool, *, half: bool
+) -> None:
+    """A half-close counts as a disconnect, since TCP does not distinguish them."""
     leaving_client = hang_up_after(server, "batching", 1)
-    next(leaving_client)
+    connection = next(leaving_client)
     visit = server.gate.next()
+    if half:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
     leaving_client.close()
     next_request = pool.number("batching", 2)
     server.wait_pending("batching", 1)

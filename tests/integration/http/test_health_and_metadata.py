@@ -116,6 +116,15 @@ def test_an_unknown_path_of_openai_names_the_list_of_routes(http: Http) -> None:
     assert "Not Found (GET /docs lists the routes)" in reply.error
 
 
+@pytest.mark.parametrize(
+    "path", ["/chat/completions", "/models", "/v1/v1/responses", "/v1/embeddings/embeddings"]
+)
+def test_a_wrong_base_url_of_an_openai_client_is_named(http: Http, path: str) -> None:
+    reply = http.post(path, {})
+    assert reply.status == 404 and reply.json()["error"]["code"] == "unknown_url"
+    assert "(the base URL of an OpenAI client is http://HOST:PORT/v1)" in reply.error
+
+
 def test_statistics_of_missing_models(http: Http) -> None:
     reply = http.get("/v2/models/nothing/stats")
     assert (reply.status, reply.error) == (400, "requested model 'nothing' is not available")

@@ -19,7 +19,7 @@ from shmserve.client import aio
 from shmserve.client.request.arrays import dtype_of
 from shmserve.ipc.messages.inference import Finished
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.rigs.local_clients import answer, submit
 from tests.support import repositories
 from tests.support.servers import Server, Start

@@ -105,7 +105,7 @@ def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     assert sorted(visit.batch) == [1, 2, 3, 4]
     visit.release()
     assert [values(answer.result()) for answer in answers] == [[1], [2], [3], [4]]
-    held_calls.holder.release()
+    held_calls.holding_visit.release()
 
 
 def test_the_queue_delay_gathers_requests(server: Server, pool: RequestPool) -> None:
@@ -138,7 +138,7 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
     assert refused_reply.error == "[request id: <id_unknown>] Exceeds maximum queue size"
     assert int(refused_reply.headers["Retry-After"]) >= 1
     assert held_calls.batches(1) == [[1, 2]]
-    assert held_calls.first.result().status == 200
+    assert held_calls.first_response.result().status == 200
 
 
 def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Queue]) -> None:
@@ -150,8 +150,8 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
     assert not late_request.done(), "the one before it has the queue's timeout"
     assert (late_request.result().status, late_request.result().error) == (503, EXPIRED_TEXT)
     assert 1.5 <= time.monotonic() - start_s < 5
-    held_calls.holder.release()
-    assert held_calls.first.result().status == 200
+    held_calls.holding_visit.release()
+    assert held_calls.first_response.result().status == 200
 
 
 def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:

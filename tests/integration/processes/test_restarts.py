@@ -98,7 +98,9 @@ def test_restarts_at_lent_sockets(manager: Manager, folder: Path, number: signal
         lent = {"http": [http.fileno()], "grpc": [grpc.fileno()], "local": [local.fileno()]}
 
         def begin() -> subprocess.Popen[bytes]:
-            descriptors = [(name, fd) for name, fds in (lent | manager.kept).items() for fd in fds]
+            descriptors = [
+                (name, fd) for name, fds in (lent | manager.kept_descriptors).items() for fd in fds
+            ]
             names = ":".join(name for name, _ in descriptors)
             environment = {"NOTIFY_SOCKET": manager.address}
             server = start(

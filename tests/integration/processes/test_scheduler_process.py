@@ -39,8 +39,8 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 from tests.support.texts import EXPIRED_TEXT
 from tests.support.waiting import until
@@ -65,7 +65,7 @@ NO_OUTPUTS = pack_inferred(Inferred(()))
 FLOOD_PROGRAM = """
 import os, sys
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 
 link = Dealer(sys.argv[1], f"{os.getpid()}.flood")
 for number in range(20_000):

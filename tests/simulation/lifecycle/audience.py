@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 class SimulatedPeer:
     """A process that receives publications in order.
 
-    `known` is the current endpoint of each version, and `latest` that of each model.
+    `publications` has the current endpoint of each version, and `latest_publications` that of
+    each model.
     """
 
     ensemble: ObservedVersion | None = None
-    known: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
-    latest: dict[str, ModelPublished] = field(default_factory=dict)
+    publications: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
+    latest_publications: dict[str, ModelPublished] = field(default_factory=dict)
     # Endpoints of all scheduler processes so far.
     known_endpoints: set[str] = field(default_factory=set)
     first_update: int = 0  # the value of `update_count` when the peer connected
@@ -43,32 +44,32 @@ class SimulatedPeer:
     def receive(self, update: Publication | ReadinessChanged) -> None:
         key = update.name, update.version
         if isinstance(update, ModelPublished):
-            self.known[key] = update
+            self.publications[key] = update
             self.known_endpoints.add(update.endpoint)
             if update.latest:
-                self.latest[update.name] = update
+                self.latest_publications[update.name] = update
         elif isinstance(update, ReadinessChanged):
-            self.known[key] = replace(self.known[key], ready=update.ready)
+            self.publications[key] = replace(self.publications[key], ready=update.ready)
         else:
-            self.known.pop(key, None)
+            self.publications.pop(key, None)
 
 
 class SimulatedAudience:
     """A fake `SupervisorContext` for `Publications`, with all gateways and ensembles as receivers.
 
-    `last` is the last publication of each version.
+    `last_publications` has the last publication of each version.
     """
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self._world = world
         self._executor = executor
-        self._complain = executor.oracles.broke
+        self._report_violation = executor.oracles.report_violation
         self.acknowledgements = Acknowledgements()
         self._peers: dict[Hashable, SimulatedPeer] = {}
-        self.last: dict[tuple[str, str], Publication] = {}
-        self.by_endpoint: dict[str, ObservedVersion] = {}
-        # The value of `said` at the first publication of each version.
-        self.first: dict[ObservedVersion, int] = {}
+        self.last_publications: dict[tuple[str, str], Publication] = {}
+        self.versions_by_endpoint: dict[str, ObservedVersion] = {}
+        # The value of `update_count` at the first publication of each version.
+        self.first_publications: dict[ObservedVersion, int] = {}
         self.update_count = 0
 
     @property
@@ -84,16 +85,20 @@ class SimulatedAudience:
     def announce(self, update: Publication) -> int:
         """Send a publication to all peers that it concerns; they acknowledge it later."""
         key = update.name, update.version
-        last = self.last.get(key)
-        if last == update or _same(last, update):
-            self._complain(f"9: {update.name} {update.version} is published as it was")
+        last = self.last_publications.get(key)
+        if last == update or _differ_in_readiness_only(last, update):
+            self._report_violation(f"9: {update.name} {update.version} is published unchanged")
         self.update_count += 1
         if isinstance(update, ModelPublished):
-            self.by_endpoint.update({version.endpoint: version for version in self._executor.alive})
-            self.first.setdefault(self.by_endpoint[update.endpoint], self.update_count)
+            self.versions_by_endpoint.update(
+                {version.endpoint: version for version in self._executor.live_versions}
+            )
+            self.first_publications.setdefault(
+                self.versions_by_endpoint[update.endpoint], self.update_count
+            )
         else:
-            self._executor.oracles.withdrawn(*key)
-        self.last[key] = update
+            self._executor.oracles.version_withdrawn(*key)
+        self.last_publications[key] = update
         peers = {
             version: peer
             for version, peer in self._peers.items()
@@ -113,11 +118,13 @@ class SimulatedAudience:
 
     def publish_readiness(self, update: ReadinessChanged) -> None:
         """Send a change of readiness to the gateways, without acknowledgement."""
-        last = self.last.get((update.name, update.version))
+        last = self.last_publications.get((update.name, update.version))
         if not isinstance(last, ModelPublished) or last.ready == update.ready:
-            self._complain(f"9: the readiness of {update.name} {update.version} is what it was")
+            self._report_violation(
+                f"9: the readiness of {update.name} {update.version} is published unchanged"
+            )
             return
-        self.last[update.name, update.version] = replace(last, ready=update.ready)
+        self.last_publications[update.name, update.version] = replace(last, ready=update.ready)
         self.update_count += 1
         for key, peer in self._peers.items():
             if peer.ensemble is None:
@@ -125,14 +132,14 @@ class SimulatedAudience:
 
     # --- peers that connect and disconnect
 
-    def enter_gateway(self) -> None:
+    def connect_gateway(self) -> None:
         """Add a gateway, which first receives all current publications."""
         key, peer = object(), SimulatedPeer(first_update=self.update_count)
         self._peers[key] = peer
         for update in self._executor.publications.snapshot():
             self._send(key, peer, update)
 
-    def enter_ensemble(self, address: Hashable, version: ObservedVersion) -> None:
+    def connect_ensemble(self, address: Hashable, version: ObservedVersion) -> None:
         """Add the process of an ensemble, which receives publications from now on."""
         self._peers[address] = SimulatedPeer(version)
 
@@ -142,15 +149,15 @@ class SimulatedAudience:
         if peer is not None:
             self._send(address, peer, update)
 
-    def peer_exited(self, key: Hashable) -> None:
+    def remove_peer(self, key: Hashable) -> None:
         if self._peers.pop(key, None) is not None:
             self.acknowledgements.exited(key)
 
-    def gateway_leaves(self) -> None:
+    def disconnect_gateway(self) -> None:
         keys = [key for key, peer in self._peers.items() if peer.ensemble is None]
         if keys:
             self._world.fault("gateway leaves")
-            self.peer_exited(self._world.random.choice(keys))
+            self.remove_peer(self._world.random.choice(keys))
 
     def _send(
         self,
@@ -160,11 +167,11 @@ class SimulatedAudience:
         number: int = 0,
     ) -> None:
         world = self._world
-        late = 2 * SECOND if world.chance(0.02) else draw_lag(world)
-        peer.busy_until_ns = max(peer.busy_until_ns, world.now_ns + late)
-        world.after(peer.busy_until_ns - world.now_ns, self._arrive, key, peer, update, number)
+        delay_ns = 2 * SECOND if world.chance(0.02) else draw_delay_ns(world)
+        peer.busy_until_ns = max(peer.busy_until_ns, world.now_ns + delay_ns)
+        world.after(peer.busy_until_ns - world.now_ns, self._receive, key, peer, update, number)
 
-    def _arrive(
+    def _receive(
         self,
         key: Hashable,
         peer: SimulatedPeer,
@@ -174,16 +181,16 @@ class SimulatedAudience:
         if self._peers.get(key) is peer:
             peer.receive(update)
             if number:
-                late = draw_lag(self._world)
-                self._world.after(late, self.acknowledgements.acknowledged, key, number)
+                delay_ns = draw_delay_ns(self._world)
+                self._world.after(delay_ns, self.acknowledgements.acknowledged, key, number)
 
 
-def draw_lag(world: World) -> int:
+def draw_delay_ns(world: World) -> int:
     """Draw a delay of up to 300 ms, often 0."""
     return 0 if world.chance(0.3) else world.between(100_000, 300_000_000)
 
 
-def _same(last: Publication | None, update: Publication) -> bool:
+def _differ_in_readiness_only(last: Publication | None, update: Publication) -> bool:
     if not (isinstance(last, ModelPublished) and isinstance(update, ModelPublished)):
         return False
     return replace(last, ready=update.ready) == update

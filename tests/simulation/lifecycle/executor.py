@@ -23,7 +23,7 @@ from shmserve.supervisor.processes.control_socket import LogControl, TraceContro
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
-from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
+from tests.simulation.lifecycle.audience import SimulatedAudience, draw_delay_ns
 from tests.simulation.lifecycle.loop import SimulatedLoop
 from tests.simulation.lifecycle.oracles import LifecycleOracles, RecordedLifecycle
 from tests.simulation.lifecycle.processes import SimulatedProcesses
@@ -49,7 +49,7 @@ _CONFIGS = {
 }
 
 
-class NoPrograms:
+class NoLocalClients:
     """A fake of the local clients: there are none."""
 
     def numbers(self) -> list[int]:
@@ -59,41 +59,41 @@ class NoPrograms:
         pass
 
 
-def nothing(*_: Any) -> None:
+def do_nothing(*_: Any) -> None:
     """Do nothing."""
 
 
 class SimulatedExecutor(LifecycleExecutor):
     """A `LifecycleExecutor` in virtual time.
 
-    `alive` contains the versions that may have a process.
+    `live_versions` contains the versions that may have a process.
     """
 
-    def __init__(self, world: World, loop: SimulatedLoop, hosted: bool) -> None:
+    def __init__(self, world: World, loop: SimulatedLoop, shares_hosts: bool) -> None:
         self.world = world
         self.oracles = LifecycleOracles(self)
         self.loop = loop
-        loop.complain = self.oracles.broke
+        loop.report_violation = self.oracles.report_violation
         self.repository = DrawnRepository(world, self.oracles)
         self.registry = ModelRegistry()
-        self.alive: list[ObservedVersion] = []
-        self.updating: set[Order] = set()
+        self.live_versions: list[ObservedVersion] = []
+        self.updating_orders: set[Order] = set()
         self.actions = 0
-        self.on_answer: dict[Order, list[Callable[[], None]]] = {}
+        self.calls_after_answer: dict[Order, list[Callable[[], None]]] = {}
         self.audience = SimulatedAudience(world, self)
         self.processes = SimulatedProcesses(world, self)
         planner: Any = self.repository
         self.publications = Publications()
-        parts = (self._context(hosted), planner, self.registry, self.publications)
+        parts = (self._context(shares_hosts), planner, self.registry, self.publications)
         super().__init__(*parts, [])
         self._audience = self.audience
-        self.lifecycle = RecordedLifecycle(self.registry, self, hosted, self.oracles)
+        self.lifecycle = RecordedLifecycle(self.registry, self, shares_hosts, self.oracles)
 
-    def _context(self, hosted: bool) -> SupervisorContext:
+    def _context(self, shares_hosts: bool) -> SupervisorContext:
         fake: Any = self.processes
-        programs: Any = NoPrograms()
+        programs: Any = NoLocalClients()
         limit_s = self.world.random.choice(_LOAD_LIMITS_S)
-        config = _CONFIGS["hosted" if hosted else "separate", limit_s]
+        config = _CONFIGS["hosted" if shares_hosts else "separate", limit_s]
         logging = LogControl(fake, LogSettings())
         return SupervisorContext(
             config=config,
@@ -107,24 +107,26 @@ class SimulatedExecutor(LifecycleExecutor):
             local_clients=programs,
             events=EventPublisher(),
             cache_shares=CacheShares(0),
-            tickets=Tickets(False, {}, nothing),
-            workspaces=Workspaces(config.workspace_byte_sizes, nothing),
+            tickets=Tickets(False, {}, do_nothing),
+            workspaces=Workspaces(config.workspace_byte_sizes, do_nothing),
             hosts=SchedulerHosts(fake, fake, _FOLDER, logging),
             numbers=itertools.count(1),
         )
 
     def resize(self) -> None:
         """Add or remove an instance of a random model, as the autoscaler does."""
-        bounded = [version for version in self.alive if bounds_of(version.config) is not None]
-        if not bounded:
+        bounded_versions = [
+            version for version in self.live_versions if bounds_of(version.config) is not None
+        ]
+        if not bounded_versions:
             return
-        version = self.world.random.choice(bounded)
+        version = self.world.random.choice(bounded_versions)
         bounds, step = bounds_of(version.config), self.world.random.choice((1, -1))
         total, model = version.instances.count + step, self.registry.model(version.spec.name)
         serves = model.serving.get(version.spec.version) is version and not model.orders
         serves = serves and version.ready and version.instances.all_serve
         if serves and bounds is not None and bounds.minimum <= total <= bounds.maximum:
-            self._does("resize", version, total)
+            self._record_action("resize", version, total)
             self.context.background(self._resize(version, total))
 
     async def _resize(self, version: ObservedVersion, total: int) -> None:
@@ -135,7 +137,7 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def version_of(self, number: int) -> ObservedVersion | None:
         """Return the version whose last scheduler has this number, if it exists."""
-        for version in self.alive:
+        for version in self.live_versions:
             last = version.scheduler._latest
             if last is not None and last.address.number == number:
                 return version
@@ -143,55 +145,55 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def instance_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
         """Return the version and the instance of a worker that is being started."""
-        version = next(each for each in self.alive if each.scheduler.number == start.number)
+        version = next(each for each in self.live_versions if each.scheduler.number == start.number)
         return version, next(each for each in version.all_instances if each.index == start.index)
 
-    def _does(self, *words: Any) -> None:
+    def _record_action(self, *words: Any) -> None:
         self.actions += 1
         self.world.note(*words)
 
     # --- the interface of LifecycleExecutor
 
     def read(self, order: Order) -> None:
-        self._does("read", self.oracles.title(order))
-        self.world.after(draw_lag(self.world), self._read, order)
+        self._record_action("read", self.oracles.title(order))
+        self.world.after(draw_delay_ns(self.world), self._read, order)
 
     def _read(self, order: Order) -> None:
         plan = self.repository.plan_of(order.model.name, order.source)
-        self.world.after(draw_lag(self.world), self.lifecycle.was_planned, order, plan)
+        self.world.after(draw_delay_ns(self.world), self.lifecycle.load_planned, order, plan)
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        events = self.lifecycle.changed, self.lifecycle.config_completed
+        events = self.lifecycle.version_changed, self.lifecycle.complete_config
         version = ObservedVersion(self.context, spec, group, self.registry.serving, *events)
-        self.alive.append(version)
+        self.live_versions.append(version)
         return version
 
     def start(self, version: ModelVersion) -> None:
-        self._does("start", version)
+        self._record_action("start", version)
         super().start(version)
 
     def update(self, order: Order) -> None:
-        self._does("update", self.oracles.title(order))
-        self.updating.add(order)
+        self._record_action("update", self.oracles.title(order))
+        self.updating_orders.add(order)
         super().update(order)
 
     def move(self, order: Order, group: Group) -> None:
-        self._does("move", order.model.name, sorted(group.names))
+        self._record_action("move", order.model.name, sorted(group.names))
         super().move(order, group)
 
     def kill(self, version: ModelVersion) -> None:
-        self._does("kill", version)
-        self.oracles.killed(cast("ObservedVersion", version))
+        self._record_action("kill", version)
+        self.oracles.version_killed(cast("ObservedVersion", version))
         super().kill(version)
 
     def retire(self, version: ModelVersion) -> None:
-        self._does("retire", version)
-        self.oracles.retired(cast("ObservedVersion", version))
+        self._record_action("retire", version)
+        self.oracles.version_drained(cast("ObservedVersion", version))
         super().retire(version)
 
     def answer(self, order: Order) -> None:
-        self._does("answer", self.oracles.title(order), order.error)
-        self.oracles.answered(order)
-        for call in self.on_answer.pop(order, ()):
+        self._record_action("answer", self.oracles.title(order), order.error)
+        self.oracles.order_answered(order)
+        for call in self.calls_after_answer.pop(order, ()):
             self.world.after(0, call)
         super().answer(order)

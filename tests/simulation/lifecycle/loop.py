@@ -17,13 +17,13 @@ Ts = TypeVarTuple("Ts")
 class SimulatedLoop(asyncio.BaseEventLoop):
     """An event loop whose callbacks are events of the world.
 
-    Exceptions are passed to `complain`.
+    Exceptions are passed to `report_violation`.
     """
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self.complain: Callable[[str], None]
+        self.report_violation: Callable[[str], None]
         self._stopped = False
 
     @contextlib.contextmanager
@@ -72,4 +72,4 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Report the exception of a callback."""
         if not self._stopped:
-            self.complain(f"{context['message']}: {context.get('exception')!r}")
+            self.report_violation(f"{context['message']}: {context.get('exception')!r}")

@@ -10,9 +10,9 @@ from tests.simulation.lifecycle.loop import SimulatedLoop
 from tests.simulation.lifecycle.repository import ENSEMBLES, MAX_INSTANCES
 from tests.simulation.world import MS, SECOND, TRACED_EVENTS, World
 
-_DRAWN_NS = 6 * SECOND
-_LATE_NS = 38 * SECOND, 100 * SECOND
-_QUIET_NS = 300 * SECOND
+_EVENTS_NS = 6 * SECOND
+_LATE_DEATHS_NS = 38 * SECOND, 100 * SECOND
+_IDLE_PHASE_NS = 300 * SECOND
 
 
 class LifecycleRun:
@@ -34,73 +34,73 @@ class LifecycleRun:
         """Run the seed; raise Violation if a rule was broken."""
         loop = SimulatedLoop(self.world)
         with loop.running():
-            self.executor = SimulatedExecutor(self.world, loop, hosted=self.seed % 2 == 1)
+            self.executor = SimulatedExecutor(self.world, loop, shares_hosts=self.seed % 2 == 1)
             self._run()
 
     def _run(self) -> None:
         world = self.world
         for _ in range(self._random.randint(0, 3)):
-            self.executor.audience.enter_gateway()
+            self.executor.audience.connect_gateway()
         if world.chance(0.5):
-            self._start_all()
-        self._draw(self._order, self.orders)
+            self._load_all()
+        self._draw(self._give_order, self.orders)
         self._draw(self.executor.repository.change, self._random.randint(0, 20))
-        self._draw(self._death, self._random.randint(0, 20))
-        self._draw(self._gateway, self._random.randint(0, 8))
+        self._draw(self._kill_process, self._random.randint(0, 20))
+        self._draw(self._change_gateways, self._random.randint(0, 8))
         self._draw(self.executor.resize, self._random.randint(0, 20))
         self._draw(self._impede_update, self._random.randint(0, 8))
         for _ in range(self._random.randint(0, 4)):  # late deaths: the processes have run for long
-            world.after(world.between(*_LATE_NS), self._death)
-        world.run(world.now_ns + _DRAWN_NS, self._checked)
-        world.run(world.now_ns + _QUIET_NS, self._checked)
-        self._checked()
-        self.executor.oracles.check_quiet()
+            world.after(world.between(*_LATE_DEATHS_NS), self._kill_process)
+        world.run(world.now_ns + _EVENTS_NS, self._check_when_idle)
+        world.run(world.now_ns + _IDLE_PHASE_NS, self._check_when_idle)
+        self._check_when_idle()
+        self.executor.oracles.check_idle_state()
 
     def _draw(self, actions: Callable[[], None], count: int) -> None:
-        bursts = [self._random.randrange(_DRAWN_NS) for _ in range(6)]
+        bursts = [self._random.randrange(_EVENTS_NS) for _ in range(6)]
         for _ in range(count):
             at_ns = self._random.choice(bursts) + self.world.between(MS, 500 * MS)
             self.world.after(at_ns, actions)
 
-    def _checked(self) -> bool:
+    def _check_when_idle(self) -> bool:
         if self.world.busy:
             return False
         self.executor.oracles.check()
         if self.world.chance(0.1):
-            self.executor.oracles.check_again()
+            self.executor.oracles.check_idempotence()
         return False
 
-    def _start_all(self) -> None:
+    def _load_all(self) -> None:
         executor = self.executor
         executor.lifecycle.expect(executor.repository.steps)
         for name in executor.repository.steps:
             executor.lifecycle.load(name)
 
-    def _order(self) -> None:
+    def _give_order(self) -> None:
         executor, world = self.executor, self.world
         names = [*executor.repository.steps, *ENSEMBLES]
         name = "nobody" if world.chance(0.02) else self._random.choice(names)
-        drawn = self._random.random()
-        if drawn < 0.4:
+        draw = self._random.random()
+        if draw < 0.4:
             if name in executor.repository.steps and world.chance(0.4):
-                executor.repository.scale(name)
+                executor.repository.change_instance_count(name)
             executor.lifecycle.load(name)
-        elif drawn < 0.65:
+        elif draw < 0.65:
             executor.lifecycle.load(name, executor.repository.draw_source(name))
-        elif drawn < 0.85:
+        elif draw < 0.85:
             executor.lifecycle.unload(name)
         else:
             self._unload_dependents(name)
 
     def _unload_dependents(self, name: str) -> None:
-        alone = self.executor.registry.loaded_for(name)
+        loaded_steps = self.executor.registry.loaded_for(name)
         order = self.executor.lifecycle.unload(name)
-        for step in alone:
+        for step in loaded_steps:
             call = partial(self._unload_dependents, step)
             if order.is_answered:
                 call()
             else:
-                self.executor.on_answer.setdefault(order, []).append(call)
+                self.executor.calls_after_answer.setdefault(order, []).append(call)
 
     def _impede_update(self) -> None:
         """Change the instances of a model while some are restarted, or while an added one hangs."""
@@ -108,7 +108,7 @@ class LifecycleRun:
         idle_models = {m.name for m in executor.registry.models.values() if not m.orders}
         versions = [
             version
-            for version in executor.alive
+            for version in executor.live_versions
             if version.ready and not version.spec.steps and version.spec.name in idle_models
         ]
         if not versions:
@@ -135,23 +135,23 @@ class LifecycleRun:
             processes.fates[instance] = fate
             child: Any = instance.child
             if child is not None:
-                processes.die(child, "signal 11")
+                processes.end_process(child, "signal 11")
 
     def _unload(self, name: str) -> None:
         self.executor.lifecycle.unload(name)
 
     def _resize(self, name: str, count: int) -> None:
-        self.executor.repository.counts[name] = count
+        self.executor.repository.instance_counts[name] = count
         self.executor.lifecycle.load(name)
 
-    def _death(self) -> None:
+    def _kill_process(self) -> None:
         processes = self.executor.processes
-        actions = [processes.worker_dies] * 2
-        actions += [processes.worker_overruns, processes.host_dies, processes.breaks]
+        actions = [processes.kill_worker] * 2
+        actions += [processes.request_worker_kill, processes.kill_host, processes.break_version]
         self._random.choice(actions)()
 
-    def _gateway(self) -> None:
+    def _change_gateways(self) -> None:
         if self.world.chance(0.5):
-            self.executor.audience.enter_gateway()
+            self.executor.audience.connect_gateway()
         else:
-            self.executor.audience.gateway_leaves()
+            self.executor.audience.disconnect_gateway()

@@ -6,51 +6,55 @@ from dataclasses import dataclass
 from shmserve.supervisor.models.instances import Instance
 
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
-_HEALTHY_S = 30.0
-_MAX_FAILED = 5
-_ROUNDED_S = 1e-6
+_HEALTHY_LIFETIME_S = 30.0
+_MAX_FAILED_LOADS = 5
+_TOLERANCE_S = 1e-6
 
 
 @dataclass(slots=True)
-class _Row:
+class _InstanceStarts:
     """The consecutive starts of one instance, and the time at which it became ready."""
 
-    deaths: int = 0
-    failed: int = 0
-    ready_at: float | None = None
-    ended_at: float = 0.0
+    exit_count: int = 0
+    failed_loads: int = 0
+    ready_at_s: float | None = None
+    ended_at_s: float = 0.0
 
 
 class Starts:
-    """The starts of each instance and their results. Violations are passed to `complain`."""
+    """The starts of each instance and their results; violations go to `report_violation`."""
 
-    def __init__(self, clock: Callable[[], float], complain: Callable[[str], None]) -> None:
+    def __init__(self, clock: Callable[[], float], report_violation: Callable[[str], None]) -> None:
         self._clock = clock
-        self._complain = complain
-        self._rows: dict[Instance | None, _Row] = {}
+        self._report_violation = report_violation
+        self._rows: dict[Instance | None, _InstanceStarts] = {}
 
-    def begin(self, instance: Instance) -> None:
+    def instance_starts(self, instance: Instance) -> None:
         row = self._rows.get(instance)
         if row is None:
-            self._rows[instance] = _Row()
+            self._rows[instance] = _InstanceStarts()
             return
-        early_s = row.ended_at + _PAUSES_S[min(row.deaths, len(_PAUSES_S)) - 1] - self._clock()
-        if row.failed >= _MAX_FAILED:
-            self._complain(f"11: {instance} starts after {row.failed} that did not load")
-        elif early_s > _ROUNDED_S:
-            self._complain(f"11: {instance} starts {early_s:.3f} s too early")
-        row.ready_at = None
+        early_s = (
+            row.ended_at_s + _PAUSES_S[min(row.exit_count, len(_PAUSES_S)) - 1] - self._clock()
+        )
+        if row.failed_loads >= _MAX_FAILED_LOADS:
+            self._report_violation(
+                f"11: {instance} starts after {row.failed_loads} that did not load"
+            )
+        elif early_s > _TOLERANCE_S:
+            self._report_violation(f"11: {instance} starts {early_s:.3f} s too early")
+        row.ready_at_s = None
 
-    def ready(self, instance: Instance | None) -> None:
+    def instance_ready(self, instance: Instance | None) -> None:
         if instance in self._rows:
-            self._rows[instance].ready_at = self._clock()
-            self._rows[instance].failed = 0
+            self._rows[instance].ready_at_s = self._clock()
+            self._rows[instance].failed_loads = 0
 
-    def ended(self, instance: Instance | None) -> None:
+    def instance_ended(self, instance: Instance | None) -> None:
         if instance not in self._rows:
             return
         row, now = self._rows[instance], self._clock()
-        healthy = row.ready_at is not None and now - row.ready_at > _HEALTHY_S
-        row.deaths = 1 if healthy else row.deaths + 1
-        row.failed += row.ready_at is None
-        row.ended_at = now
+        was_healthy = row.ready_at_s is not None and now - row.ready_at_s > _HEALTHY_LIFETIME_S
+        row.exit_count = 1 if was_healthy else row.exit_count + 1
+        row.failed_loads += row.ready_at_s is None
+        row.ended_at_s = now

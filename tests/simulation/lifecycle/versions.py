@@ -11,7 +11,7 @@ from shmserve.supervisor.models.model_version import ModelVersion
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.processes import SimulatedChild
 
-_LEAVING = (InstanceState.RETIRING, InstanceState.STOPPED)
+_RETIRED_STATES = (InstanceState.RETIRING, InstanceState.STOPPED)
 
 
 def counts_of(config: ModelSpec) -> range:
@@ -28,15 +28,15 @@ class ObservedVersion(ModelVersion):
 
     Attributes:
         was_ready: Whether it has been ready.
-        drains: Whether it has received the message to drain.
-        shapes: The configurations of an ensemble's step models at its load.
+        is_draining: Whether it has received the message to drain.
+        step_configs: The configurations of an ensemble's step models at its load.
     """
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.was_ready = self.drains = False
-        self.shapes: list[Any] = []
-        self._find = parts[3]
+        self.was_ready = self.is_draining = False
+        self.step_configs: list[Any] = []
+        self._find_serving = parts[3]
 
     def __repr__(self) -> str:
         return f"{self.spec.name}:{self.spec.version}#{self.scheduler.number}"
@@ -48,12 +48,12 @@ class ObservedVersion(ModelVersion):
         return ready
 
     async def start(self) -> None:
-        self.shapes = self.steps_known()
+        self.step_configs = self.published_step_configs()
         await super().start()
 
-    def steps_known(self) -> list[Any]:
+    def published_step_configs(self) -> list[Any]:
         """Return the published configurations of the step models."""
-        versions = [self._find(*step) for step in self.spec.steps]
+        versions = [self._find_serving(*step) for step in self.spec.steps]
         return [
             None if version is None else version.config.immutable_config for version in versions
         ]
@@ -65,15 +65,17 @@ class ObservedVersion(ModelVersion):
     @property
     def active_count(self) -> int:
         """Return the number of instances that do not retire."""
-        return sum(instance.state not in _LEAVING for instance in self.all_instances)
+        return sum(instance.state not in _RETIRED_STATES for instance in self.all_instances)
 
-    def knows(self, index: int, child: SimulatedChild) -> bool:
+    def expects(self, index: int, child: SimulatedChild) -> bool:
         """Check whether the scheduler expects a process that has attached to it."""
         serving: Any = self.scheduler.serving
-        expected = serving.child.expected.get((self.scheduler.number, index))
-        return expected == child.pid and child.offered_at == self.scheduler.instances_endpoint
+        expected = serving.child.expected_pids.get((self.scheduler.number, index))
+        return (
+            expected == child.pid and child.scheduler_endpoint == self.scheduler.instances_endpoint
+        )
 
     @property
-    def stopping(self) -> bool:
+    def is_stopping(self) -> bool:
         """Return whether the processes are being stopped."""
         return self._lifetime.is_stopping

@@ -1,4 +1,4 @@
-"""The exit of commands that a user interrupts."""
+"""The program `shmserve`: its exit statuses, and the messages of its verbs."""
 
 import asyncio
 import os
@@ -62,3 +62,18 @@ def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str
         status = exit_error.code
     captured = capsys.readouterr()
     assert status == 0 and "usage:" in captured.out and not captured.err
+
+
+@pytest.mark.parametrize(
+    ("verb", "hint"),
+    [
+        ("srve", ", did you mean 'serve'?"),
+        ("infer", ", did you mean 'client infer'?"),
+        ("xyz", ""),
+    ],
+)
+def test_an_unknown_verb_names_the_nearest(
+    capsys: pytest.CaptureFixture[str], verb: str, hint: str
+) -> None:
+    assert cli.main([verb]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"shmserve: unknown verb '{verb}'{hint}"

@@ -82,7 +82,7 @@ def test_arrow_keys_select_and_enter_opens() -> None:
     top.key("\x1b[A")
     top.key("j")
     top.key("\x1b[B")
-    assert top.selected == "quick/1"
+    assert top.selected_name == "quick/1"
     top.key("\r")
     text = "\n".join(render(top))
     assert "closed by       full 50" in text and "oops" in text
@@ -113,7 +113,7 @@ def test_the_screen_fits_any_terminal(count: int, width: int, height: int, keys:
         top.key(key)
     lines = render(top, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
-    if top.selected:
+    if top.selected_name:
         # The selected row is on the screen, even if its name is truncated.
-        selected = top.selected.removesuffix("/1")
+        selected = top.selected_name.removesuffix("/1")
         assert any(line.startswith(selected[: width - 56]) for line in lines)

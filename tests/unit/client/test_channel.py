@@ -180,7 +180,7 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
         errors: list[Exception] = []
 
         def callback(_: RequestChannel) -> None:
-            until("the client is closed", lambda: session._closed)
+            until("the client is closed", lambda: session._is_closed)
             try:
                 session.connection()
             except Disconnected as error:
@@ -272,7 +272,7 @@ def test_answers_are_copied_by_several_at_a_time(
 def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     copy = bytearray(np.arange(4, dtype=np.float32).tobytes())
     packed_response = SimpleNamespace(segments=(), as_torch=False)
-    reader: Any = SimpleNamespace(packed=packed_response, copy_range=lambda _: copy)
+    reader: Any = SimpleNamespace(packed_request=packed_response, copy_range=lambda _: copy)
     memory_range = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
     array = results._map_output(reader, None, TensorSchema("Y", "FP32", (4,), 16), memory_range)
     assert array.tolist() == [0, 1, 2, 3] and array.flags.writeable
@@ -298,7 +298,7 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
 
         until("all are there", all_arrived)
         assert numbers == [*range(count)]
-        assert not router.malformed
+        assert not router.malformed_messages
     finally:
         channel.close()
         router.close()

@@ -371,10 +371,10 @@ def test_invalid_allocations_are_rejected(
             client.allocate(TENSORS, device=name)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="sees no device 'cuda:2'"):
         client.allocate(TENSORS, device="cuda:2")
-    exporting.most = 0
+    exporting.byte_limit = 0
     with pytest.raises(Unavailable, match="cannot be allocated on 'cuda:0'"):
         client.allocate(TENSORS, device="cuda:0")
-    exporting.most = 1 << 30
+    exporting.byte_limit = 1 << 30
     context.looking = True
     cuda.uuid = lambda device: bytes(16)  # type: ignore[method-assign]
     original_uuid = exporting.uuid

@@ -19,7 +19,7 @@ from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
 from shmserve.client.request.prepare import PLAIN, options_of, prepare
-from shmserve.client.request.prepared import ClientTemplate, TensorTemplate
+from shmserve.client.request.prepared import ClientTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server_state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Released, Unavailable
@@ -32,6 +32,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
+    TensorSchema,
     pack_inference,
     pack_inferred,
     unpack_inference,
@@ -316,7 +317,7 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     first_request = prepare(memories, model, x, None, PLAIN)
     (key,) = model.templates._values
     template = ClientTemplate(
-        model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
+        model.signature, [TensorSchema("x", "FP32", (1, 8192), 32768)], (), memories
     )
     assert model.store_template(key, template) is first_request.template
     model.close()
@@ -381,7 +382,7 @@ def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
     model = ClientModel(published())
     packed_request = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(
-        packed=packed_request,
+        packed_request=packed_request,
         copy_range=lambda memory_range: b"\4\0\0\0",
         release=lambda release: None,
     )
@@ -492,7 +493,7 @@ def test_models_are_updated_by_publications() -> None:
 
 def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
     template = ClientTemplate(
-        ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
+        ClientModel(published()).signature, [TensorSchema("x", "FP32", (1, 0), 0)], (), memories
     )
     assert template.uses_slots
 
@@ -500,7 +501,7 @@ def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> 
 @pytest.mark.parametrize("size", [1, 2, 200])
 def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
-    template = TensorTemplate("x", "FP32", (1, size), 4 * size)
+    template = TensorSchema("x", "FP32", (1, size), 4 * size)
     client_template = ClientTemplate(Signature(ModelSpec.of(config), "1"), [template], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
     assert not client_template.uses_slots

@@ -34,7 +34,7 @@ def test_the_lists_have_every_message_and_field(title: str) -> None:
     lines = [f"{title[0].upper()}{title[1:]}:\n"]
     for cls in typing.get_args(DIRECTIONS[title]):
         fields = ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(cls))
-        message = f"{frames.tags_by_class()[cls]}({fields})"
+        message = f"{cls.TAG}({fields})"
         lines += textwrap.wrap(message, 120, initial_indent=" " * 4, subsequent_indent=" " * 8)
     assert "\n".join(lines) + "\n\n" in PAGE
 

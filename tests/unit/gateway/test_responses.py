@@ -14,6 +14,7 @@ from shmserve.gateway.http.openai.responses import ResponseObject
 from shmserve.gateway.http.routes import ROUTES
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 2, "cached_tokens": 1}
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
@@ -157,6 +158,18 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no flag": ({"store": "yes"}, "store: 'yes' is not true or false"),
     "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),
     "a tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: 'web_search' is not 'function'"),
+    "an unknown tool": (
+        {"tools": [FUNCTION, {"type": "custom", "name": "x"}]},
+        r"tools\[1\]: 'custom' is not 'function'",
+    ),
+    "a tool of a namespace": (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+        r"tools\[0\].tools\[0\]: it is not a 'function'",
+    ),
+    "no tools of a namespace": (
+        {"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
+        r"tools: 3 is not a list",
+    ),
 }
 
 
@@ -165,6 +178,32 @@ def test_unsupported_fields_are_refused(case: str) -> None:
     body, message = WRONG_REQUESTS[case]
     with pytest.raises(InvalidArgument, match=message):
         convert_chat(**body)
+
+
+def test_tools_of_openai_are_ignored_beside_functions(caplog: pytest.LogCaptureFixture) -> None:
+    with_search = convert_chat(tools=[{"type": "web_search"}, FUNCTION])
+    assert with_search == convert_chat(tools=[FUNCTION])
+    assert "a tool of /v1/responses is ignored: 'web_search'" in caplog.text
+
+
+def test_functions_of_a_namespace_have_its_name() -> None:
+    namespace = {"type": "namespace", "name": "n", "description": "d", "tools": [FUNCTION]}
+    tools = [FUNCTION, namespace]
+    chat_tools = convert_chat(tools=tools)["tools"]
+    assert [tool["function"]["name"] for tool in chat_tools] == ["f", "n__f"]
+    assert chat_tools[1]["function"]["parameters"] == FUNCTION["parameters"]
+
+    response_object = ResponseObject({"model": "m", "tools": tools})
+    calls = [{"index": i, "id": f"c{i}", "name": name, "arguments": "{}"}
+             for i, name in enumerate(["f", "n__f"])]  # fmt: skip
+    events_out = events(response_object, [Delta(0, "", "stop", message={"tool_calls": calls})])
+    added_items = [event["item"] for event in events_out if event["type"].endswith("item.added")]
+    assert [(item["name"], item.get("namespace")) for item in added_items] == [
+        *[("f", None), ("f", "n")],
+    ]
+    output = events_out[-1]["response"]["output"]
+    (message,) = convert_chat(input=output)["messages"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]
 
 
 def test_items_are_ordered_and_stored() -> None:
@@ -208,6 +247,20 @@ def test_items_are_ordered_and_stored() -> None:
     }
     reference = {"type": "item_reference", "id": message["id"]}
     assert convert_chat(input=[reference])["messages"] == [{"role": "assistant", "content": "Look"}]
+
+
+@pytest.mark.parametrize("returned", ["content", "encrypted_content"])
+def test_reasoning_is_returned_by_either_member(returned: str) -> None:
+    """Codex and agent-framework return only the encrypted content."""
+    response_object = ResponseObject({"model": "m", "include": ["reasoning.encrypted_content"]})
+    deltas = [Delta(0, "", message={"reasoning": "hm"}), Delta(0, "", "stop", message={})]
+    (item,) = events(response_object, deltas)[-1]["response"]["output"]
+    reduced_item = {name: item[name] for name in ("type", "id", "summary", returned)}
+    expected_message = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    assert convert_chat(input=[reduced_item])["messages"] == [expected_message]
+    foreign_item = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+    (message,) = convert_chat(input=[foreign_item])["messages"]
+    assert not message["reasoning_content"]
 
 
 def test_a_text_that_is_too_long_is_incomplete() -> None:

@@ -34,7 +34,7 @@ from shmserve.ipc.transport.frames import MalformedMessage
 
 _CHANGES = 200_000
 
-ALL_CLASSES = list(frames.tags_by_class())
+ALL_CLASSES = list(frames._CLASSES_BY_TAG.values())
 EXAMPLES: dict[Any, Any] = {
     int: 7,
     str: "x",

@@ -158,32 +158,28 @@ def test_a_schema_is_derived_once() -> None:
         return len(derived_schemas)
 
     schemas = Schemas(derive)
-    assert schemas.find(b"a") is None
-    assert (schemas.learn(b"a"), schemas.find(b"a"), schemas.find(b"b")) == (1, 1, None)
-    schemas.learn(b"b")
-    assert derived_schemas == [b"a", b"b"] and len(schemas) == 2
-    schemas.clear()
-    assert schemas.find(b"a") is None and len(schemas) == 0
+    assert (schemas[b"a"], schemas[b"a"], schemas.get(b"b")) == (1, 1, None)
+    assert schemas[b"b"] == 2 and derived_schemas == [b"a", b"b"]
 
 
 def test_a_schema_that_cannot_be_derived_is_not_kept() -> None:
     schemas = Schemas(RequestSchema)
     for _ in range(2):
         with pytest.raises(MalformedMessage):
-            schemas.learn(b"\xc1")
+            schemas[b"\xc1"]
     assert len(schemas) == 0
 
 
 def test_the_number_of_schemas_is_bounded() -> None:
     schemas = Schemas(len, capacity=4)
     for n in range(20):
-        assert schemas.learn(bytes(n)) == n
+        assert schemas[bytes(n)] == n
         assert 0 < len(schemas) <= 4
 
 
 def test_a_long_schema_is_not_kept() -> None:
     schemas = Schemas(len)
-    assert schemas.learn(bytes(1 << 20)) == 1 << 20
+    assert schemas[bytes(1 << 20)] == 1 << 20
     assert len(schemas) == 0
 
 

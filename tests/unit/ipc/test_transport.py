@@ -13,8 +13,8 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered
 from shmserve.ipc.messages.supervision import ConfigCompleted, Drain
 from shmserve.ipc.transport import frames, zmtp
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 
 
@@ -53,7 +53,7 @@ def test_a_frame_of_another_version_is_dropped_and_both_versions_are_logged(
     older_message = msgpack.packb([frames.VERSION - 1, ["Cancel", 1, False]])
     send_raw(dealer, b"", encode_zmtp(older_message))
     dealer.send(m.Cancel(2))
-    assert receive_arrived(router) == [(b"me", m.Cancel(2))] and router.malformed == 1
+    assert receive_arrived(router) == [(b"me", m.Cancel(2))] and router.malformed_messages == 1
     assert "the peer has protocol version 2, this process has version 3" in caplog.text
 
 
@@ -203,7 +203,7 @@ def test_malformed_messages_are_counted_and_other_protocols_disconnected(
     send_raw(
         dealer, b"", encode_zmtp(b"garbage") + b"\1\1a\0\1b" + encode_zmtp(frames.pack([Drain()]))
     )
-    assert receive_arrived(router) == [(b"me", Drain())] and router.malformed == 2
+    assert receive_arrived(router) == [(b"me", Drain())] and router.malformed_messages == 2
     with socket.socket(socket.AF_UNIX) as plain_socket:
         plain_socket.connect(router.endpoint.removeprefix("ipc://"))
         plain_socket.sendall(b"GET / HTTP/1.1\r\n\r\n")

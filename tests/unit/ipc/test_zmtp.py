@@ -48,7 +48,7 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
     ping = b"\x04\x07\x04PING\x00\x00"
     data = HANDSHAKE + b"\x01\x01a\x01\x01b\x00\x01c" + ping + encode_zmtp(b"one")
     decoder, messages = feed(data, [])
-    assert messages == [b"one"] and decoder.dropped == 1 and not decoder.violation
+    assert messages == [b"one"] and decoder.dropped_messages == 1 and not decoder.violation
 
 
 @pytest.mark.parametrize(

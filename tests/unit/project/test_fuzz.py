@@ -134,7 +134,7 @@ msgpack_bytes = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.binary(max_size=5)
-    | st.sampled_from(["FP32", "BYTES", *frames.tags_by_class().values()]),
+    | st.sampled_from(["FP32", "BYTES", *frames._CLASSES_BY_TAG]),
     lambda children: (
         st.lists(children, max_size=10) | st.dictionaries(st.text(max_size=3), children)
     ),

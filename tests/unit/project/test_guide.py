@@ -6,6 +6,7 @@ import io
 import re
 import shlex
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from shmserve import cli
 from shmserve.config.flags import FLAGS
+from shmserve.ipc.engine_settings import PROFILES, EngineSettings, SpeculationSettings
 from shmserve.model_config import normalise, read_pbtxt, validate
 from tests.support.pages import GUIDE, PAGES, Block, blocks
 
@@ -117,3 +119,32 @@ def test_configurations_are_valid(page: Path, block: Block) -> None:
     text = block.text if is_complete else f'backend: "python"\n{block.text}'
     config, source = read_pbtxt(text)
     validate(normalise(config, "m", 1), gpu_count=1, complete=False, source=source)
+
+
+def engine_rows() -> list[list[str]]:
+    """Return the cells of the tables about `engine.yaml`, without backquotes and separators."""
+    lines = (GUIDE / "generation.md").read_text().partition("\n## The engine's")[2].splitlines()
+    return [re.sub("[`,]", "", line).strip("| ").split(" | ") for line in lines if line[:1] == "|"]
+
+
+def value_text(value: object) -> str:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:g}" if is_number else str(value).lower()
+
+
+def test_the_defaults_of_the_engine_are_on_its_page() -> None:
+    defaults = {**asdict(EngineSettings(target_itl_ms=50)), **asdict(SpeculationSettings())}
+    shown = {row[0]: row[1] for row in engine_rows() if len(row) == 3}
+    assert shown.keys() >= defaults.keys() - {"swap_blocks"}
+    derived = {"none", "the model's", "as many as fit", "by the template", "off"}
+    for name in shown.keys() & defaults.keys() - {"speculative_decoding"}:
+        is_derived = defaults[name] in ("", (), 0) and defaults[name] is not False
+        assert is_derived == (shown[name] in derived), name
+        assert is_derived or shown[name] == value_text(defaults[name]), name
+
+
+def test_the_profiles_of_the_engine_are_on_its_page() -> None:
+    header, *rows = (row for row in engine_rows() if len(row) == 4)
+    for index, profile in enumerate(header[1:], start=1):
+        shown = {row[0]: row[index].split()[0] for row in rows if row[index] != "as above"}
+        assert shown == {name: value_text(value) for name, value in PROFILES[profile].items()}

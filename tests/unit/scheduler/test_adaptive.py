@@ -207,7 +207,7 @@ def learn_load(
             batcher.record_arrival(now_ns, queued_count)
         now_ns += (10 + size) * MS
         batcher.record_batch(now_ns, 0, size, (10 + size) * MS, [MS])
-    batcher._waiting.waits = True
+    batcher._waiting_choice.waits = True
     return batcher, now_ns
 
 

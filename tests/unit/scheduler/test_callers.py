@@ -30,20 +30,20 @@ def failure_texts(scheduler_rig: Rig) -> list[str]:
 
 def test_a_call_of_its_only_instance_fails_at_once() -> None:
     caller_rig = rig()
-    _, batch = caller_rig.begin()
+    _, batch = caller_rig.submit_and_take_batch()
     caller_rig.submit(callers=f"{caller_line(100, batch)}\n7/7/other model")
     assert failure_texts(caller_rig) == [
         "deadlock: the call of model 'm' waits for its instances, which its callers hold (m -> "
         "other model -> m)"
     ]
     caller_rig.finish(b"0.100", batch)
-    assert caller_rig.begin()
+    assert caller_rig.submit_and_take_batch()
 
 
 def test_a_call_waits_while_an_instance_may_become_free() -> None:
     caller_rig = rig(2)
-    _, first_batch = caller_rig.begin()
-    _, second_batch = caller_rig.begin()
+    _, first_batch = caller_rig.submit_and_take_batch()
+    _, second_batch = caller_rig.submit_and_take_batch()
     caller_rig.submit(callers=caller_line(100, first_batch))
     assert failure_texts(caller_rig) == []
     caller_rig.finish(b"1.101", second_batch)
@@ -56,7 +56,10 @@ def test_two_callers_that_wait_for_each_other() -> None:
     The second call fails, so that the first can continue.
     """
     caller_rig = rig(2)
-    (_, first_batch), (_, second_batch) = caller_rig.begin(), caller_rig.begin()
+    (_, first_batch), (_, second_batch) = (
+        caller_rig.submit_and_take_batch(),
+        caller_rig.submit_and_take_batch(),
+    )
     caller_rig.submit(callers=caller_line(100, first_batch))
     caller_rig.submit(callers=caller_line(101, second_batch))
     assert len(failure_texts(caller_rig)) == 1
@@ -66,7 +69,7 @@ def test_two_callers_that_wait_for_each_other() -> None:
 
 def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
     caller_rig = rig()
-    _, batch = caller_rig.begin()
+    _, batch = caller_rig.submit_and_take_batch()
     caller_rig.submit(callers=f"100/999/m\n200/{batch.requests[0].key}/m")
     caller_rig.finish(b"0.100", batch)
     caller_rig.execute()
@@ -75,15 +78,15 @@ def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
 
 def test_a_decoupled_instance_that_has_returned_is_free() -> None:
     caller_rig = rig(decoupled=True)
-    _, batch = caller_rig.begin()
-    caller_rig.returned(b"0.100", batch)
+    _, batch = caller_rig.submit_and_take_batch()
+    caller_rig.report_returned(b"0.100", batch)
     caller_rig.submit(callers=caller_line(100, batch))
     assert failure_texts(caller_rig) == [] and caller_rig.execute()
 
 
 def test_an_expected_instance_may_run_the_call() -> None:
     caller_rig = rig()
-    _, batch = caller_rig.begin()
+    _, batch = caller_rig.submit_and_take_batch()
     caller_rig.supervisor(InstanceExpected(1, 101))
     caller_rig.submit(callers=caller_line(100, batch))
     assert failure_texts(caller_rig) == []
@@ -92,7 +95,7 @@ def test_an_expected_instance_may_run_the_call() -> None:
 def test_a_call_in_the_sequence_of_its_caller_fails() -> None:
     """The sequence is bound to the caller's instance, although another instance is free."""
     caller_rig = rig(2, sequences={})
-    _, batch = caller_rig.begin(correlation_id=5, flags=START)
+    _, batch = caller_rig.submit_and_take_batch(correlation_id=5, flags=START)
     caller_rig.submit(correlation_id=5, callers=caller_line(100, batch))
     assert len(failure_texts(caller_rig)) == 1
     caller_rig.submit(correlation_id=6, flags=START, callers=caller_line(100, batch))
@@ -101,7 +104,7 @@ def test_a_call_in_the_sequence_of_its_caller_fails() -> None:
 
 def test_a_response_in_order_waits_for_its_callers_response() -> None:
     caller_rig = rig(2, dynamic={"preserve_ordering": True})
-    _, batch = caller_rig.begin()
+    _, batch = caller_rig.submit_and_take_batch()
     caller_rig.submit(callers=caller_line(100, batch))
     assert len(failure_texts(caller_rig)) == 1
 
@@ -110,7 +113,7 @@ def test_a_response_in_order_waits_for_its_callers_response() -> None:
 def test_malformed_callers_are_ignored(callers: str) -> None:
     assert Caller.parse(callers) == []
     caller_rig = rig()
-    caller_rig.begin()
+    caller_rig.submit_and_take_batch()
     caller_rig.submit(callers=callers)
     assert failure_texts(caller_rig) == []
 
@@ -118,7 +121,7 @@ def test_malformed_callers_are_ignored(callers: str) -> None:
 def test_a_call_fails_if_its_callers_hold_the_resources() -> None:
     caller_rig = rig(rate_limited=True)
     caller_rig.submit(callers="50/1/holder")
-    (check,) = caller_rig.to_supervisor(control_requests.CheckHolders)
+    (check,) = caller_rig.take_supervisor_messages(control_requests.CheckHolders)
     assert check.pids == [50]
     caller_rig.supervisor(
         control_requests.ResourcesHeld(99), control_requests.ResourcesHeld(check.key)
@@ -131,20 +134,23 @@ def test_a_call_fails_if_its_callers_hold_the_resources() -> None:
 
 def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     caller_rig = rig(2)
-    (_, first_batch), (_, second_batch) = caller_rig.begin(), caller_rig.begin()
+    (_, first_batch), (_, second_batch) = (
+        caller_rig.submit_and_take_batch(),
+        caller_rig.submit_and_take_batch(),
+    )
     callers = caller_line(200, first_batch, "other")
     caller_rig.submit(callers=callers)
     caller_rig.submit(5)  # requests of clients are not reported
     caller_rig.pass_time(150 * MS)
-    assert not caller_rig.to_supervisor(control_requests.CallsWaiting)
+    assert not caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     caller_rig.pass_time(50 * MS)
-    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
+    (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     occupied_instances = [[100, first_batch.requests[0].key], [101, second_batch.requests[0].key]]
     ((((key, shown_callers),), instances),) = report.waits
     assert (report.model, shown_callers, instances) == ("m", callers, occupied_instances)
     assert caller_rig.wake_ns == caller_rig.now + 200 * MS
     caller_rig.pass_time(200 * MS)
-    assert caller_rig.to_supervisor(control_requests.CallsWaiting) == [report]
+    assert caller_rig.take_supervisor_messages(control_requests.CallsWaiting) == [report]
     chain = "other -> m -> other"
     caller_rig.supervisor(control_requests.CallDeadlocked(key, chain))
     assert failure_texts(caller_rig) == [
@@ -152,17 +158,17 @@ def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     ]
     caller_rig.supervisor(control_requests.CallDeadlocked(key, chain))
     caller_rig.pass_time(200 * MS)
-    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
+    (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     assert report.waits == []
     assert caller_rig.wake_ns > caller_rig.now + 1_000 * MS
 
 
 def test_a_call_in_a_sequence_is_reported_with_its_instance() -> None:
     caller_rig = rig(2, sequences={})
-    _, batch = caller_rig.begin(correlation_id=5, flags=START)
+    _, batch = caller_rig.submit_and_take_batch(correlation_id=5, flags=START)
     caller_rig.submit(correlation_id=5, callers="200/1/other")
     caller_rig.pass_time(200 * MS)
-    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
+    (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     (((_, instances)),) = report.waits
     assert instances == [[100, batch.requests[0].key]]
 
@@ -170,8 +176,8 @@ def test_a_call_in_a_sequence_is_reported_with_its_instance() -> None:
 def test_a_call_in_order_waits_for_each_instance() -> None:
     caller_rig = rig(2, dynamic={"preserve_ordering": True})
     for _ in range(2):
-        caller_rig.begin()
+        caller_rig.submit_and_take_batch()
     caller_rig.submit(callers="200/1/other")
     caller_rig.pass_time(200 * MS)
-    (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
+    (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     assert [[pid for pid, _ in instances] for _, instances in report.waits] == [[100], [101]]

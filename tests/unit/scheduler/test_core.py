@@ -74,7 +74,7 @@ def test_each_instance_gets_a_batch() -> None:
     rig = Rig({})
     peers = [rig.start(0, 100), rig.start(1, 101)]
     rig.submit(9)
-    assert [(peer, len(batch.requests)) for peer, batch in rig.executes()] == [
+    assert [(peer, len(batch.requests)) for peer, batch in rig.take_batches()] == [
         (peers[0], 8),
         (peers[1], 1),
     ]
@@ -87,7 +87,7 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
     rig.start()
     assert rig.wake_ns == rig.now + 100_000
     rig.pass_time(99_999)
-    assert rig.executes() == []
+    assert rig.take_batches() == []
     rig.pass_time(1)
     assert len(rig.execute()[1].requests) == 1
 
@@ -107,7 +107,7 @@ def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
 def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
     rig, peer = ready_rig({}, delay_scheduler=3)
     rig.submit(2)
-    assert rig.executes() == []
+    assert rig.take_batches() == []
     rig.submit(1)
     _, batch = rig.execute()
     assert len(batch.requests) == 3
@@ -122,7 +122,7 @@ def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> Non
     rig.start(1, 101)
     rig.start(2, 102)
     first_id, second_id, third_id = rig.submit(3)
-    (peer1, batch1), (peer2, batch2), (peer3, batch3) = rig.executes()
+    (peer1, batch1), (peer2, batch2), (peer3, batch3) = rig.take_batches()
     rig.finish(peer3, batch3)
     rig.finish(peer2, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no"))
     assert rig.answers() == []
@@ -140,7 +140,7 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     rig.start(1, 101)
     (first_id,) = rig.submit(timeout_ns=5 * MS)
     (second_id,) = rig.submit()
-    _, (peer2, batch2) = rig.executes()
+    _, (peer2, batch2) = rig.take_batches()
     rig.finish(peer2, batch2)
     assert rig.answers() == []
     rig.pass_time(6 * MS)
@@ -157,9 +157,9 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     rig.submit()
     (second_id,) = rig.submit(timeout_ns=5 * MS)
     (third_id,) = rig.submit()
-    _, (peer2, batch2) = rig.executes()
+    _, (peer2, batch2) = rig.take_batches()
     rig.finish(peer2, batch2, ok_reply(batch2.requests[0].key, response_in_arena(101, 64, 192)))
-    ((peer2, batch3),) = rig.executes()
+    ((peer2, batch3),) = rig.take_batches()
     rig.finish(peer2, batch3, ok_reply(batch3.requests[0].key, response_in_arena(101, 256)))
     rig.pass_time(6 * MS)
     assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED_TEXT)]
@@ -182,7 +182,7 @@ def test_read_outputs_are_released_to_the_worker_that_made_them() -> None:
 
 def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig, peer = ready_rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    first_peer, batch = rig.begin()
+    first_peer, batch = rig.submit_and_take_batch()
     for _ in range(3000):
         (cancelled_id,) = rig.submit()
         rig.client(m.Cancel(cancelled_id))
@@ -289,7 +289,7 @@ def test_a_full_queue_reports_when_to_retry() -> None:
     # All requests of one turn: requests that an idle instance can take at once do not count as
     # queued.
     *_, number = rig.submit(6, request_id="mine")
-    assert len(rig.executes()) == 1
+    assert len(rig.take_batches()) == 1
     assert rig.answers()[1:] == [
         m.Failed(number, "UNAVAILABLE", "[request id: mine] Exceeds maximum queue size", 8, False)
     ]
@@ -356,7 +356,7 @@ def test_the_supervisor_is_notified_of_the_first_execution_of_each_process() -> 
         rig.submit(2)
         for _ in range(2):
             rig.finish(peer, rig.execute()[1])
-        assert rig.to_supervisor(InstanceServed) == [InstanceServed(pid)]
+        assert rig.take_supervisor_messages(InstanceServed) == [InstanceServed(pid)]
         rig.supervisor(ProcessExited(pid, "signal 11"))
 
 
@@ -364,11 +364,11 @@ def test_an_instance_that_dies_during_its_first_stream_has_served_nothing() -> N
     rig, peer = ready_rig(decoupled=True)
     rig.submit()
     _, batch = rig.execute()
-    rig.returned(peer, batch)
+    rig.report_returned(peer, batch)
     rig.respond(peer, batch.requests[0].key)
-    assert rig.to_supervisor(InstanceServed) == []
+    assert rig.take_supervisor_messages(InstanceServed) == []
     rig.supervisor(ProcessExited(100, "signal 11"))
-    assert rig.to_supervisor(InstanceServed) == []
+    assert rig.take_supervisor_messages(InstanceServed) == []
 
 
 def test_many_idle_clients_are_forgotten() -> None:
@@ -407,7 +407,7 @@ def test_a_deadline_expires_while_the_instance_is_busy() -> None:
 
 def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:
     rig, peer = ready_rig({})
-    number, batch = rig.begin(timeout_ns=5 * MS)
+    number, batch = rig.submit_and_take_batch(timeout_ns=5 * MS)
     rig.pass_time(5 * MS + 1)
     assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
@@ -432,14 +432,14 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     rig.core.executions.service_time.pipeline_depth = 2
     (running_id,) = rig.submit()
     prefetched_ids, later_ids = rig.submit(8), rig.submit(3)
-    _, (_, batch) = rig.executes()
+    _, (_, batch) = rig.take_batches()
     assert [request.data[0] for request in batch.requests] == [
         b"w%d" % number for number in prefetched_ids
     ]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     executed_contents = []
-    while execute_messages := rig.executes():
+    while execute_messages := rig.take_batches():
         for _, batch in execute_messages:
             executed_contents.append([request.data[0] for request in batch.requests])
             rig.finish(peer, batch)
@@ -466,7 +466,7 @@ def test_a_single_instance_receives_its_next_batch_while_it_computes(
     for _ in range(20):
         rig.core.executions.service_time.observe(busy_ns, busy_ns, 1)
     rig.submit(12)
-    assert len(rig.executes()) == expected_count
+    assert len(rig.take_batches()) == expected_count
 
 
 def test_a_waiting_batch_hurries_for_a_deadline() -> None:
@@ -483,7 +483,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     rig, peer = ready_rig(
         {}, parameters={"execution_timeout_seconds": "0.5"}, execution_timeout_s=60
     )
-    number, batch = rig.begin()
+    number, batch = rig.submit_and_take_batch()
     assert rig.wake_ns == rig.now + 500 * MS
     rig.pass_time(500 * MS)
     text = "execution of the request exceeded the limit of 0.5 seconds"
@@ -494,7 +494,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     rig.pass_time(1_000 * MS)
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
-    assert rig.control.take() == [] and rig.executes() == []
+    assert rig.control.take() == [] and rig.take_batches() == []
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(waiting_id, b"done", [b"done"])]
@@ -524,7 +524,7 @@ def test_a_request_that_does_not_fit_the_model_is_refused(batch_size: int) -> No
     text = "[request id: me] inference request batch-size must be <= 8 for 'm'"
     assert rig.answers() == [failure(number, "INVALID_ARG", text)]
     rig.submit(batch_size=0)
-    assert rig.executes()
+    assert rig.take_batches()
 
 
 def test_a_schema_that_cannot_be_read_is_an_internal_error() -> None:
@@ -568,7 +568,7 @@ def test_an_exited_client_receives_nothing() -> None:
     rig, peer = ready_rig({}, max_batch_size=2)
     rig.submit(1)
     rig.submit(2, peer=OTHER_PEER)
-    client_id, batch = rig.begin()
+    client_id, batch = rig.submit_and_take_batch()
     rig.supervisor(ProcessExited(7001, ""))
     rig.finish(peer, batch)
     assert [message.id for message in rig.answers()] == [1]
@@ -577,7 +577,7 @@ def test_an_exited_client_receives_nothing() -> None:
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(client_id, b"done", [b"done"])]
     rig.submit(1, peer=OTHER_PEER)
-    assert rig.executes() == [] and rig.answers() == []
+    assert rig.take_batches() == [] and rig.answers() == []
 
 
 def test_a_client_disconnects_while_its_requests_execute() -> None:
@@ -587,7 +587,7 @@ def test_a_client_disconnects_while_its_requests_execute() -> None:
     keys = [request.key for request in batch.requests]
     rig.client(m.Cancel(first_id))
     rig.supervisor(ProcessExited(7000, ""))
-    messages = rig.to_workers()
+    messages = rig.take_worker_messages()
     assert m.ReaderExited(7000) in messages
     assert {request.key for request in messages if isinstance(request, m.CancelExecution)} == set(
         keys
@@ -695,7 +695,7 @@ def test_replies_that_do_not_match_fail_only_their_batch(corrupt) -> None:
 
 def test_a_worker_that_returns_an_unknown_batch_is_replaced() -> None:
     rig, peer = ready_rig()
-    number, batch = rig.begin()
+    number, batch = rig.submit_and_take_batch()
     for wrong_value in (batch.batch + 1, -5, 0):
         rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
     assert rig.answers() == [failure(number, "INTERNAL", "internal error", early=True)]
@@ -714,7 +714,7 @@ def test_unknown_peers_at_the_workers_listener_are_ignored() -> None:
     rig.worker(b"-1.5", m.InstanceReady(-1, 5))
     rig.worker(b"1.100", m.InstanceReady(1, 100))
     rig.worker(b"0.100", m.BatchFinished(1, 0, 0, 0, 0, []))
-    assert rig.executes() == []
+    assert rig.take_batches() == []
     peer = rig.start()
     rig.worker(b"0.101", m.BatchFinished(1, 0, 0, 0, 0, []))
     rig.finish(peer, rig.execute()[1])
@@ -734,7 +734,7 @@ def test_every_request_id_receives_one_answer(
     submit = m.Submit(number, schema, [b""], arrived, deadline, timeout, priority)
     rig.client(submit)
     rig.client(m.Release(batch_size, numbers))
-    for _, message in rig.executes():
+    for _, message in rig.take_batches():
         start, input_end, output_start, output_end = numbers[:4]
         reply = m.Reply(message.requests[0].key, "", "")
         rig.worker(peer, m.BatchFinished(1, start, input_end, output_start, output_end, [reply]))
@@ -756,7 +756,7 @@ def test_a_client_without_a_pid_in_its_name_is_served() -> None:
 def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
     rig, peer = ready_rig({"max_queue_delay_microseconds": 10_000_000}, delay_scheduler=9)
     (number,) = rig.submit()
-    assert rig.executes() == []
+    assert rig.take_batches() == []
     rig.supervisor(Drain())
     _, batch = rig.execute()
     (refused_id,) = rig.submit(request_id="late")
@@ -786,7 +786,7 @@ def test_draining_waits_for_requests_that_are_not_settled() -> None:
 
 def has_drained(rig: Rig) -> bool:
     """Return whether `Drained` was sent since the last call; the counts must precede it."""
-    messages = rig.to_supervisor()
+    messages = rig.take_supervisor_messages()
     assert {type(message) for message in messages[:-1]} <= {InstanceServed, StatisticsSnapshot}
     return bool(messages) and messages[-1] == Drained()
 

@@ -20,7 +20,7 @@ DIED_ERROR = "the model's worker died before this request's last response"
 def start_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
     """Start a decoupled model with one request at its worker; return also its number and key."""
     rig, peer = ready_rig(decoupled=True, **options)
-    number, batch = rig.begin()
+    number, batch = rig.submit_and_take_batch()
     return rig, peer, number, batch.requests[0].key
 
 
@@ -87,8 +87,8 @@ def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(has_fa
 def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
     rig, peer, first_id, key = start_stream()
     (second_id,) = rig.submit()
-    assert rig.executes() == []
-    rig.returned(peer, m.Execute(1, []))
+    assert rig.take_batches() == []
+    rig.report_returned(peer, m.Execute(1, []))
     _, batch = rig.execute()
     assert rig.report()["shmserve"]["executing"] == 2
     rig.respond(peer, key, b"of the first")
@@ -106,7 +106,7 @@ def test_all_responses_may_arrive_before_execute_returns() -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)
-    rig.returned(peer, m.Execute(1, []))
+    rig.report_returned(peer, m.Execute(1, []))
     assert rig.answers() == [response_part(number), response_part(number, final=True)]
     rig.submit()
     assert len(rig.execute()[1].requests) == 1
@@ -114,7 +114,7 @@ def test_all_responses_may_arrive_before_execute_returns() -> None:
 
 def test_a_reply_ends_a_request_too() -> None:
     rig, peer, number, key = start_stream()
-    rig.returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read"))
+    rig.report_returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read"))
     assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", [], True)]
     assert rig.scheduler.live_requests == 0
 
@@ -124,7 +124,7 @@ def test_a_batch_of_requests_ends_one_by_one() -> None:
     numbers = rig.submit(3)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
-    rig.returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no"))
+    rig.report_returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no"))
     rig.respond(peer, keys[2], final=True)
     rig.respond(peer, keys[0], final=True)
     assert [answer.id for answer in rig.answers()] == [numbers[1], numbers[2], numbers[0]]
@@ -169,7 +169,7 @@ def test_credit_of_a_client_reaches_the_worker() -> None:
         rig.respond(peer, key)
     rig.client(m.Credit(number, 2))
     rig.client(m.Credit(number, 1))
-    assert rig.to_workers() == [m.CreditExecution(key, 2), m.CreditExecution(key, 1)]
+    assert rig.take_worker_messages() == [m.CreditExecution(key, 2), m.CreditExecution(key, 1)]
 
 
 @pytest.mark.parametrize("absurd_count", [1 << 62, (1 << 64) - 1])
@@ -181,7 +181,7 @@ def test_credit_is_limited_to_the_responses_sent(absurd_count: int) -> None:
         rig.client(m.Credit(number, responses))
     rig.client(m.Credit(77, 1))
     rig.client(m.Credit(number, 1), b"7001.cd")
-    assert rig.to_workers() == [m.CreditExecution(key, 1)]
+    assert rig.take_worker_messages() == [m.CreditExecution(key, 1)]
 
 
 # --- clients that no longer wait ------------------------------------------------------------------
@@ -196,15 +196,15 @@ def test_a_cancelled_request_ends_when_the_model_ends_it(
     for _ in range(responses):
         rig.respond(peer, key)
     if has_returned:
-        rig.returned(peer, m.Execute(1, []))
+        rig.report_returned(peer, m.Execute(1, []))
     rig.answers()
     rig.client(m.Cancel(number))
-    assert rig.to_workers() == [m.CancelExecution(key)]
+    assert rig.take_worker_messages() == [m.CancelExecution(key)]
     rig.respond(peer, key, response_in_arena(100, 4096))
-    assert rig.to_workers() == [m.ReleaseOutputs(7000, [4096])]
+    assert rig.take_worker_messages() == [m.ReleaseOutputs(7000, [4096])]
     assert rig.answers() == []
     rig.respond(peer, key, response_in_arena(100, 8192), final=True)
-    assert rig.to_workers() == [m.ReleaseOutputs(7000, [8192])]
+    assert rig.take_worker_messages() == [m.ReleaseOutputs(7000, [8192])]
     assert rig.answers() == [m.Failed(number, "CANCELLED", "request cancelled", 0, False)]
     assert rig.report()["shmserve"]["failures"]["CANCELED"] == 1
 
@@ -212,10 +212,10 @@ def test_a_cancelled_request_ends_when_the_model_ends_it(
 def test_an_exited_client_ends_only_its_own_requests() -> None:
     rig, peer, _, key = start_stream()
     rig.respond(peer, key)
-    rig.returned(peer, m.Execute(1, []))
+    rig.report_returned(peer, m.Execute(1, []))
     rig.answers()
     rig.supervisor(ProcessExited(7000, ""))
-    assert rig.to_workers() == [m.ReaderExited(7000), m.CancelExecution(key)]
+    assert rig.take_worker_messages() == [m.ReaderExited(7000), m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.scheduler.live_requests == 1
     rig.respond(peer, key, b"", final=True)
@@ -225,18 +225,18 @@ def test_an_exited_client_ends_only_its_own_requests() -> None:
 @pytest.mark.parametrize("has_returned", [True, False])
 def test_a_deadline_holds_until_the_last_response(has_returned: bool) -> None:
     rig, peer = ready_rig(decoupled=True)
-    number, batch = rig.begin(timeout_ns=5 * MS)
+    number, batch = rig.submit_and_take_batch(timeout_ns=5 * MS)
     key = batch.requests[0].key
     rig.respond(peer, key)
     if has_returned:
-        rig.returned(peer, batch)
+        rig.report_returned(peer, batch)
     assert rig.wake_ns < NEVER
     rig.pass_time(6 * MS)
     assert rig.answers() == [
         response_part(number),
         m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True),
     ]
-    assert rig.to_workers() == [m.CancelExecution(key)]
+    assert rig.take_worker_messages() == [m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.answers() == []
     rig.respond(peer, key, b"", final=True)
@@ -255,12 +255,12 @@ def test_a_request_with_a_response_is_never_retried() -> None:
         m.Failed(number, "INTERNAL", f"{DIED_ERROR} (signal 9)", 0, False),
     ]
     rig.start(0, 101)
-    assert rig.executes() == []
+    assert rig.take_batches() == []
 
 
 def test_an_open_request_is_never_retried() -> None:
     rig, peer, number, _ = start_stream()
-    rig.returned(peer, m.Execute(1, []))
+    rig.report_returned(peer, m.Execute(1, []))
     rig.supervisor(ProcessExited(100, ""))
     assert rig.answers() == [m.Failed(number, "INTERNAL", DIED_ERROR, 0, False)]
     assert rig.report()["shmserve"]["workers_lost"] == 1
@@ -288,7 +288,7 @@ def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() ->
 def test_the_execution_limit_excludes_later_responses() -> None:
     rig, peer, number, key = start_stream(execution_timeout_s=1)
     rig.pass_time(500 * MS)
-    rig.returned(peer, m.Execute(1, []))
+    rig.report_returned(peer, m.Execute(1, []))
     rig.pass_time(60_000 * MS)
     assert rig.control.take() == []
     rig.respond(peer, key, final=True)
@@ -312,11 +312,11 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
 
 def test_draining_waits_for_open_requests() -> None:
     rig, peer, _, key = start_stream()
-    rig.returned(peer, m.Execute(1, []))
+    rig.report_returned(peer, m.Execute(1, []))
     rig.supervisor(Drain())
-    assert not rig.to_supervisor(Drained)
+    assert not rig.take_supervisor_messages(Drained)
     rig.respond(peer, key, final=True)
-    assert rig.to_supervisor(Drained)
+    assert rig.take_supervisor_messages(Drained)
 
 
 def test_stopping_fails_open_requests() -> None:
@@ -336,11 +336,11 @@ def test_a_request_is_counted_once_in_either_order(first_event: str) -> None:
     rig, peer, _, key = start_stream()
     rig.pass_time(MS)
     if first_event == "the return":
-        rig.returned(peer, m.Execute(1, []))
+        rig.report_returned(peer, m.Execute(1, []))
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)
     if first_event == "the end":
-        rig.returned(peer, m.Execute(1, []))
+        rig.report_returned(peer, m.Execute(1, []))
     report = rig.report()
     assert (report["inference_count"], report["execution_count"]) == (1, 1)
     stats = report["inference_stats"]
@@ -362,9 +362,9 @@ def test_one_request_too_many_waits_in_the_queue() -> None:
         _, batch = rig.execute()
         (unit_of_work,) = batch.requests
         keys.append(unit_of_work.key)
-        rig.returned(peer, batch)
-    assert rig.executes() == []
+        rig.report_returned(peer, batch)
+    assert rig.take_batches() == []
     rig.pass_time(5_000 * MS)
-    assert rig.to_workers() == rig.control.posted == []  # no worker is killed
+    assert rig.take_worker_messages() == rig.control.posted_messages == []  # no worker is killed
     rig.respond(peer, keys[0], final=True)
     rig.execute()

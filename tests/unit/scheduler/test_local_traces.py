@@ -19,7 +19,7 @@ CALLER_CONTEXT = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)
 class FakeControlLink(list[Any]):
     """A fake control link."""
 
-    malformed = 0
+    malformed_messages = 0
 
     def post(self, message: Any) -> None:
         self.append(message)
@@ -44,7 +44,7 @@ def test_no_records_without_a_trace_or_limit() -> None:
     submitted_request = submit(1, CALLER_CONTEXT.message)
     assert local_traces.start_trace(PEER, submitted_request) is submitted_request
     local_traces.end_trace(PEER, Finished(1, b"", []))
-    assert not control_link and not local_traces.measured
+    assert not control_link and not local_traces.measured_requests
 
 
 def test_one_of_every_trace_rate_requests_is_reported() -> None:
@@ -97,10 +97,10 @@ def test_slow_requests_are_reported_at_their_last_response() -> None:
         (False, "boom"),
     ]
     local_traces.process_exited(901)
-    assert local_traces.measured
+    assert local_traces.measured_requests
     local_traces.start_trace(PEER, submit(5, age_ms=150))
     local_traces.process_exited(900)
-    assert not local_traces.measured
+    assert not local_traces.measured_requests
     assert [request.error for request in control_link[2:]] == [
         "the client has disconnected"
     ]  # the other request was faster than the limit of slow requests

@@ -84,7 +84,7 @@ def place_data(arena: Arena, data: bytes) -> Range:
 
 def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
     """Execute a request that is not cached; return its number."""
-    number, batch = rig.begin(work=request)
+    number, batch = rig.submit_and_take_batch(work=request)
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, result))
     (answer,) = rig.answers()
     assert (answer.id, inferred_of(answer)) == (number, unpack_inferred(*result))
@@ -98,7 +98,7 @@ def unpack_answer(message: m.Finished) -> Packed:
 
 def submit_hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
     (number,) = rig.submit(work=request, **fields)
-    assert rig.executes() == []
+    assert rig.take_batches() == []
     (response,) = rig.answers()
     assert isinstance(response, m.Finished) and response.id == number
     return response
@@ -128,7 +128,7 @@ def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
     rig.submit(3, work=pack_request(b"z"))
     (refusal,) = rig.answers()
     assert refusal.message.endswith("Exceeds maximum queue size")
-    rig.executes()
+    rig.take_batches()
     submit_hit(rig, pack_request())
 
 
@@ -298,7 +298,7 @@ def test_a_successor_continues_the_counts() -> None:
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
     submit_hit(rig, pack_request())
-    snapshots = rig.to_supervisor(StatisticsSnapshot)
+    snapshots = rig.take_supervisor_messages(StatisticsSnapshot)
     report_before = rig.report()
     assert snapshots == []
     successor = cached_rig()

@@ -98,7 +98,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
         rig.pass_time(4)
         rig.finish(peer, rig.execute()[1])
     rig.submit(3)
-    batches = [batch for _, batch in rig.executes()]
+    batches = [batch for _, batch in rig.take_batches()]
     assert len(batches) == 3
     sent_ns = rig.now + 1_000
     rig.now += 40_000
@@ -149,7 +149,7 @@ def test_gauges_show_the_current_state() -> None:
     rig.submit(2)
     rig.submit(3)
     rig.supervisor(InstanceExpected(1, 0))
-    rig.clients.malformed = 2
+    rig.clients.malformed_messages = 2
     extension = rig.report()["shmserve"]
     assert (extension["pending"], extension["executing"], extension["malformed"]) == (3, 2, 2)
     assert extension["instances"]["busy"] == 1 == extension["instances"]["expected"]

@@ -100,7 +100,7 @@ def test_requests_add_up_by_index() -> None:
         for _ in range(count):
             send_response(rig, peer, key, 10, 1)
         rig.respond(peer, key, b"", final=True)
-        rig.returned(peer, m.Execute(batch, []))
+        rig.report_returned(peer, m.Execute(batch, []))
         rig.submit()
         key = rig.execute()[1].requests[0].key
     figures = stats(rig)

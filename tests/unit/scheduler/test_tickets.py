@@ -30,7 +30,7 @@ def limited_rig(
 def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
     rig = limited_rig({})
     rig.submit()
-    assert (take_messages(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
+    assert (take_messages(rig), rig.take_batches()) == ([m.AskTicket(1, 0)], [])
     rig.submit(2)  # the batch grows while it waits for the ticket
     assert take_messages(rig) == []
     rig.supervisor(m.TicketGranted(1))
@@ -88,10 +88,10 @@ def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
             rig.submit()
         while rig.scheduler.live_requests:
             grant_ticket()
-            for peer, batch in rig.executes():
+            for peer, batch in rig.take_batches():
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
-    rig.core._dispatch._batcher._waiting.waits = True  # type: ignore[attr-defined]
+    rig.core._dispatch._batcher._waiting_choice.waits = True  # type: ignore[attr-defined]
     take_messages(rig)
     start_ns = rig.now
     last_id = rig.submit(2)[1]
@@ -109,7 +109,7 @@ def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
         last_id = new_id
         assert take_messages(rig) == []
     rig.supervisor(m.TicketGranted(requests[0].ticket))
-    assert len(rig.executes()) == 1
+    assert len(rig.take_batches()) == 1
 
 
 def test_an_unneeded_ticket_is_returned() -> None:

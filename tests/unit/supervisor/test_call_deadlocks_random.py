@@ -58,14 +58,16 @@ class CallSimulation:
     def collect(self) -> None:
         """Take what the schedulers have sent."""
         for model, rig in enumerate(self.rigs):
-            for peer, batch in rig.executes():
+            for peer, batch in rig.take_batches():
                 execution = Execution(model, peer, batch)
                 execution.plan = list(self.plans[execution.number])
                 self.running.append(execution)
             for answer in rig.answers():
                 self.open -= 1
                 self.on_answered((model, answer.id), isinstance(answer, Failed))
-            self.reports += [(model, report) for report in rig.to_supervisor(CallsWaiting)]
+            self.reports += [
+                (model, report) for report in rig.take_supervisor_messages(CallsWaiting)
+            ]
 
     def on_answered(self, number: Number, has_failed: bool) -> None:
         if has_failed:

@@ -9,7 +9,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, IndexRepository
 from shmserve.ipc.messages.publications import Acknowledged, SchedulerLost
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.supervisor.processes.control_socket import Acknowledgements, ControlSocket
 from tests.rigs.arrivals import receive_arrived
 
@@ -117,6 +117,6 @@ def test_a_change_that_all_peers_know_is_dropped() -> None:
     changes = Acknowledgements()
     number = changes.begin({1})
     changes.acknowledged(1, number)
-    assert not changes._missing
+    assert not changes._missing_peers
     changes.acknowledged(1, number)
     assert changes.is_acknowledged(number)

@@ -15,7 +15,7 @@ async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
     gateways = Gateways(processes.context, Listeners(), list)
     starting_task = asyncio.ensure_future(gateways.start())
     await run_loop_turns()
-    (child,) = processes.started
+    (child,) = processes.children
     await gateways.stop()
     starting_task.cancel()
     assert (await child.exited) == "signal 9"
@@ -30,7 +30,7 @@ async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
     gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])
     starting_task = asyncio.ensure_future(gateways.start())
     await run_loop_turns()
-    (child,) = processes.started
+    (child,) = processes.children
     processes.context.control.send = (  # type: ignore[method-assign]
         lambda address, message: records.append(message)
     )

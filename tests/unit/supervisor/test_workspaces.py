@@ -24,10 +24,17 @@ from shmserve.supervisor.kept import WorkspaceHolders
 from shmserve.supervisor.resources.workspaces import GrantedLease, WorkspacePool, Workspaces, hold
 from tests.rigs.arrivals import receive_arrived
 from tests.rigs.fake_cuda import FakeCuda
-from tests.rigs.process_rig import Made, Processes, run_loop_turns
+from tests.rigs.process_rig import FakeChild, Processes, run_loop_turns
+from tests.support.free_lists import check_integrity
 
 MB = 1 << 20
 DEVICE = "cuda:1"
+
+
+def check_leases(pool: WorkspacePool) -> None:
+    """Assert that leases and holes tile the pool, and that each lease has an owner."""
+    check_integrity(pool._free)
+    assert pool._free._block_sizes.keys() == pool._owners.keys()
 
 
 def device_memory(number: int) -> Memory:
@@ -107,21 +114,21 @@ def run_test(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) ->
 
 
 def test_a_holder_that_dies_is_started_again() -> None:
-    def allocate_memory(processes: Processes, child: Made) -> None:
+    def allocate_memory(processes: Processes, child: FakeChild) -> None:
         processes._dispatch(child.pid, WorkspaceAllocated(bytes(64), bytes(16)))
 
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         sent_messages = SentMessages()
         processes.context.workspaces._send = sent_messages
-        processes.at_start = lambda child: allocate_memory(processes, child)
+        processes.on_start = lambda child: allocate_memory(processes, child)
         await holders.start()
-        assert [child.title for child in processes.started] == ["workspace cuda:1"]
-        processes.started[0].kill()
+        assert [child.title for child in processes.children] == ["workspace cuda:1"]
+        processes.children[0].kill()
         await run_loop_turns(1)
         processes.context.workspaces.handle(10, lease_request(1, MB))
         assert sent_messages.messages == []
         await run_loop_turns()
-        first_process, second_process = processes.started
+        first_process, second_process = processes.children
         ((_, message),) = sent_messages.messages
         memory_range = unpack_range(list(message.payload["place"]))
         assert memory_range.memory.pid == second_process.pid != first_process.pid
@@ -129,14 +136,14 @@ def test_a_holder_that_dies_is_started_again() -> None:
         holders.retire()
         second_process.kill()
         await run_loop_turns()
-        assert len(processes.started) == 2
+        assert len(processes.children) == 2
 
     run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
 
 def test_a_device_without_enough_memory_fails_the_start() -> None:
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
-        processes.at_start = lambda child: child.kill()
+        processes.on_start = lambda child: child.kill()
         with pytest.raises(Unavailable, match="workspace cuda:1 ended during its start"):
             await holders.start()
 
@@ -146,7 +153,7 @@ def test_a_device_without_enough_memory_fails_the_start() -> None:
 def test_host_memory_has_no_holder() -> None:
     async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
         await holders.start()
-        assert processes.started == []
+        assert processes.children == []
         processes.context.workspaces.close()
 
     run_test(scenario, f"--workspace-byte-size=cpu={4 * MB}")
@@ -176,7 +183,7 @@ def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
 
 def test_a_holder_without_memory_reports_it(tmp_path: Path) -> None:
     exporting = FakeCuda().exporting()
-    exporting.most = MB
+    exporting.byte_limit = MB
     with pytest.raises(Unavailable, match=r"5242880 bytes .* cannot be allocated on 'cuda:1'"):
         hold(WorkspaceStart(1, 5 * MB, tmp_path), exporting)
     with pytest.raises(InvalidArgument, match="sees no device 'cuda:7'"):
@@ -241,7 +248,7 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             }
             waiting_requests = deque(lease for lease in waiting_requests if lease[0] != worker)
             take(pool.drop(worker))
-        pool.check_integrity()
+        check_leases(pool)
         assert pool.waiting == len(waiting_requests)
         assert leases or not waiting_requests  # if nothing is leased, no request waits
     while leases:
@@ -273,7 +280,7 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
         granted_leases = pool.release(*leased_ranges.pop())
         granted_count += len(granted_leases)
         leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
-    pool.check_integrity()
+    check_leases(pool)
     assert granted_count == 100_000 and pool.used == 0
     assert pool.ask(1, 1, POOL_SIZE)
 
@@ -303,5 +310,5 @@ def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     pool.close()
     assert (pool.used, pool.waiting) == (0, 2)
     assert pool.release(1, 0) == pool.drop(2) == []
-    pool.check_integrity()
+    check_leases(pool)
     assert pool.open() == [GrantedLease(3, 9, 0)]

@@ -186,7 +186,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
     assert reply.answer is not None
     assert reply.answer.outputs[0].data == requested_output.memory_range
-    assert worker.context.arena.used == 0
+    assert worker.context.arena.used_bytes == 0
 
 
 def test_only_inputs_in_regions_are_read_only(worker: Rig, region: Region) -> None:
@@ -237,19 +237,19 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
     small_array, large_array = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
     (reply,) = worker.batch(inference(tensor("X", small_array)))
     assert reply.array("Y").tolist() == small_array.tolist()
-    assert worker.context.arena.used == 0
+    assert worker.context.arena.used_bytes == 0
     (reply,) = worker.batch(inference(tensor("X", large_array, region.write(0, large_array))))
     assert np.array_equal(reply.array("Y", worker), large_array)
-    assert worker.context.arena.used == 4 * MIB
+    assert worker.context.arena.used_bytes == 4 * MIB
     assert reply.answer is not None
     memory_range = reply.answer.outputs[0].data
     assert not isinstance(memory_range, bytes)
     worker.release([memory_range.offset], pid=1)
     worker.batch(inference(tensor("X", small_array)))
-    assert worker.context.arena.used == 4 * MIB, "only its reader may release it"
+    assert worker.context.arena.used_bytes == 4 * MIB, "only its reader may release it"
     worker.release([memory_range.offset])
     worker.batch(inference(tensor("X", small_array)))
-    assert worker.context.arena.used == 0
+    assert worker.context.arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("may_return", [False, True])
@@ -837,7 +837,7 @@ def test_blocks_of_an_exited_reader_are_released() -> None:
     memory.drop_reader(1)
     assert len(memory) == 1
     memory.drop_reader(2)
-    assert arena.used == 0
+    assert arena.used_bytes == 0
     arena.close()
 
 
@@ -849,17 +849,17 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
         memory.allocate(1, 1000)
         memory.mark_sent()
         memory.record_exit(1)
-        assert arena.used
+        assert arena.used_bytes
         memory.drop_reader(1)
-        assert not arena.used
+        assert not arena.used_bytes
         memory.drop_exited()
         memory.allocate(1, 1000)  # for a new process with the same pid
         memory.drop_exited()
-        assert arena.used
+        assert arena.used_bytes
         memory.record_exit(1)
         memory.record_exit(2)
         memory.drop_exited()
-        assert not arena.used and len(memory) == 0
+        assert not arena.used_bytes and len(memory) == 0
     arena.close()
 
 
@@ -873,7 +873,7 @@ def test_blocks_of_unsent_responses_are_freed() -> None:
     memory.free_unsent()
     assert len(memory) == 1
     memory.release(CLIENT_PID, [kept_range.offset])
-    assert len(memory) == 0 == arena.used
+    assert len(memory) == 0 == arena.used_bytes
     arena.close()
 
 
@@ -898,12 +898,12 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     assert len(first_ranges) == 32
     assert [len(fill(FIRST_LOCAL_CLIENT + client_offset)) for client_offset in (1, 2)] == [16, 8]
     memory.allocate(CLIENT_PID, 8 * block)  # a gateway may allocate all remaining memory
-    assert arena.used == MIB
+    assert arena.used_bytes == MIB
     memory.release(FIRST_LOCAL_CLIENT, first_ranges)
     assert len(fill(FIRST_LOCAL_CLIENT)) == 16
     for reader in (FIRST_LOCAL_CLIENT, FIRST_LOCAL_CLIENT + 1, FIRST_LOCAL_CLIENT + 2, CLIENT_PID):
         memory.drop_reader(reader)
-    assert arena.used == 0
+    assert arena.used_bytes == 0
     assert len(fill(FIRST_LOCAL_CLIENT)) == 32, "who has ended holds nothing"
     memory.drop_reader(FIRST_LOCAL_CLIENT)
     memory.allocate(FIRST_LOCAL_CLIENT, MIB)  # one output may be larger than a client's share
@@ -914,11 +914,11 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
 def test_outputs_of_a_batch_without_its_scheduler_are_released(worker: Rig, is_lost: bool) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.ones(MIB, F32))))
-    assert worker.context.arena.used
+    assert worker.context.arena.used_bytes
     if is_lost:
         worker.scheduler.close()
     worker.instance.send_reply(worker.finished)
-    assert (worker.context.arena.used == 0) == is_lost
+    assert (worker.context.arena.used_bytes == 0) == is_lost
 
 
 def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) -> None:
@@ -933,4 +933,4 @@ def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) 
     worker.serve(FunctionBackend(worker.context, answer_huge), config)
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "UNAVAILABLE"
-    assert worker.context.arena.used == 0
+    assert worker.context.arena.used_bytes == 0

@@ -23,7 +23,7 @@ from shmserve.ipc.messages.publications import ModelWithdrawn, ProcessExited, Sc
 from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.ipc.transport import dealer
+from shmserve.ipc.transport import zmtp
 from shmserve.workers.bls.calls import UnaryBlsCall
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from shmserve.workers.bls.router import CallRouter
@@ -289,7 +289,7 @@ def test_a_call_fails_without_a_descriptor_for_the_successor(
     running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.next(m.Submit)
-    monkeypatch.setattr(dealer, "Dealer", raise_no_descriptors)
+    monkeypatch.setattr(zmtp, "Dealer", raise_no_descriptors)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
         running_call.result(10)

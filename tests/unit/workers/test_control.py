@@ -1,5 +1,6 @@
 """A worker's link to the supervisor: requests from any thread, without lost messages."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,9 @@ from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import Answered, FindModel, Refused
 from shmserve.ipc.messages.publications import Loss, MemoryDropped, ModelWithdrawn
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.ipc.transport.zmtp import Dealer
+from shmserve.workers.links.processes import SupervisorLink
 from tests.rigs.arrivals import receive_arrived
 
 NAME = b"worker.1.0.1"
@@ -26,6 +27,7 @@ def link_and_router(tmp_path: Path) -> Iterator[tuple[SupervisorLink, Router]]:
     assert receive_arrived(router)
     yield control, router
     control.close(0)
+    os.close(control._wake_eventfd)
     router.close()
 
 

@@ -49,6 +49,11 @@ F32 = np.float32
 ROW = np.arange(4, dtype=F32).reshape(1, 4)
 
 
+def handle_count(memory: DeviceMemory) -> int:
+    """Return the number of open handles, including unused ones that are not closed yet."""
+    return len(memory._allocations) + len(memory._unused_allocations)
+
+
 @pytest.fixture
 def cuda() -> FakeCuda:
     return FakeCuda()
@@ -127,7 +132,7 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     region = cuda.export(64).memory()
     kept_view = mappings.view(Range(region, 8, 8)).view(torch.float32)
     mappings.unmap(region.id)
-    assert (cuda.opened, memory.handle_count) == (1, 1)
+    assert (cuda.opened, handle_count(memory)) == (1, 1)
     # A thread of the model drops the last reference. The main thread closes the handle.
     references = [kept_view]
     del kept_view
@@ -142,7 +147,7 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     gc.collect()
     assert cuda.opened == 1
     memory.close_unused()
-    assert (cuda.opened, memory.handle_count) == (0, 0)
+    assert (cuda.opened, handle_count(memory)) == (0, 0)
 
 
 def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
@@ -154,7 +159,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
         mappings.view(Range(region, 0, 8))
         mappings.unmap(region.id)
     assert cuda.opened == 0
-    assert memory.handle_count == 0
+    assert handle_count(memory) == 0
     assert len(cuda.calls) == 2000
 
 
@@ -190,14 +195,14 @@ def test_ranges_must_lie_in_their_allocation(
 def test_handles_without_an_allocation_are_refused(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported_memory = cuda.export(64, device=1)
-    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported_memory.raw, 0))
+    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported_memory.raw_handle, 0))
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
         memory.open(wrong_memory)
     cuda.revoke(exported_memory)
     with pytest.raises(InvalidArgument, match="its owner has exited"):
         memory.open(exported_memory.memory())
     with pytest.raises(InvalidArgument, match="cannot be opened"):
-        memory.open(Memory.on_device(1, 64, CudaHandle(exported_memory.raw, 7, bytes(16))))
+        memory.open(Memory.on_device(1, 64, CudaHandle(exported_memory.raw_handle, 7, bytes(16))))
     assert cuda.opened == 0
 
 
@@ -219,8 +224,8 @@ def test_a_worker_checks_a_handle(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported_memory = cuda.export(64)
     for handle, size, code in (
-        (exported_memory.raw, 64, ""),
-        (exported_memory.raw, 65, "INVALID_ARG"),
+        (exported_memory.raw_handle, 64, ""),
+        (exported_memory.raw_handle, 65, "INVALID_ARG"),
         (bytes(64), 64, "INVALID_ARG"),
     ):
         answer = memory.check(CheckMemory(7, handle, 0, b"", size))
@@ -256,7 +261,9 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     exported_memory = cuda.export(64)
     (reply,) = worker.batch(inference(device_tensor(exported_memory.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
-    assert memory.check(CheckMemory(7, exported_memory.raw, 0, b"", 64)).code == "UNAVAILABLE"
+    assert (
+        memory.check(CheckMemory(7, exported_memory.raw_handle, 0, b"", 64)).code == "UNAVAILABLE"
+    )
     gc.collect()
     memory.close_unused()
     assert cuda.opened == 0
@@ -266,15 +273,15 @@ def test_a_device_without_memory_for_the_process_is_not_the_handles_fault(cuda: 
     memory = cuda.device_memory()
     exported_memory = cuda.export(64)
     cuda.revoke(exported_memory)
-    cuda.broken = True
+    cuda.is_broken = True
     with pytest.raises(Unavailable, match="cannot use shared memory on device 0 now"):
         memory.open(exported_memory.memory())
-    cuda.broken = False
+    cuda.is_broken = False
     with pytest.raises(InvalidArgument, match="cannot be opened"):
         memory.open(exported_memory.memory())
-    cuda.broken = True  # the device fails after it has worked, as when a kernel fails
+    cuda.is_broken = True  # the device fails after it has worked, as when a kernel fails
     with pytest.raises(DeviceLost):
-        memory.check(CheckMemory(7, exported_memory.raw, 0, b"", 64))
+        memory.check(CheckMemory(7, exported_memory.raw_handle, 0, b"", 64))
 
 
 # --- on the wire
@@ -477,7 +484,7 @@ def test_a_device_that_fails_ends_the_process(
 ) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(64)
-    cuda.broken = True
+    cuda.is_broken = True
     with pytest.raises(DeviceLost):
         worker.batch(
             inference(
@@ -500,7 +507,7 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     )
     worker.context.mappings.unmap_all()
     cuda.revoke(closed_handle)
-    cuda.broken = True
+    cuda.is_broken = True
     with pytest.raises(DeviceLost):
         worker.batch(inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 32)))
 
@@ -673,7 +680,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
     def raise_unavailable() -> FakeCuda:
         raise Unavailable("there is no driver")
 
-    cuda.broken = True
+    cuda.is_broken = True
     for memory in (cuda.device_memory(), DeviceMemory(raise_unavailable)):
         mappings = Mappings(None, partial(memory.pin, device=0))
         region = Region(4096)

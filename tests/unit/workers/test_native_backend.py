@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shmserve.model
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model import FP32, INT64, TensorType
-from shmserve.workers.backends.native import NativeBackend
+from shmserve.workers.backends.native import NativeBackend, declaration
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
@@ -467,3 +468,11 @@ def test_the_error_for_a_missing_annotation_contains_the_lines_to_add(worker: Ri
         "FP32[torch.Tensor, -1]:",
         "return self(image, size)",
     ]
+
+
+def test_the_reference_has_every_attribute_and_its_default() -> None:
+    text = shmserve.model.__doc__ or ""
+    attributes = set(declaration._KNOWN_ATTRIBUTES) - {"predict", "load", "unload", "is_ready"}
+    assert set(re.findall(r"^    (\w+) = .*  \S", text, re.MULTILINE)) == attributes
+    assert "max_batch_size = 32 " in text
+    assert "max_streams = 64 " in text

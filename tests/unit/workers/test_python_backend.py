@@ -22,8 +22,7 @@ from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
-from shmserve.workers.backends.python import PythonBackend
-from shmserve.workers.backends.python.execution import log_thread_exception
+from shmserve.workers.backends.python import PythonBackend, log_thread_exception
 from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 

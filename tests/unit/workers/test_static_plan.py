@@ -171,12 +171,12 @@ def test_a_steady_stream_allocates_nothing(
                         assert not reply.code, reply
 
         send_requests(3)
-        used_bytes = worker.context.arena.used
+        used_bytes = worker.context.arena.used_bytes
         tracemalloc.start()
         send_requests(20)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert len(allocations) == 1 and worker.context.arena.used == used_bytes
+        assert len(allocations) == 1 and worker.context.arena.used_bytes == used_bytes
         assert peak < ROW_SIZE * 4 // 2, "less than half of a tensor: messages"
         output = np.frombuffer(region.read(4 * ROW_SIZE * 4, 4 * ROW_SIZE * 4), F32).reshape(
             4, ROW_SIZE

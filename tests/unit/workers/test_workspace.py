@@ -15,10 +15,10 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Memory
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.supervisor.resources.workspaces import Workspaces
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.processes import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device_memory import DeviceLost
 from tests.rigs.arrivals import receive_arrived
@@ -122,7 +122,7 @@ def test_leases_of_other_threads(worker: OnDevice) -> None:
 
 def test_a_failed_device_ends_the_worker(worker: OnDevice) -> None:
     with pytest.raises(DeviceLost), worker.workspace.lease(MB):
-        worker.cuda.broken = True
+        worker.cuda.is_broken = True
 
 
 def test_a_lease_larger_than_the_pool_and_a_second_lease(worker: OnDevice) -> None:

@@ -5,20 +5,19 @@ settings of the engine. The scheduler plans steps (`shmserve.ipc.messages.genera
 worker executes them.
 
 engine_file.py    `engine.yaml`
-engine.py         execution of steps
-sequences.py      prompts and sequences
-parameters.py sampler.py speculation.py     from logits to tokens
+engine.py         execution of steps, with sequences and proposers of draft tokens
+parameters.py sampler.py                    from logits to tokens
 texts.py prompts.py chat_template.py        from requests to tokens
 grammars.py                                 matchers of grammars
 tools.py tool_formats.py                    grammars and formats of tool calls
-answers.py message_parsers.py token_texts.py    from tokens to responses
+texts.py message_parsers.py token_texts.py      from tokens to responses
 model/            the checkpoint, the decoder, its attention and KV cache
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,19 @@ from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
-from shmserve.workers.backends.llm.engine import WorkerEngine
+from shmserve.workers.backends.llm.engine import DraftModel, Propose, WorkerEngine, propose_ngrams
 from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import read_inputs
-from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.backends.llm.tool_formats import detect_parsers
 from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.context import client_error
-from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
+from shmserve.workers.links.processes import HandlerTable, WorkerRequest
 
 
 def tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
@@ -101,7 +98,6 @@ class LlmBackend(Backend):
     """The backend of a generative model."""
 
     _texts: Texts | None = None
-    _opened_checkpoint: Checkpoint | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
@@ -123,7 +119,7 @@ class LlmBackend(Backend):
         # One processor is left to texts, the scheduler and the gateway. Otherwise these processes
         # would delay one thread, and each operation waits for its slowest thread.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        checkpoint, settings = self._open_checkpoint(), self._read_settings(config)
+        checkpoint, settings = self._checkpoint, self._read_settings(config)
         if settings.weights == "int8" and self.context.device != "cpu":
             raise InvalidArgument(
                 "engine.yaml: weights: int8 is supported on CPUs only; use fp32 or bf16 on "
@@ -131,7 +127,7 @@ class LlmBackend(Backend):
             )
         parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
         self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
-        self._proposer = self._make_proposer(settings)
+        self._propose = self._find_proposer(settings)
         self._engine_settings = settings
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -144,10 +140,10 @@ class LlmBackend(Backend):
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable:
         """Return the handlers of prompts, steps, and the ends of beam searches."""
-        texts = self._texts = Texts(self._open_checkpoint(), writer.link, self._engine_settings)
+        texts = self._texts = Texts(self._checkpoint, writer.link, self._engine_settings)
         engine = WorkerEngine(
             self._passes,
-            self._proposer,
+            self._propose,
             texts.prompts,
             lambda outputs: texts.put(partial(texts.append_outputs, outputs)),
             texts.fail_requests,
@@ -178,17 +174,16 @@ class LlmBackend(Backend):
 
     # --- files
 
-    def _open_checkpoint(self) -> Checkpoint:
-        if self._opened_checkpoint is None:
-            self._opened_checkpoint = Checkpoint.open(self.context.version_dir)
-        return self._opened_checkpoint
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self.context.version_dir)
 
     def _read_settings(self, config: ModelSpec) -> EngineSettings:
         """Return the settings in the configuration or in engine.yaml, with the model's defaults."""
         parameter = config.parameters.get(ENGINE_PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
-        checkpoint = self._open_checkpoint()
+        checkpoint = self._checkpoint
         tool_parser, reasoning_parser = detect_parsers(checkpoint.templates.values())
         settings = replace(
             settings,
@@ -198,21 +193,21 @@ class LlmBackend(Backend):
         instances = max_instances_per_device(config.instance_group)
         return with_sizes(settings, checkpoint.architecture, self.context.device, instances)
 
-    def _make_proposer(self, settings: EngineSettings) -> Proposer | None:
+    def _find_proposer(self, settings: EngineSettings) -> Propose | None:
         speculation = settings.speculative_decoding
         if not speculation.enabled:
             return None
         if speculation.method == "ngram":
-            return NgramProposer()
+            return propose_ngrams
         draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
-        target = self._open_checkpoint()
+        target = self._checkpoint
         is_same = draft.architecture.vocabulary == target.architecture.vocabulary
         if not is_same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(
                 f"speculative_decoding.draft_model: '{speculation.draft_model}' has a different "
                 "vocabulary than the model"
             )
-        return DraftModel(self._make_passes(draft, settings, 0))
+        return DraftModel(self._make_passes(draft, settings, 0)).propose
 
     def _make_passes(
         self, checkpoint: Checkpoint, settings: EngineSettings, host_blocks: int

@@ -23,8 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import Internal, InvalidArgument, clip
 
-# Variables of a request that are errors if the template does not use them.
-_CHECKED_VARIABLES = ("documents", "reasoning_effort")
+# Variables of a request that are errors if the template does not use them, and their defaults in
+# OpenAI's API, which agents send.
+_CHECKED_VARIABLES = {"documents": [], "reasoning_effort": "medium"}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
@@ -167,8 +168,8 @@ class _CompiledTemplate(NamedTuple):
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
     """Raise InvalidArgument if a request has variables that the template would ignore."""
-    for name in _CHECKED_VARIABLES:
-        if chat.get(name) and name not in template.variables:
+    for name, default in _CHECKED_VARIABLES.items():
+        if chat.get(name) and chat[name] != default and name not in template.variables:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 

@@ -1,22 +1,29 @@
 """The engine of a worker, which executes the steps that a scheduler plans, in order.
 
 Step ──> begin sequences, copy blocks, propose drafts ──> forward ──> sample, verify ──> Stepped
+
+The file has the prompts and sequences, the methods that propose draft tokens (speculative decoding;
+`sampler.verify` accepts or rejects the tokens), and the engine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
+from shmserve.ipc.messages.generation import BeamSearch, Prepared, Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.grammars import allowed_tokens, matcher_error
-from shmserve.workers.backends.llm.model.passes import Passes
+from shmserve.workers.backends.llm.message_parsers import MessageFormat
+from shmserve.workers.backends.llm.model.transformer import Passes
+from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import (
+    PROPOSAL,
     Check,
     Proposal,
     SampledRow,
@@ -24,12 +31,240 @@ from shmserve.workers.backends.llm.sampler import (
     candidates,
     logprobs,
     process,
+    sample,
     verify,
 )
-from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
-from shmserve.workers.backends.llm.speculation import Proposer
 
 _NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that the grammar allows"
+_MAX_NGRAM, _MIN_NGRAM = 4, 2  # number of tokens
+_MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The state that all sequences of a request share.
+
+    Attributes:
+        end_tokens: The tokens that end a text.
+        grammar: The matcher of the grammar, of which each sequence has a copy, or None.
+        resumed_tokens: The tokens that another instance generated, by sample. They are input.
+        replayed_tokens: As `resumed_tokens`, for requests that need their log probabilities. They
+            are sampled again.
+        top_logprobs: The number of likeliest tokens to report for each token of the prompt; -1: no
+            log probabilities.
+        offsets: The index in the prompt's text at which each token begins; empty unless the log
+            probabilities of the response include those of the prompt (`echo`).
+        logprobs_by_position: The log probabilities of the prompt's tokens that were computed.
+        cached_tokens: The number of prompt tokens found in the KV cache; -1: not known yet.
+        message_format: The format of the message if it may contain tool calls or reasoning.
+        message_grammar: The grammar of the message, or "". Its rule `body` is the grammar of the
+            parameters.
+        eos: The end token that is not reported as stop reason; -1: none.
+    """
+
+    key: int
+    tokens: list[int]
+    parameters: GenerationParameters
+    end_tokens: tuple[int, ...]
+    grammar: Any = None
+    resumed_tokens: dict[int, list[int]] = field(default_factory=dict)
+    replayed_tokens: dict[int, list[int]] = field(default_factory=dict)
+    top_logprobs: int = -1
+    offsets: Sequence[int] = ()
+    logprobs_by_position: dict[int, TokenLogprobs] = field(default_factory=dict)
+    cached_tokens: int = -1
+    message_format: MessageFormat | None = None
+    message_grammar: str = ""
+    eos: int = -1
+
+    def begin_sequence(self, number: int, sample: int) -> TokenSequence:
+        """Return a sequence of the prompt and the resumed tokens of a sample."""
+        resumed = self.resumed_tokens.get(sample, [])
+        matcher = self.grammar.deep_copy() if self.grammar is not None else None
+        if matcher is not None:
+            matcher.consume_tokens(resumed)
+        tokens, replayed = [*self.tokens, *resumed], self.replayed_tokens.get(sample, [])
+        return TokenSequence(number, self, sample, tokens, [], matcher, replayed_tokens=replayed)
+
+    def describe(self, priority: int) -> Prepared:
+        """Return the description for the scheduler; the parameters may set another priority."""
+        parameters = self.parameters
+        beams: list[BeamSearch] = []
+        if parameters.beams:
+            penalty, early = parameters.length_penalty, parameters.early_stopping
+            beams = [BeamSearch(parameters.beams, penalty, early, list(self.end_tokens))]
+        return Prepared(
+            self.key,
+            np.array(self.tokens, np.int32).tobytes(),
+            max(parameters.max_tokens, 1),
+            parameters.samples or 1,
+            parameters.priority or priority,
+            self.top_logprobs >= 0,
+            not (beams or self.replayed_tokens),
+            beams,
+            bool(self.replayed_tokens),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """A sequence in generation.
+
+    Attributes:
+        number: The scheduler's number of the sequence.
+        sample: The index of the sample in its request.
+        tokens: The tokens of the prompt and the generated tokens.
+        matcher: The state of its grammar, or None.
+        draft_computed: The number of tokens whose keys and values the draft model has stored.
+        replayed_tokens: Generated tokens that `append` uses instead of the sampled ones.
+    """
+
+    number: int
+    prompt: Prompt
+    sample: int
+    tokens: list[int]
+    block_table: list[int]
+    matcher: Any = None
+    draft_computed: int = 0
+    replayed_tokens: list[int] = field(default_factory=list)
+
+    def fork(self, number: int, sample: int, token: int) -> TokenSequence:
+        """Return a copy of the sequence, followed by `token` unless that is -1."""
+        tokens = [*self.tokens, token] if token >= 0 else self.tokens[:]
+        matcher = self.matcher.deep_copy() if self.matcher is not None else None
+        replayed = self.prompt.replayed_tokens.get(sample, [])
+        state = tokens, self.block_table[:], matcher, self.draft_computed, replayed
+        return TokenSequence(number, self.prompt, sample, *state)
+
+    def add_blocks(self, row: Row, block_size: int) -> None:
+        """Replace the block table from entry `row.kept_blocks` on by the blocks of a row."""
+        if row.kept_blocks < len(self.block_table):
+            self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
+        self.block_table[row.kept_blocks :] = row.blocks
+
+    def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
+        """Return the row to sample from after the tokens and `drafts`."""
+        prompt = self.prompt
+        tokens = [*self.tokens, *drafts] if drafts else self.tokens
+        return SampledRow(
+            prompt.parameters, self.sample, tokens, len(prompt.tokens), prompt.end_tokens, allowed
+        )
+
+    def append(self, tokens: list[int]) -> tuple[list[int], str]:
+        """Append tokens until the sequence ends; return them, and the finish reason or ""."""
+        parameters, end_tokens = self.prompt.parameters, self.prompt.end_tokens
+        prompt_length = len(self.prompt.tokens)
+        if self.replayed_tokens:
+            replayed = self.replayed_tokens[len(self.tokens) - prompt_length :][: len(tokens)]
+            tokens = [*replayed, *tokens[len(replayed) :]]
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            finish_reason = ""
+            if token in end_tokens or token in parameters.stop_token_ids:
+                finish_reason = "stop"
+            elif len(self.tokens) - prompt_length >= parameters.max_tokens:
+                finish_reason = "length"
+            if finish_reason:
+                return tokens[:count], finish_reason
+        return tokens, ""
+
+
+_SequenceRow = tuple[TokenSequence, Row]
+# Returns up to `row.draft_count` proposed tokens for each sequence, by sequence number.
+Propose = Callable[[Sequence[_SequenceRow]], dict[int, Proposal]]
+
+
+def propose_ngrams(rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
+    """Propose tokens from each sequence itself (prompt lookup decoding; Saxena, 2023)."""
+    return {
+        sequence.number: Proposal(ngram_draft(sequence.tokens, row.draft_count))
+        for sequence, row in rows
+    }
+
+
+def ngram_draft(tokens: Sequence[int], count: int) -> list[int]:
+    """Return up to `count` tokens that followed the last earlier occurrence of the final n-gram.
+
+    The longest n-gram that occurs earlier is used.
+    """
+    token_array = np.array(tokens)
+    for length in range(_MAX_NGRAM, _MIN_NGRAM - 1, -1):
+        if len(token_array) <= length:
+            continue
+        windows = np.lib.stride_tricks.sliding_window_view(token_array[:-1], length)
+        matches = np.flatnonzero((windows == token_array[-length:]).all(1))
+        if len(matches):
+            begin = int(matches[-1]) + length
+            return list(map(int, token_array[begin : begin + count]))
+    return []
+
+
+class DraftModel:
+    """A smaller model that proposes tokens.
+
+    Its KV cache has the same blocks as the target model's, so both models use one block table.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
+        """Return proposed tokens as a `Propose` function does."""
+        proposals = {sequence.number: Proposal() for sequence, _ in rows}
+        ready = self._catch_up(rows)
+        max_drafts = max((row.draft_count for _, row in ready), default=0)
+        for round_ in range(max_drafts):
+            draft_rows = [(sequence, row) for sequence, row in ready if row.draft_count > round_]
+            logits = self._next_logits(draft_rows, proposals)
+            self._append_drafts(logits, draft_rows, proposals)
+        for sequence, row in ready:
+            sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
+        return proposals
+
+    def _catch_up(self, rows: Sequence[_SequenceRow]) -> list[_SequenceRow]:
+        """Compute earlier tokens of sequences that the draft model has not computed yet.
+
+        Returns:
+            The rows for whose sequences the model can propose tokens.
+        """
+        behind_rows = [
+            (sequence, row)
+            for sequence, row in rows
+            if len(sequence.tokens) - sequence.draft_computed > _MAX_DRAFT_INPUT
+        ]
+        if behind_rows:
+            batch = self._passes.empty()
+            for sequence, _ in behind_rows:
+                begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
+                batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
+                sequence.draft_computed = end
+            self._passes.logits(batch, [])
+        return [pair for pair in rows if pair not in behind_rows]
+
+    def _next_logits(
+        self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
+    ) -> torch.Tensor:
+        """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""
+        batch = self._passes.empty()
+        logit_rows: list[int] = []
+        for sequence, _ in rows:
+            drafts = proposals[sequence.number].tokens
+            begin = len(sequence.tokens) + len(drafts) - 1 if drafts else sequence.draft_computed
+            tokens = drafts[-1:] or sequence.tokens[begin:]
+            logit_rows.append(batch.add(tokens, begin, sequence.block_table) + len(tokens) - 1)
+        return self._passes.logits(batch, logit_rows)
+
+    def _append_drafts(
+        self, logits: torch.Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
+    ) -> None:
+        sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
+        process(logits, sampled)
+        tokens, distributions = sample(logits, sampled, PROPOSAL)
+        for index, (sequence, _) in enumerate(rows):
+            proposal = proposals[sequence.number]
+            proposal.tokens.append(tokens[index])
+            if index in distributions:
+                proposal.probabilities.append(distributions[index])
 
 
 class SequenceOutput(NamedTuple):
@@ -38,9 +273,7 @@ class SequenceOutput(NamedTuple):
     `tokens` is empty if the step has only computed log probabilities of the prompt.
     """
 
-    sequence: int
-    prompt: Prompt
-    sample: int
+    sequence: TokenSequence
     tokens: list[int]
     finish_reason: str
     logprobs: list[TokenLogprobs]
@@ -52,7 +285,6 @@ class RowPlan:
 
     Attributes:
         masks: The tokens that the grammar allows after each draft token, as int32 bitmasks.
-        pass_row: The index in the pass of the row of its first token.
         logit_row: The index of its first row of logits.
     """
 
@@ -60,7 +292,6 @@ class RowPlan:
     row: Row
     proposal: Proposal
     masks: list[torch.Tensor]
-    pass_row: int = 0
     logit_row: int = 0
 
 
@@ -75,7 +306,7 @@ class WorkerEngine:
     """
 
     passes: Passes
-    proposer: Proposer | None
+    propose: Propose | None
     prompts: Mapping[int, Prompt]
     emit: Callable[[list[SequenceOutput]], None]
     fail: Callable[[set[int], Exception], None]
@@ -142,8 +373,8 @@ class WorkerEngine:
 
     def _plan_rows(self, rows: list[tuple[TokenSequence, Row]]) -> list[RowPlan]:
         """Propose draft tokens, and compute the tokens that grammars allow after each of them."""
-        draft_rows = [pair for pair in rows if pair[1].draft_count] if self.proposer else []
-        proposals = self.proposer.propose(draft_rows) if self.proposer and draft_rows else {}
+        draft_rows = [pair for pair in rows if pair[1].draft_count]
+        proposals = self.propose(draft_rows) if self.propose and draft_rows else {}
         plans: list[RowPlan] = []
         for sequence, row in rows:
             proposal = proposals.get(row.sequence, Proposal())
@@ -168,10 +399,10 @@ class WorkerEngine:
             end = row.start + row.count
             tokens = [*sequence.tokens[row.start : end], *plan.proposal.tokens]
             is_prompt = row.start < len(sequence.prompt.tokens)
-            plan.pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
+            pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
             plan.logit_row = len(logit_rows)
             skipped = 0 if self._scores_prompt(plan) else row.count - row.samples
-            logit_rows += range(plan.pass_row + skipped, plan.pass_row + len(tokens))
+            logit_rows += range(pass_row + skipped, pass_row + len(tokens))
         if not plans:
             return torch.empty(0)
         return self.passes.logits(batch, logit_rows)
@@ -218,7 +449,10 @@ class WorkerEngine:
         self.emit(outputs)
         return [
             RowResult(
-                output.sequence, output.tokens, output.finish_reason, len(check.proposal.tokens)
+                output.sequence.number,
+                output.tokens,
+                output.finish_reason,
+                len(check.proposal.tokens),
             )
             for output, check in zip(outputs, checks, strict=True)
         ]
@@ -243,8 +477,7 @@ class WorkerEngine:
         if raw_logits is not None and prompt.parameters.logprobs >= 0:
             rows = raw_logits[check.first_row : check.first_row + len(tokens)]
             scores = logprobs(rows, tokens, prompt.parameters.logprobs)
-        sample = sequence.sample
-        return SequenceOutput(sequence.number, prompt, sample, tokens, finish_reason, scores)
+        return SequenceOutput(sequence, tokens, finish_reason, scores)
 
     def _score_prompt(self, plan: RowPlan, logits: torch.Tensor) -> int:
         """Record the log probabilities of the prompt's tokens that a row predicts.
@@ -259,7 +492,7 @@ class WorkerEngine:
         scores = logprobs(rows, targets, prompt.top_logprobs)
         for position, score in enumerate(scores, row.start + 1):
             prompt.logprobs_by_position.setdefault(position, score)
-        self.emit([SequenceOutput(plan.sequence.number, prompt, plan.sequence.sample, [], "", [])])
+        self.emit([SequenceOutput(plan.sequence, [], "", [])])
         return row.count - row.samples
 
 

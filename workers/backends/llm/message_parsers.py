@@ -94,7 +94,7 @@ class MessageParser:
     is_reasoning: bool = False
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
-    _ended: bool = False
+    _is_ended: bool = False
     _parts: dict[str, str] = field(default_factory=dict)
     _calls: list[dict[str, Any]] = field(default_factory=list)
     _call_count: int = 0
@@ -110,7 +110,7 @@ class MessageParser:
     def feed(self, text: str, ended: bool = False) -> None:
         """Parse more text; `ended` if it is the last."""
         self._buffer += text
-        self._ended = self._ended or ended
+        self._is_ended = self._is_ended or ended
         with suppress(StopIteration):
             next(self._message_reading)
 
@@ -142,7 +142,7 @@ class MessageParser:
 
     def _read_reasoning(self, begin: str, end: str) -> Reading[None]:
         """Pass on the text up to the tag `end` as reasoning, if the message begins with it."""
-        while begin.startswith(self._buffer.lstrip()) and not self._ended:
+        while begin.startswith(self._buffer.lstrip()) and not self._is_ended:
             if self._buffer.lstrip() == begin:
                 break
             yield
@@ -226,9 +226,9 @@ class MessageParser:
             call.id = call.id or self.format.family.new_id()
             opening = {"id": call.id, "name": call.name}
             self._leading_space = ""
-        elif call.sent == len(call.arguments):
+        elif call.sent_length == len(call.arguments):
             return
-        new_arguments, call.sent = call.arguments[call.sent :], len(call.arguments)
+        new_arguments, call.sent_length = call.arguments[call.sent_length :], len(call.arguments)
         last_part = self._calls[-1] if self._calls else {}
         if last_part.get("index") == call.index:
             last_part["arguments"] += new_arguments
@@ -259,7 +259,7 @@ class MessageParser:
     def peek(self) -> Reading[str]:
         """Return the next character without reading it; "" at the end."""
         while not self._buffer:
-            if self._ended:
+            if self._is_ended:
                 return ""
             yield
         return self._buffer[0]
@@ -305,9 +305,9 @@ class MessageParser:
                 emit(self.pull(index))
                 self.pull(len(tag))
                 return tag
-            partial = 0 if self._ended else max((overlap(text, tag) for tag in tags), default=0)
+            partial = 0 if self._is_ended else max((overlap(text, tag) for tag in tags), default=0)
             emit(self.pull(len(text) - partial))
-            if self._ended:
+            if self._is_ended:
                 return ""
             yield
 
@@ -379,14 +379,14 @@ class _Call:
 
     Attributes:
         index: The index of the call in the message; -1: no part was passed on.
-        sent: The number of characters of its arguments that were passed on.
+        sent_length: The number of characters of its arguments that were passed on.
     """
 
     name: str = ""
     arguments: str = ""
     id: str = ""
     index: int = -1
-    sent: int = 0
+    sent_length: int = 0
 
 
 class _JsonScan:

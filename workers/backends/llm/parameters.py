@@ -194,8 +194,9 @@ def parse(
             problems.append(f"{name}: {clip(repr(value))} is not supported")
         if values.get("grammar", _NO_GRAMMAR) != _NO_GRAMMAR:
             grammars[name] = values.pop("grammar")
-    if len(grammars) > 1:
-        problems.append(f"{' and '.join(grammars)}: at most one grammar is allowed")
+    if len(set(grammars.values())) > 1:
+        names = " and ".join(request_names.get(name, name) for name in grammars)
+        problems.append(f"{names}: at most one grammar is allowed")
     values = _combine(values, grammars)
     values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
     problems += _find_contradictions(values, vocabulary)

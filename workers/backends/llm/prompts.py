@@ -28,10 +28,10 @@ from shmserve.workers.backends.llm.chat_template import (
     decode,
     render_in_process,
 )
+from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
-from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts, with_pauses
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 

@@ -1,33 +1,395 @@
-"""The text thread: conversion of requests to tokens and of tokens to responses."""
+"""The text thread: conversion of requests to tokens, and of tokens to responses.
+
+tokens ──> Detokenizer ──> StopStrings ──> pending ──> response, when the client has credit
+                                       └─> MessageParser ─┘ if the output `message` is requested
+
+A streaming response has the new tokens and text of one sample. Without credit, they are merged into
+a later response. Other requests have one response with all samples.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
-from shmserve.workers.backends import OutputStream
-from shmserve.workers.backends.llm.answers import TextResponse
-from shmserve.workers.backends.llm.engine import SequenceOutput
+from shmserve.ipc.messages.generation import (
+    Choose,
+    Ended,
+    Hypothesis,
+    ResponseSent,
+    Resumed,
+)
+from shmserve.workers.backends import Output, OutputStream, Response
+from shmserve.workers.backends.llm.engine import Prompt, SequenceOutput
+from shmserve.workers.backends.llm.message_parsers import MessageParser
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import LONG, PromptReader
-from shmserve.workers.backends.llm.sequences import Prompt
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.sampler import TokenLogprobs
+from shmserve.workers.backends.llm.token_texts import (
+    Detokenizer,
+    StopStrings,
+    TokenTexts,
+    token_entry,
+)
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
-from shmserve.workers.links.scheduler import InstanceLink
+from shmserve.workers.links.processes import InstanceLink
 
 logger = logging.getLogger(__name__)
 
 _MAX_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
+
+
+class ScoredToken(NamedTuple):
+    """The log probabilities of a token, and the index in the text of its first character."""
+
+    logprobs: TokenLogprobs
+    offset: int
+
+
+class SampleText:
+    """The text of one sample.
+
+    Attributes:
+        pending_text: The text that was not sent yet; the pending tokens and log probabilities
+            belong to it.
+        sent_characters: The number of characters sent, by this instance and its predecessors.
+        sent_tokens: The number of tokens sent, by this instance and its predecessors.
+        is_open: Whether the end of the sample was not sent yet.
+        was_sent: Whether a response with the sample was sent.
+        parser: The parser of the message if the output `message` is requested, or None.
+        reasoning_tokens: The number of reasoning tokens.
+        stop_reason: The stop string or the token that has ended the sample, as in vLLM: None for
+            the tokenizer's end token.
+    """
+
+    def __init__(
+        self, prompt: Prompt, texts: TokenTexts, index: int, echo: str, message: bool = False
+    ) -> None:
+        parameters = prompt.parameters
+        self.parser = None
+        if message and prompt.message_format:
+            self.parser = MessageParser(prompt.message_format, parameters.stream)
+        self.reasoning_tokens = 0
+        self.index = index
+        self.token_count = 0  # number of generated tokens
+        self.finish_reason = ""
+        self.stop_reason: str | int | None = None
+        self.sent_characters = self.sent_tokens = 0
+        self.pending_text = echo
+        self.pending_tokens: list[int] = []
+        self.pending_logprobs: list[ScoredToken] = []
+        self.is_open = True
+        self.was_sent = False
+        self._skip_characters = self._skip_tokens = 0  # numbers that another instance has sent
+        self._prompt, self._texts = prompt, texts
+        self._echo_length = len(echo)
+        skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
+        if skip and self.parser is not None and self.parser.format.kept_tokens:
+            skip, self._dropped_tokens = False, texts.special - self.parser.format.kept_tokens
+        self._detokenizer = Detokenizer(texts, skip, prompt.tokens)
+        self._stop_strings = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
+
+    def resume(self, earlier: Resumed, tokens: Sequence[int]) -> None:
+        """Continue a sample of another instance, which has generated `tokens`.
+
+        Text and tokens that were sent are not sent again.
+        """
+        self.is_open = not earlier.closed
+        self.was_sent = earlier.sent_tokens > 0 or earlier.sent_characters > 0
+        self._skip_characters, self._skip_tokens = earlier.sent_characters, earlier.sent_tokens
+        self._skip_sent()
+        for position, token in enumerate(tokens, 1):
+            if not self.finish_reason:
+                self.add([token], earlier.finish_reason if position == len(tokens) else "", [])
+
+    def _skip_sent(self) -> None:
+        """Discard pending text and tokens that another instance has sent."""
+        count = min(len(self.pending_text), self._skip_characters - self.sent_characters)
+        if count > 0:
+            if self.parser is not None:
+                # Responses end at token boundaries, so the other instance has sent all parts.
+                self.parser.take()
+            self.pending_text = self.pending_text[count:]
+            self.sent_characters += count
+        if self.pending_tokens and self.sent_tokens < self._skip_tokens:
+            self.sent_tokens += len(self.pending_tokens)
+            self.pending_tokens, self.pending_logprobs = [], []
+
+    def add(self, tokens: Sequence[int], reason: str, logprobs: Sequence[TokenLogprobs]) -> bool:
+        """Append tokens; return whether a stop string has ended the sample.
+
+        Args:
+            tokens: The tokens.
+            reason: The finish reason if the last token ends the sample, else "".
+            logprobs: The log probabilities of the tokens, if they are requested.
+        """
+        if not self._prompt.parameters.max_tokens:  # the sampled token is not a part of the text
+            self.finish_reason = "length"
+            return False
+        for position, token in enumerate(tokens):
+            self.token_count += 1
+            self.pending_tokens.append(token)
+            if logprobs:
+                offset = self._echo_length + self._detokenizer.position
+                self.pending_logprobs.append(ScoredToken(logprobs[position], offset))
+            ending = reason if position == len(tokens) - 1 else ""
+            start = len(self.pending_text)
+            stop = self._append_text(token, ending)
+            if self.parser is not None:
+                self.reasoning_tokens += self.parser.is_reasoning
+                self.parser.feed(self.pending_text[start:], ended=bool(stop or ending))
+            if self._skip_characters or self._skip_tokens:
+                self._skip_sent()
+            if stop:
+                self.finish_reason, self.stop_reason = "stop", stop
+                return not ending
+        self.finish_reason = reason
+        if reason == "stop":
+            self.stop_reason = self._stop_token(tokens[-1])
+        return False
+
+    def _stop_token(self, token: int) -> str | int | None:
+        """Return the stop reason of a sample that ends with a token."""
+        parameters = self._prompt.parameters
+        if token not in (*self._prompt.end_tokens, *parameters.stop_token_ids):
+            return None
+        if token == self._prompt.eos and not parameters.beams:
+            return None
+        text, _ = self._texts.text_and_bytes(token)
+        return text if text in parameters.stop else token
+
+    def _append_text(self, token: int, finish_reason: str) -> str:
+        """Append the text of a token; return the stop string that it completes, or ""."""
+        parameters = self._prompt.parameters
+        is_end = token in self._prompt.end_tokens or token in parameters.stop_token_ids
+        is_excluded = is_end and not parameters.include_stop_str_in_output
+        text = "" if is_excluded or token in self._dropped_tokens else self._detokenizer.add(token)
+        if finish_reason:
+            text += self._detokenizer.flush()
+        if self.token_count <= parameters.min_tokens and not finish_reason:
+            self.pending_text += text
+            return ""
+        text, stop = self._stop_strings.add(text)
+        self.pending_text += text
+        if finish_reason and not stop:
+            self.pending_text += self._stop_strings.flush()
+        return stop
+
+    @property
+    def has_unsent(self) -> bool:
+        """Return whether a token, a part of the message, or the end was not sent yet.
+
+        As in vLLM, a token without text is sent, unless the message is parsed and the client does
+        not receive the token itself. Clients count responses to measure the time between tokens.
+        """
+        if self.finish_reason:
+            return True
+        if self.parser is None:
+            return bool(self.pending_tokens or self.pending_text)
+        parameters = self._prompt.parameters
+        shows_tokens = parameters.logprobs >= 0 or parameters.return_token_ids
+        return self.parser.has_parts or (shows_tokens and bool(self.pending_tokens))
+
+    def take_message(self, text: str) -> bytes:
+        """Return and clear the parts of the message that were not sent yet, as JSON.
+
+        If the text is not parsed, the message has the content `text`.
+        """
+        return orjson.dumps({"content": text} if self.parser is None else self.parser.take())
+
+    def take(self) -> tuple[str, list[int], list[ScoredToken]]:
+        """Return and clear the pending text, tokens and log probabilities."""
+        pending = self.pending_text, self.pending_tokens, self.pending_logprobs
+        self.sent_characters += len(self.pending_text)
+        self.sent_tokens += len(self.pending_tokens)
+        self.pending_text, self.pending_tokens, self.pending_logprobs = "", [], []
+        return pending
+
+
+def _mean_logprob(sample: SampleText) -> float:
+    values = [token.logprobs.logprob for token in sample.pending_logprobs]
+    return sum(values) / max(len(values), 1)
+
+
+class TextResponse:
+    """The samples of one request, and the responses that contain them."""
+
+    def __init__(
+        self, prompt: Prompt, texts: TokenTexts, stream: OutputStream, link: InstanceLink, echo: str
+    ) -> None:
+        self.prompt = prompt
+        self.stream = stream
+        self._texts = texts
+        self._link = link
+        self._echo = echo
+        parameters = prompt.parameters
+        self._requested_outputs = {output.name for output in stream.request.schema.outputs}
+        if not self._requested_outputs:
+            scored = max(parameters.logprobs, parameters.prompt_logprobs) >= 0
+            self._requested_outputs = {"text_output", *["logprobs"] * scored}
+            if parameters.return_token_ids:
+                self._requested_outputs |= {"token_ids", "prompt_token_ids"}
+        # The log probabilities of each token of the prompt as JSON: the entry in those of the
+        # echoed text, and the entry in `prompt_logprobs`.
+        self._prompt_entries: list[tuple[orjson.Fragment, orjson.Fragment]] = []
+        self.samples = [self._sample(index) for index in range(parameters.samples)]
+
+    def _sample(self, index: int) -> SampleText:
+        message = "message" in self._requested_outputs
+        return SampleText(self.prompt, self._texts, index, self._echo, message)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether all samples have ended."""
+        return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
+
+    def add_hypotheses(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """Add the hypotheses of a beam search as samples."""
+        for index, hypothesis in enumerate(hypotheses[: self.prompt.parameters.n]):
+            tokens = np.frombuffer(hypothesis.tokens, np.int32).tolist()
+            sample = self._sample(index)
+            sample.add(tokens, hypothesis.finish_reason, [])
+            self.samples.append(sample)
+
+    def respond(self) -> bool:
+        """Send the responses that credit allows; return whether the request is complete."""
+        if not self.prompt.parameters.stream:
+            return self.finished and self._send(self._best_samples(), True)
+        for sample in self.samples:
+            if not (sample.is_open and sample.has_unsent):
+                continue
+            if not self._send([sample], self._is_last(sample)):
+                return False
+        return not any(sample.is_open for sample in self.samples)
+
+    def _best_samples(self) -> list[SampleText]:
+        """Return the samples with the highest likelihood per token, as many as are requested."""
+        count = self.prompt.parameters.n
+        if len(self.samples) <= count:
+            return self.samples
+        best = sorted(self.samples, key=_mean_logprob, reverse=True)[:count]
+        for index, sample in enumerate(best):
+            sample.index = index
+        return best
+
+    def _is_last(self, sample: SampleText) -> bool:
+        other_samples = (
+            other_sample for other_sample in self.samples if other_sample is not sample
+        )
+        return bool(sample.finish_reason) and not any(
+            other_sample.is_open for other_sample in other_samples
+        )
+
+    def _send(self, samples: list[SampleText], final: bool) -> bool:
+        """Send one response; return False if the client has no credit."""
+        with self._link.lock:
+            if not self.stream.may_send:
+                return False
+            response = Response(self._outputs(samples, final))
+            for sample in samples:
+                sample.is_open = not sample.finish_reason
+                if not final:
+                    sent_state = sample.sent_characters, not sample.is_open, sample.sent_tokens
+                    self._link.post(ResponseSent(self.prompt.key, sample.index, *sent_state))
+            self.stream.send(response, final)
+        return True
+
+    def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
+        texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
+        values: dict[str, tuple[str, Iterable[Any]]] = {
+            "text_output": ("BYTES", map(str.encode, texts)),
+            "index": ("INT32", (sample.index for sample in samples)),
+            "token_ids": ("INT32", itertools.chain(*tokens)),
+            "finish_reason": ("BYTES", (sample.finish_reason.encode() for sample in samples)),
+            "logprobs": ("BYTES", map(self._encode_logprobs, samples, logprobs)),
+            "message": ("BYTES", map(SampleText.take_message, samples, texts)),
+            "stop_reason": ("BYTES", (orjson.dumps(sample.stop_reason) for sample in samples)),
+            "prompt_token_ids": ("INT32", () if samples[0].was_sent else self.prompt.tokens),
+            "usage": ("BYTES", [self._encode_usage(samples) if final else b""]),
+        }
+        outputs = Output.select(values, self._requested_outputs)
+        for sample in samples:
+            sample.was_sent = True
+        return outputs
+
+    def _encode_usage(self, samples: list[SampleText]) -> bytes:
+        counted = self.samples if self.prompt.parameters.stream else samples
+        prompt = self.prompt
+        parsed = [sample for sample in self.samples if sample.parser is not None]
+        reasoning_tokens = sum(sample.reasoning_tokens for sample in parsed)
+        return orjson.dumps(
+            {
+                **({"reasoning_tokens": reasoning_tokens} if parsed else {}),
+                "prompt_tokens": len(prompt.tokens),
+                "completion_tokens": sum(sample.token_count for sample in self.samples),
+                "cached_tokens": max(prompt.cached_tokens, 0),
+                "samples": [sample.token_count for sample in counted],
+            }
+        )
+
+    def _encode_logprobs(self, sample: SampleText, tokens: list[ScoredToken]) -> bytes:
+        """Return the log probabilities of a response as JSON.
+
+        The member `content` has those of the text, which may begin with the prompt. The member
+        `prompt` has those of the prompt if `prompt_logprobs` is set.
+        """
+        prompt = self.prompt
+        content: list[Any] = list(itertools.starmap(self._entry, tokens))
+        members = {"content": content}
+        if prompt.top_logprobs >= 0 and not sample.was_sent:
+            self.encode_prompt()
+            if prompt.offsets:
+                members["content"] = [entry for entry, _ in self._prompt_entries] + content
+            if prompt.parameters.prompt_logprobs >= 0:
+                members["prompt"] = [entry for _, entry in self._prompt_entries]
+        return orjson.dumps(members)
+
+    def encode_prompt(self) -> None:
+        """Encode the log probabilities of the prompt's tokens that have been computed.
+
+        A long prompt is encoded in parts, so that it does not delay the texts of other requests.
+        """
+        prompt, parameters = self.prompt, self.prompt.parameters
+        for position in range(len(self._prompt_entries), len(prompt.tokens)):
+            token, score = prompt.tokens[position], prompt.logprobs_by_position.get(position)
+            if position and score is None:
+                return
+            echo_entry = prompt_entry = None
+            if prompt.offsets:
+                echo_entry = self._echo_entry(score, token, prompt.offsets[position])
+            if score is not None and parameters.prompt_logprobs >= 0:
+                prompt_entry = self._entry(score, top=parameters.prompt_logprobs)
+            parts = orjson.dumps(echo_entry), orjson.dumps(prompt_entry)
+            self._prompt_entries.append((orjson.Fragment(parts[0]), orjson.Fragment(parts[1])))
+
+    def _echo_entry(self, score: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
+        if score is not None:
+            return self._entry(score, offset, self.prompt.parameters.logprobs)
+        entry = {**self._token_entry(token, 0.0), "logprob": None, "top_logprobs": None}
+        return {**entry, "text_offset": offset}
+
+    def _entry(
+        self, score: TokenLogprobs, offset: int = 0, top: int | None = None
+    ) -> dict[str, Any]:
+        likeliest = [self._token_entry(token, value) for token, value in score.top[:top]]
+        entry = {**self._token_entry(score.token, score.logprob), "rank": score.rank}
+        return {**entry, "top_logprobs": likeliest, "text_offset": offset}
+
+    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+        shows_id = self.prompt.parameters.return_tokens_as_token_ids
+        text, token_bytes = self._texts.text_and_bytes(token)
+        return token_entry(token, text, logprob, token_bytes, shows_id)
 
 
 class Texts:
@@ -149,7 +511,7 @@ class Texts:
         self._unread_since_ns.pop(key, None)
         self.prompts[key] = prompt
         stream.on_credit(partial(self.put, partial(self._respond, key)))
-        self._link.send(_make_prepared(prompt, stream.request.work.priority))
+        self._link.send(prompt.describe(stream.request.work.priority))
         # Last, because a stream that is already cancelled calls the function immediately.
         stream.on_cancel(partial(self.put, partial(self._cancel, key)))
         if prompt.resumed_tokens:
@@ -161,18 +523,20 @@ class Texts:
         """Append the tokens of a step to the texts of their samples, and respond."""
         updated_keys: dict[int, None] = {}
         for output in outputs:
-            response = self._responses.get(output.prompt.key)
-            if response is None or response.prompt is not output.prompt:
+            sequence = output.sequence
+            key = sequence.prompt.key
+            response = self._responses.get(key)
+            if response is None or response.prompt is not sequence.prompt:
                 continue
             if not output.tokens:
                 response.encode_prompt()
                 continue
-            sample = response.samples[output.sample]
+            sample = response.samples[sequence.sample]
             if sample.finish_reason:
                 continue
             if sample.add(output.tokens, output.finish_reason, output.logprobs):
-                self._link.send(Ended(output.sequence))
-            updated_keys[output.prompt.key] = None
+                self._link.send(Ended(sequence.number))
+            updated_keys[key] = None
         for key in updated_keys:
             self._respond(key)
 
@@ -228,22 +592,3 @@ class Texts:
             self._unread_since_ns.pop(key, None)
             del self._responses[key]
             del self.prompts[key]
-
-
-def _make_prepared(prompt: Prompt, priority: int) -> Prepared:
-    parameters = prompt.parameters
-    beams: list[BeamSearch] = []
-    if parameters.beams:
-        penalty, early = parameters.length_penalty, parameters.early_stopping
-        beams = [BeamSearch(parameters.beams, penalty, early, list(prompt.end_tokens))]
-    return Prepared(
-        prompt.key,
-        np.array(prompt.tokens, np.int32).tobytes(),
-        max(parameters.max_tokens, 1),
-        parameters.samples or 1,
-        parameters.priority or priority,
-        prompt.top_logprobs >= 0,
-        not (beams or prompt.replayed_tokens),
-        beams,
-        bool(prompt.replayed_tokens),
-    )

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -18,6 +18,7 @@ from shmserve.workers.backends.llm.message_parsers import overlap
 _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
 _MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 # The suffix of tokens that end a word, in the description of a decoder.
 _WORD_SUFFIX = re.compile(rb'"type":"BPEDecoder","suffix":("(?:[^"\\]|\\.)+")')
 
@@ -43,6 +44,15 @@ def with_pauses(values: Iterable[T]) -> Iterator[T]:
         yield value
         if not number % 64:
             time.sleep(0)
+
+
+def token_entry(
+    token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
+) -> dict[str, Any]:
+    """Return a token and its log probability in the form that the OpenAI API's handlers read."""
+    shown_text = f"token_id:{token}" if shows_id else text
+    value = max(logprob, _MIN_LOGPROB)
+    return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
 
 
 class TokenTexts:

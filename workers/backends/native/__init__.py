@@ -7,9 +7,9 @@ The class may have these attributes: `max_batch_size` (32; 0: no batch dimension
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
 `batch_input`, `batch_output`, `padding` and `sequence_batching` (as in a configuration), and
 `instances` (a number) or `instance_group`. The supervisor reads `environment`. The class may have
-the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which
-is called between two batches. A `torch.nn.Module` is moved to the device and set to evaluation
-mode; without `predict`, its annotated `forward` is used.
+the methods `load(self, context)` and `unload(self)`. It may also have `is_ready(self)`, plain or
+`async def`, which is called between two batches. A `torch.nn.Module` is moved to the device and set
+to evaluation mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
@@ -289,7 +289,7 @@ class GeneratorStreams:
         self._predict = predict
         self._respond = respond
         self._free_slots = max_streams
-        self._waiting: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
+        self._waiting_streams: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
         # One thread per stream that waits for credit, so that slow clients do not delay the
@@ -300,7 +300,7 @@ class GeneratorStreams:
         """Start a request, or queue it while `max_streams` requests run."""
         with self._lock:
             if not self._free_slots:
-                self._waiting.append((stream, inputs))
+                self._waiting_streams.append((stream, inputs))
                 return
             self._free_slots -= 1
         self._start_in_slot(stream, inputs)
@@ -330,10 +330,10 @@ class GeneratorStreams:
     def _pass_on_slot(self) -> None:
         """Pass the free place of an ended request to the next request in the queue."""
         with self._lock:
-            if not self._waiting:
+            if not self._waiting_streams:
                 self._free_slots += 1
                 return
-            stream, inputs = self._waiting.popleft()
+            stream, inputs = self._waiting_streams.popleft()
         if stream.is_cancelled():
             self._finish(stream)
         else:

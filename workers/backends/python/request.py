@@ -175,7 +175,7 @@ class SingleResponse:
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.listener: Callable[[], None] | None = None
-        self._closed = False
+        self._is_closed = False
         self._is_cancelled = is_cancelled
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
@@ -193,9 +193,9 @@ class SingleResponse:
                 "Unable to send response. Non-decoupled model cannot send complete final before "
                 "sending a response."
             )
-        if self._closed:
+        if self._is_closed:
             raise _closed_error()
-        self._closed = final
+        self._is_closed = final
         if response is not None:
             self.response = _copy_arrays(to_response(response))
             self.abandon()

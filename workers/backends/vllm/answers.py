@@ -13,7 +13,7 @@ import orjson
 
 from shmserve.errors import Internal
 from shmserve.workers.backends import Output
-from shmserve.workers.backends.llm.answers import token_entry
+from shmserve.workers.backends.llm.token_texts import token_entry
 from shmserve.workers.backends.vllm.engine import VllmCall, parse_message
 
 # The outputs that clients of Triton's vllm_backend request by inputs, such as return_logprobs.
@@ -39,7 +39,7 @@ class VllmAnswer:
 
     def __init__(self, call: VllmCall, requested: Collection[str], flags: Collection[str]) -> None:
         self._call = call
-        self._requested = {*(requested or ("text_output",)), *flags}
+        self._requested_outputs = {*(requested or ("text_output",)), *flags}
         self._flags = flags
         self._prompt_tokens: list[int] = []
         self._cached_tokens = 0
@@ -92,7 +92,7 @@ class VllmAnswer:
             "num_output_tokens": ("UINT32", (len(sample.token_ids) for sample in samples)),
             "usage": ("BYTES", [self._encode_usage() if is_last else b""]),
         }
-        return Output.select(values, self._requested)
+        return Output.select(values, self._requested_outputs)
 
     def _encode_usage(self) -> bytes:
         usage = {

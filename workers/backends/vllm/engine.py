@@ -352,6 +352,8 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     guided = {key: body.pop(f"guided_{key}") for key in _CONSTRAINTS if f"guided_{key}" in body}
     constraints = {**body.pop("guided_decoding", {}), **guided}
     constraints = {key: value for key, value in constraints.items() if value is not None}
+    if constraints and body.get("structured_outputs", constraints) != constraints:
+        raise InvalidArgument(f"structured_outputs: it differs from {clip(repr(constraints))}")
     return {**body, "structured_outputs": constraints} if constraints else body
 
 

@@ -267,7 +267,7 @@ class GrpcCall(ABC):
             return
         received = assembly.received_bytes if self._arriving_message is None else size
         arriving = self.await_message()
-        arriving.received += received
+        arriving.received_bytes += received
         if assembly.sink is None:
             arriving.reserve(received)
         else:

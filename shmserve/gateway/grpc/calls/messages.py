@@ -72,7 +72,7 @@ class ArrivingMessage(Arrival):
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the time limit has expired."""
-        return now > self.started_at + self.time_limit_s + self.received / SLOWEST_RATE
+        return now > self.started_at + self.time_limit_s + self.received_bytes / SLOWEST_RATE
 
     def _total_wait_s(self, now: float) -> float:
         return now - self.started_at

@@ -121,7 +121,7 @@ async def parse_large(
                         process.stdin.write(piece[begin : begin + _PIECE])
                         await process.stdin.drain()
             process.stdin.close()
-            return await _received(process.stdout)
+            return await _receive_result(process.stdout)
         except asyncio.IncompleteReadError:
             raise Internal("the process that parses large bodies has exited") from None
         finally:
@@ -130,7 +130,7 @@ async def parse_large(
             await process.wait()
 
 
-async def _received(output: asyncio.StreamReader) -> Any:
+async def _receive_result(output: asyncio.StreamReader) -> Any:
     size = int.from_bytes(await output.readexactly(8), "little")
     header = loads_checked(await output.readexactly(size))
     if "error" in header:

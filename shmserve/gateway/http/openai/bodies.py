@@ -294,7 +294,11 @@ async def resolve_named_model(
     name = check_member(body, "model", str, default)
     if not name:
         raise InvalidArgument("model: the name of a model is required")
-    return await resolve_model(gateway, await resolve_alias(gateway, name), "")
+    own_name = await resolve_alias(gateway, name)
+    try:
+        return await resolve_model(gateway, own_name, "")
+    except NotFound as error:
+        raise NotFound(f"{error.message} (GET /v1/models lists the models)") from None
 
 
 def check_member(body: dict[str, Any], name: str, member_type: type[Any], default: Any) -> Any:

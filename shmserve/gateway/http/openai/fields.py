@@ -110,10 +110,10 @@ _RESPONSE_ONLY_FIELDS = _split_names(
     "structured_outputs repetition_penalty stop_token_ids"
 )
 RESPONSE_FIELDS = _COMMON_FIELDS | _RESPONSE_ONLY_FIELDS
-EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format"}
+EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format", "dimensions"}
 _REFUSED_EMBEDDING_FIELDS: Mapping[str, AllowedValues] = {
-    "dimensions": AllowedValues((), "the vectors of the model have a fixed size"),
-    **dict.fromkeys(("truncate_prompt_tokens", "additional_data"), _UNSUPPORTED),
+    "truncate_prompt_tokens": AllowedValues((-1,), "only -1 is supported"),
+    "additional_data": _UNSUPPORTED,
     "add_special_tokens": AllowedValues((True,), "only true is supported"),
 }
 

@@ -99,6 +99,9 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     finally:
         for task in tasks:
             task.cancel()
+    dimensions, size = bodies.check_member(body, "dimensions", int, None), len(vectors[0])
+    if dimensions not in (None, size):
+        raise InvalidArgument(f"dimensions: {dimensions} is not {size}, the size of the vectors")
     data = [
         {"object": "embedding", "index": index, "embedding": _encode_vector(vector, encoding)}
         for index, vector in enumerate(vectors)

@@ -6,6 +6,7 @@ be referred to by their ids, as long as this process remembers them.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -28,6 +29,9 @@ from shmserve.gateway.http.openai.fields import (
     select_supported_fields,
 )
 from shmserve.gateway.http.openai.generation import Delta, respond
+from shmserve.logs import warn_once
+
+logger = logging.getLogger(__name__)
 
 # The members of a body that a chat also has, by their names in a chat.
 _CHAT_MEMBERS = {
@@ -74,7 +78,15 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
-# The values of `include`. All but the first are members of items that no response here has.
+# Clients return the `encrypted_content` of reasoning as they received it, and some of them nothing
+# else. No text is secret here, so that the text follows this prefix.
+_PLAIN_PREFIX = "plain:"
+# The types of tools that OpenAI's servers execute.
+_HOSTED_TOOLS = (
+    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
+    *("computer_use_preview", "computer", "mcp", "tool_search"),
+)
+# The values of `include`. All but the first two are members of items that no response here has.
 _INCLUDED_MEMBERS = (
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -128,8 +140,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     reasoning = bodies.check_member(body, "reasoning", dict, {})
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
-    tools = bodies.check_member(body, "tools", list, [])
-    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)] or None
+    chat["tools"] = _chat_tools(body) or None
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
@@ -147,12 +158,49 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
-    if type(tool) is not dict or tool.get("type") != "function":
+def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions of a request, also those of its namespaces, as tools of a chat.
+
+    As in vLLM, tools that OpenAI's servers execute are ignored. If the request has no function
+    besides them, it cannot be carried out.
+    """
+    tools: list[dict[str, Any]] = []
+    others: list[str] = []
+    for index, tool in enumerate(bodies.check_member(body, "tools", list, [])):
         kind = tool.get("type") if type(tool) is dict else tool
-        raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
-    function = {name: value for name, value in tool.items() if name != "type"}
-    return {"type": "function", "function": function}
+        if kind == "function":
+            tools.append(_chat_tool(tool, tool.get("name")))
+        elif kind == "namespace":
+            functions = _namespace_functions(tool, f"tools[{index}]")
+            tools += [_chat_tool(function, name) for name, function in functions.items()]
+        elif kind in _HOSTED_TOOLS:
+            others.append(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
+        else:
+            raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
+    if others and not tools:
+        raise InvalidArgument(others[0])
+    for problem in others:
+        warn_once(logger, "a tool of /v1/responses is ignored: %s", problem.partition(": ")[2])
+    return tools
+
+
+def _chat_tool(tool: dict[str, Any], name: Any) -> dict[str, Any]:
+    function = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": {**function, "name": name}}
+
+
+def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[str, Any]]:
+    """Return the functions of a namespace by the names that the model calls."""
+    functions = bodies.check_member(tool, "tools", list, [])
+    for index, function in enumerate(functions):
+        if type(function) is not dict or function.get("type") != "function":
+            raise InvalidArgument(f"{position}.tools[{index}]: it is not a 'function'")
+    return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
+
+
+def _qualified_name(namespace: Any, name: Any) -> Any:
+    """Return the name by which the model calls a function of a namespace, as in vLLM."""
+    return f"{namespace}__{name}" if type(namespace) is str and type(name) is str else name
 
 
 def _chat_tool_choice(choice: Any) -> Any:
@@ -222,12 +270,17 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
     if kind == "message":
         last_message["content"] = _chat_content(item.get("content"), position)
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        name = _qualified_name(item.get("namespace"), item.get("name"))
+        function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         last_message.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        last_message["reasoning_content"] = _chat_content(parts, position)
+        returned = item.get("encrypted_content")
+        if not item.get("content") and type(returned) is str and returned.startswith(_PLAIN_PREFIX):
+            last_message["reasoning_content"] = returned.removeprefix(_PLAIN_PREFIX)
+        else:
+            parts = item.get("content") or item.get("summary") or []
+            last_message["reasoning_content"] = _chat_content(parts, position)
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
@@ -310,11 +363,19 @@ class ResponseObject:
         elif message.keys() & {"reasoning", "tool_calls"}:
             self._next_logprobs = []
         for call in message.get("tool_calls", ()):
-            head = {"call_id": call["id"], "name": call["name"]} if "id" in call else {}
+            head = {"call_id": call["id"], **self._called(call["name"])} if "id" in call else {}
             events += self._extend_item("function_call", call["arguments"], head)
         self._finish_reason = delta.finish_reason
         self._usage = delta.usage or self._usage
         return events
+
+    def _called(self, name: str) -> dict[str, str]:
+        """Return the name of a called function, and its namespace, as members of an item."""
+        for tool in self.body.get("tools") or ():
+            if tool["type"] == "namespace" and name in _namespace_functions(tool, ""):
+                namespace = tool["name"]
+                return {"name": name.removeprefix(f"{namespace}__"), "namespace": namespace}
+        return {"name": name}
 
     def _extend_item(
         self,
@@ -366,6 +427,8 @@ class ResponseObject:
         else:
             part = self._content_part(kind)
             item["content"] = [part]
+            if kind == "reasoning" and _INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
+                item["encrypted_content"] = _PLAIN_PREFIX + text
             extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
             events = [
                 self._item_event(f"{_EVENT_PREFIXES[kind]}.done", text=text, **extra),

@@ -21,7 +21,7 @@ from shmserve.ipc.messages.control_requests import (
 from shmserve.ipc.messages.inference import BatchFinished, InstanceReady, Release
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.zmtp import Dealer
 
 PATIENCE_S = 5.0
 

@@ -94,7 +94,7 @@ def test_a_call_that_is_reset_at_once_never_begins() -> None:
     async def scenario(scene: Scene) -> None:
         request_frames = frame(DATA, END_STREAM, 1, message(b"abc"))
         scene.send(scene.head(1) + request_frames + frame(RESET, 0, 1, bytes(4)))
-        assert not scene.begun
+        assert not scene.begun_calls
 
     run_scenario(scenario)
 
@@ -381,7 +381,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         traced_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert traced_bytes < 2 * len(data) + 100_000
-        scene.begun[0].on_ended = handler_ended.set
+        scene.begun_calls[0].on_ended = handler_ended.set
         resume.set()
         await handler_ended.wait()
         assert len(received) > 8500
@@ -397,10 +397,10 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
     async def scenario(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
         buffer = bytearray(message(b"x") * 1000)
-        scene.begun[0].receive_data(memoryview(buffer), True)
+        scene.begun_calls[0].receive_data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
         handler_ended = asyncio.Event()
-        scene.begun[0].on_ended = handler_ended.set
+        scene.begun_calls[0].on_ended = handler_ended.set
         await handler_ended.wait()
         data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
         assert data == message(b"x") * 1000
@@ -456,7 +456,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
         scene.send(scene.head(1, STREAM) + frame(DATA, 0, 1, b"\0"))
         scene.send(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
         await asyncio.sleep(0)
-        for call in scene.begun:
+        for call in scene.begun_calls:
             call.on_timeout()
         await asyncio.sleep(0)
         await asyncio.sleep(0)

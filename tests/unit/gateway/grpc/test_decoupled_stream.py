@@ -37,7 +37,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture
 def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
-    scheduler.held = True
+    scheduler.holds_responses = True
     gateway.publish(REPEAT_MODEL, scheduler)
     return scheduler
 
@@ -79,8 +79,8 @@ def stream(gateway: Rig, scheduler: Scheduler) -> Iterator[Stream]:
 
 def first_requests(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
     """Return the first requests as the scheduler receives them."""
-    until("they are here", lambda: len(scheduler.waiting) >= number)
-    return [(peer, submit.id) for peer, submit in scheduler.waiting]
+    until("they are here", lambda: len(scheduler.unanswered_submits) >= number)
+    return [(peer, submit.id) for peer, submit in scheduler.unanswered_submits]
 
 
 def response(number: int, value: int, *, final: bool = False) -> m.Responded:
@@ -185,7 +185,8 @@ def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Schedul
     until(
         "both are cancelled",
         lambda: (
-            {m.Cancel(first_id), m.Cancel(second_id)} <= set(map(_message_key, scheduler.notices))
+            {m.Cancel(first_id), m.Cancel(second_id)}
+            <= set(map(_message_key, scheduler.notifications))
         ),
     )
     stream.close()
@@ -211,11 +212,11 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -
 
 
 def _cancelled_ids(scheduler: Scheduler) -> set[int]:
-    return {message.id for message in scheduler.notices if isinstance(message, m.Cancel)}
+    return {message.id for message in scheduler.notifications if isinstance(message, m.Cancel)}
 
 
 def granted_credit(scheduler: Scheduler, number: int) -> int:
-    grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
+    grants = [message for message in scheduler.notifications if isinstance(message, m.Credit)]
     return sum(grant.responses for grant in grants if grant.id == number)
 
 
@@ -248,7 +249,7 @@ def test_credit_is_returned_for_responses_that_are_read(
     stream.end()
     reader.join(20)
     assert values(responses) == [("a", value, False) for value in range(1000)]
-    grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
+    grants = [message for message in scheduler.notifications if isinstance(message, m.Credit)]
     assert len(grants) <= 1000 // 16
 
 
@@ -292,7 +293,9 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
     def count_releases() -> int:
-        releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
+        releases = [
+            message for message in scheduler.notifications if isinstance(message, m.Release)
+        ]
         return sum(len(release.offsets) for release in releases)
 
     stream.send_request("a")

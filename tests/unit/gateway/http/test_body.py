@@ -35,7 +35,7 @@ budget = BodyBudget(MIB, MallocTrim())
 @pytest.fixture(autouse=True)
 def no_bodies() -> Iterator[None]:
     yield
-    assert not budget._used
+    assert not budget._used_bytes
     budget._bodies.clear()
 
 
@@ -76,7 +76,7 @@ class Client:
 def open_arena(size: int) -> Iterator[Arena]:
     arena = Arena(size)
     yield arena
-    assert not arena.used
+    assert not arena.used_bytes
     gc.collect()  # frees views that exceptions refer to
     arena.close()
 

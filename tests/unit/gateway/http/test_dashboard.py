@@ -63,7 +63,7 @@ def feed(run_dir: Path) -> live.LiveFigures:
         regions=SimpleNamespace(named_regions=no_regions, unnamed_regions=no_regions),
         settings=SimpleNamespace(id="x", arena_byte_size=4096),
         health=SimpleNamespace(ready=True),
-        arena=SimpleNamespace(used=0),
+        arena=SimpleNamespace(used_bytes=0),
     )
     return live.LiveFigures(gateway, run_dir)
 

@@ -109,7 +109,7 @@ def fail_first(
     scheduler: Scheduler, message: str = "no", *, early: bool = False, **fields: Any
 ) -> Submit:
     """Fail the first request that is kept."""
-    peer, submit = scheduler.waiting.pop(0)
+    peer, submit = scheduler.unanswered_submits.pop(0)
     code, retry_after_s = fields.get("code", "UNAVAILABLE"), fields.get("retry_after_s", 0)
     scheduler.send(peer, Failed(submit.id, code, message, retry_after_s, early))
     return submit
@@ -134,9 +134,9 @@ def fail_first(
 def test_failures_have_the_status_of_their_code(
     gateway: Rig, simple_scheduler: Scheduler, code: str, status: int
 ) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "simple", simple_body(id="q1"))
-    until("the request is there", lambda: simple_scheduler.waiting)
+    until("the request is there", lambda: simple_scheduler.unanswered_submits)
     fail_first(simple_scheduler, "as the model says", code=code)
     assert (caller.reply().status, caller.reply().error) == (status, "as the model says")
     if status == 500:  # the log arrives through a pipe, possibly after the response
@@ -176,9 +176,9 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Schedu
 
 
 def test_a_full_queue_sends_retry_after(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.waiting)
+    until("the request is there", lambda: simple_scheduler.unanswered_submits)
     fail_first(simple_scheduler, "Exceeds maximum queue size", retry_after_s=3)
     assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
 
@@ -186,15 +186,15 @@ def test_a_full_queue_sends_retry_after(gateway: Rig, simple_scheduler: Schedule
 def test_a_malformed_response_is_an_internal_error(
     gateway: Rig, simple_scheduler: Scheduler
 ) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.waiting)
-    peer, submit = simple_scheduler.waiting.pop()
+    until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    peer, submit = simple_scheduler.unanswered_submits.pop()
     simple_scheduler.send(peer, Finished(submit.id + 1, b"", []))
     simple_scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     simple_scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     assert (caller.reply().status, caller.reply().error) == (500, "internal error")
-    simple_scheduler.held = False
+    simple_scheduler.holds_responses = False
     gateway.http.infer("simple", simple_body()).ok()
 
 
@@ -274,17 +274,17 @@ def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Schedule
 
 
 def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     remaining_call = WaitingClient(gateway.port, "simple", simple_body(id="stays"))
-    until("the request is there", lambda: simple_scheduler.waiting)
+    until("the request is there", lambda: simple_scheduler.unanswered_submits)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body(id="leaves"))
-        until("the second request is there", lambda: len(simple_scheduler.waiting) == 2)
+        until("the second request is there", lambda: len(simple_scheduler.unanswered_submits) == 2)
     leaving_submit = next(
-        submit for _, submit in simple_scheduler.waiting if submit.request_id == "leaves"
+        submit for _, submit in simple_scheduler.unanswered_submits if submit.request_id == "leaves"
     )
-    until("it is cancelled", lambda: Cancel(leaving_submit.id) in simple_scheduler.notices)
-    assert [notice for notice in simple_scheduler.notices if isinstance(notice, Cancel)] == [
+    until("it is cancelled", lambda: Cancel(leaving_submit.id) in simple_scheduler.notifications)
+    assert [notice for notice in simple_scheduler.notifications if isinstance(notice, Cancel)] == [
         Cancel(leaving_submit.id)
     ]
     simple_scheduler.answer_all()
@@ -294,19 +294,19 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Schedu
 def test_outputs_of_a_cancelled_request_are_released(
     gateway: Rig, simple_scheduler: Scheduler
 ) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     arena = Arena(MIB)
     memory_range = arena.allocate(64)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple_scheduler.waiting)
-    until("it is cancelled", lambda: simple_scheduler.notices)
+        until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    until("it is cancelled", lambda: simple_scheduler.notifications)
     simple_scheduler.compute = lambda request: Inferred(
         (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
     )
     simple_scheduler.answer_all()
     release_message = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release_message in simple_scheduler.notices)
+    until("its output is released", lambda: release_message in simple_scheduler.notifications)
     arena.close()
 
 
@@ -317,10 +317,10 @@ def test_outputs_of_a_cancelled_request_are_released(
 def test_the_loss_of_a_scheduler_loses_no_response(
     gateway: Rig, simple_scheduler: Scheduler, published_first: bool
 ) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     callers = [WaitingClient(gateway.port, "simple", simple_body(id=str(n))) for n in range(5)]
-    until("the requests are there", lambda: len(simple_scheduler.waiting) == 5)
-    first_submits = {submit.id: submit for _, submit in simple_scheduler.waiting}
+    until("the requests are there", lambda: len(simple_scheduler.unanswered_submits) == 5)
+    first_submits = {submit.id: submit for _, submit in simple_scheduler.unanswered_submits}
     simple_scheduler.close()
     successor = Scheduler(gateway.run_dir, 99, add_sub)
     gateway.schedulers.append(successor)
@@ -338,11 +338,11 @@ def test_the_loss_of_a_scheduler_loses_no_response(
 
 
 def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple_scheduler.waiting)
-    until("it is cancelled", lambda: simple_scheduler.notices)
+        until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    until("it is cancelled", lambda: simple_scheduler.notifications)
     successor = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE_CONFIG, successor)
     gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
@@ -352,9 +352,9 @@ def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple_scheduler: 
 
 def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler: Scheduler) -> None:
     http = gateway.http
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.waiting)
+    until("the request is there", lambda: simple_scheduler.unanswered_submits)
     gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
     unknown_model = "Request for unknown model: 'simple'"
     for path, status, text in (
@@ -368,7 +368,7 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler:
     simple_scheduler.answer_all()
     caller.reply().ok()
     gateway.publish(SIMPLE_CONFIG, simple_scheduler)
-    simple_scheduler.held = False
+    simple_scheduler.holds_responses = False
     http.infer("simple", simple_body()).ok()
 
 
@@ -443,10 +443,10 @@ def test_large_tensors_go_through_the_arena(
         headers["Content-Encoding"] = "gzip"
     elif encoding == "chunked":
         body = iter([body[offset : offset + 50_000] for offset in range(0, len(body), 50_000)])
-    any_size.held = True
+    any_size.holds_responses = True
     caller = WaitingClient(gateway.port, "large", body, headers)
-    until("the request is there", lambda: any_size.waiting)
-    first_input, second_input = inference_of(any_size.waiting[0][1]).inputs
+    until("the request is there", lambda: any_size.unanswered_submits)
+    first_input, second_input = inference_of(any_size.unanswered_submits[0][1]).inputs
     assert read_content(first_input.data) == large_array.tobytes()
     assert read_content(second_input.data) == strings
     assert first_input.data.offset % 64 == second_input.data.offset % 64 == 0  # type: ignore[union-attr]
@@ -480,13 +480,13 @@ def test_a_block_is_free_after_the_response(gateway: Rig, any_size: Scheduler) -
 
 def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
-    any_size.held = True
+    any_size.holds_responses = True
     caller = WaitingClient(gateway.port, "large", *large_body(ARENA - 12 * MIB))
-    until("the request is there", lambda: any_size.waiting)
-    peer = any_size.waiting[0][0]
+    until("the request is there", lambda: any_size.unanswered_submits)
+    peer = any_size.unanswered_submits[0][0]
     submit = fail_first(any_size, "Request timeout expired", early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
-    any_size.held = False
+    any_size.holds_responses = False
     refusal = http.infer("large", *large_body(ARENA - 12 * MIB))
     assert refusal.status == 503
     assert "server memory for tensors is full" in refusal.error
@@ -579,7 +579,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
         reply = Reply(200, reply.headers, zlib.decompress(reply.body, 47))
     assert np.array_equal(reply.tensors()["OUT"], data)
     release_message = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release_message in scheduler.notices)
+    until("the output is released", lambda: release_message in scheduler.notifications)
 
 
 def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
@@ -593,12 +593,12 @@ def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> 
         send(connection, "m", body)
         start = connection.recv(1000)
         gateway.http.get("/v2/health/live").ok()
-        assert not scheduler.notices
+        assert not scheduler.notifications
         chunks = [start]
         while sum(map(len, chunks)) < len(data):  # the head makes it more
             chunks.append(connection.recv(MIB))
         release_message = Release(os.getpid(), [memory_range.offset])
-        until("it is released", lambda: release_message in scheduler.notices)
+        until("it is released", lambda: release_message in scheduler.notifications)
         while not b"".join(chunks[-2:]).endswith(data[-100:]):
             chunks.append(connection.recv(MIB))
     assert b"".join(chunks).endswith(data)
@@ -614,7 +614,7 @@ def test_outputs_are_released_when_the_client_disconnects(gateway: Rig, arena: A
         send(connection, "m", body)
         assert connection.recv(1000)
     release_message = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release_message in scheduler.notices)
+    until("the output is released", lambda: release_message in scheduler.notifications)
 
 
 def test_memory_of_an_exited_worker_fails_the_request(gateway: Rig) -> None:
@@ -746,15 +746,15 @@ def test_a_retired_region_is_usable_and_its_use_is_reported(
 ) -> None:
     http = gateway.http
     gateway.apply(region("r", 5))
-    region_scheduler.held = True
+    region_scheduler.holds_responses = True
     callers = [WaitingClient(gateway.port, "m", region_request())]
-    until("the request is there", lambda: region_scheduler.waiting)
+    until("the request is there", lambda: region_scheduler.unanswered_submits)
     gateway.apply(lambda number: m.RegionRetired(5, number))
     callers.append(WaitingClient(gateway.port, "m", region_request()))
-    until("both are there", lambda: len(region_scheduler.waiting) == 2)
+    until("both are there", lambda: len(region_scheduler.unanswered_submits) == 2)
     assert gateway.received_of(RegionInUse) == [RegionInUse(5, True)]
     assert len(http.regions().json()) == 1
-    region_scheduler.held = False
+    region_scheduler.holds_responses = False
     region_scheduler.answer_all()
     for caller in callers:
         caller.reply().ok()
@@ -772,15 +772,15 @@ def test_a_region_generation_lasts_as_long_as_its_requests(
 ) -> None:
     http = gateway.http
     gateway.apply(region("r", 5))
-    region_scheduler.held = True
+    region_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "m", region_request())
-    until("the request is there", lambda: region_scheduler.waiting)
+    until("the request is there", lambda: region_scheduler.unanswered_submits)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert http.infer("m", region_request()).status == 404
     assert http.regions().json() == []
     gateway.apply(region("r", 6))  # the name is free
     later_call = WaitingClient(gateway.port, "m", region_request())
-    until("the second request is there", lambda: len(region_scheduler.waiting) == 2)
+    until("the second request is there", lambda: len(region_scheduler.unanswered_submits) == 2)
     assert not gateway.received_of(RegionReleased)
     region_scheduler.answer_all()
     caller.reply().ok()
@@ -828,10 +828,10 @@ def test_a_region_is_in_use_until_the_scheduler_responds(
     gateway: Rig, region_scheduler: Scheduler
 ) -> None:
     gateway.apply(region("r", 5))
-    region_scheduler.held = True
+    region_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "m", region_request())
-    until("the request is there", lambda: region_scheduler.waiting)
-    peer = region_scheduler.waiting[0][0]
+    until("the request is there", lambda: region_scheduler.unanswered_submits)
+    peer = region_scheduler.unanswered_submits[0][0]
     submit = fail_first(region_scheduler, early=True)
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
@@ -844,12 +844,12 @@ def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
     gateway: Rig, region_scheduler: Scheduler
 ) -> None:
     gateway.apply(region("r", 5))
-    region_scheduler.held = True
+    region_scheduler.holds_responses = True
     body = json.dumps(region_request()).encode()
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
-        until("the request is there", lambda: region_scheduler.waiting)
-    until("it is cancelled", lambda: region_scheduler.notices)
+        until("the request is there", lambda: region_scheduler.unanswered_submits)
+    until("it is cancelled", lambda: region_scheduler.notifications)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert not gateway.received_of(RegionReleased)
     region_scheduler.answer_all()
@@ -858,16 +858,16 @@ def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
 
 def test_overlapping_outputs_are_logged(gateway: Rig, region_scheduler: Scheduler) -> None:
     gateway.apply(region("r", 5))
-    region_scheduler.held = True
+    region_scheduler.holds_responses = True
     callers = [
         WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
         for shift in (0, 40)
     ]
-    until("the requests are there", lambda: len(region_scheduler.waiting) == 2)
+    until("the requests are there", lambda: len(region_scheduler.unanswered_submits) == 2)
     assert "overlapping" not in gateway.log
     callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
     callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
-    until("the requests are there", lambda: len(region_scheduler.waiting) == 4)
+    until("the requests are there", lambda: len(region_scheduler.unanswered_submits) == 4)
     until("it is logged", lambda: "overlapping" in gateway.log)
     region_scheduler.answer_all()
     for caller in callers:
@@ -901,9 +901,9 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Sch
     liveness = http.get("/v2/health/live")
     assert (liveness.status, liveness.error) == (503, "Server exiting")
     http.infer("simple", simple_body()).ok()  # no drain was requested yet
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.waiting)
+    until("the request is there", lambda: simple_scheduler.unanswered_submits)
     with raw_connection(gateway.port) as idle_connection:
         gateway.send(Drain())
         assert idle_connection.recv(1) == b""
@@ -921,10 +921,10 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Sch
 def test_a_response_that_closes_the_connection_is_complete(
     gateway: Rig, simple_scheduler: Scheduler
 ) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple_scheduler.waiting)
+        until("the request is there", lambda: simple_scheduler.unanswered_submits)
         gateway.send(Drain())
         simple_scheduler.answer_all()
         assert read_reply(connection).ok().headers["Connection"] == "close"
@@ -938,10 +938,10 @@ def test_an_idle_gateway_is_drained_at_once(gateway: Rig) -> None:
 
 
 def test_a_stop_does_not_wait_for_requests(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.held = True
+    simple_scheduler.holds_responses = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
-        until("the request is there", lambda: simple_scheduler.waiting)
+        until("the request is there", lambda: simple_scheduler.unanswered_submits)
         gateway.send(Stop())
         assert gateway.process.wait(5) == 0
     assert "Traceback" not in gateway.log

@@ -80,7 +80,7 @@ def test_null_is_absent_for_every_field() -> None:
             {"prompt": "x", "echo": True, "best_of": 3, "return_tokens_as_token_ids": True},
             COMPLETION_FIELDS,
         ),
-        ({"input": "x", "encoding_format": "float"}, EMBEDDING_FIELDS),
+        ({"input": "x", "encoding_format": "float", "dimensions": 2}, EMBEDDING_FIELDS),
         ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["x"]}, COMPLETION_FIELDS),
     ],
 )
@@ -100,6 +100,10 @@ def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
     assert select(body, refuse=True) == {}
 
 
+def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
+    assert select({"truncate_prompt_tokens": -1}, EMBEDDING_FIELDS, refuse=True) == {}
+
+
 @pytest.mark.parametrize(
     ("body", "known_fields", "message"),
     [
@@ -109,7 +113,7 @@ def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
         ({"modalities": ["text", "audio"]}, CHAT_FIELDS, 'only ["text"] is supported'),
         ({"functions": [{}]}, CHAT_FIELDS, "use tools instead"),
         ({"echo": True}, CHAT_FIELDS, "echo: True is refused"),
-        ({"dimensions": 3}, EMBEDDING_FIELDS, "dimensions: 3 is refused: the vectors of the model"),
+        ({"truncate_prompt_tokens": 3}, EMBEDDING_FIELDS, "3 is refused: only -1 is supported"),
         ({"audio": {}, "cache_salt": "s"}, CHAT_FIELDS,
          "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
         (

@@ -49,13 +49,13 @@ class RepeatedConnection:
 
     def hold_request(self, value: int) -> None:
         """Send one more, which the scheduler has and keeps."""
-        self.scheduler.held = True
+        self.scheduler.holds_responses = True
         self.connection.sendall(pack_request(value))
-        until("the request is there", lambda: self.scheduler.waiting)
+        until("the request is there", lambda: self.scheduler.unanswered_submits)
 
     def is_right(self, value: int) -> bool:
         """Return whether a further request is answered correctly."""
-        self.scheduler.held = False
+        self.scheduler.holds_responses = False
         return read_sums(self.send_request(value)) == [2 * value] * 16
 
 
@@ -92,8 +92,8 @@ def test_a_failure_is_reported(
     repeated: RepeatedConnection, code: str, status: int, message: str
 ) -> None:
     repeated.hold_request(30)
-    ((peer, submit),) = repeated.scheduler.waiting
-    repeated.scheduler.waiting.clear()
+    ((peer, submit),) = repeated.scheduler.unanswered_submits
+    repeated.scheduler.unanswered_submits.clear()
     repeated.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
     reply = read_reply(repeated.connection)
     assert (reply.status, reply.error) == (status, message)
@@ -102,8 +102,8 @@ def test_a_failure_is_reported(
 
 def test_a_malformed_response_is_an_internal_error(repeated: RepeatedConnection) -> None:
     repeated.hold_request(32)
-    ((peer, submit),) = repeated.scheduler.waiting
-    repeated.scheduler.waiting.clear()
+    ((peer, submit),) = repeated.scheduler.unanswered_submits
+    repeated.scheduler.unanswered_submits.clear()
     repeated.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     reply = read_reply(repeated.connection)
     assert (reply.status, reply.error) == (500, "internal error")
@@ -124,7 +124,7 @@ def test_a_response_with_another_schema_is_sent(repeated: RepeatedConnection) ->
     reply = repeated.send_request(40)
     assert reply.ok().tensors()["OUTPUT0"].ravel().tolist() == values.tolist()
     release_message = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release_message in repeated.scheduler.notices)
+    until("its output is released", lambda: release_message in repeated.scheduler.notifications)
     repeated.scheduler.compute = add_sub
     assert repeated.is_right(41)
     arena.close()
@@ -147,9 +147,9 @@ def test_numbers_without_json_representation_are_refused(repeated: RepeatedConne
 
 def test_a_disconnect_cancels_the_request(repeated: RepeatedConnection) -> None:
     repeated.hold_request(60)
-    ((_, submit),) = repeated.scheduler.waiting
+    ((_, submit),) = repeated.scheduler.unanswered_submits
     repeated.connection.close()
-    until("it is cancelled", lambda: Cancel(submit.id) in repeated.scheduler.notices)
+    until("it is cancelled", lambda: Cancel(submit.id) in repeated.scheduler.notifications)
     repeated.scheduler.answer_all()
     repeated.gateway.send(Drain())
     until("nothing is left of it", lambda: repeated.gateway.received_of(Drained))
@@ -161,7 +161,7 @@ def test_pipelined_requests_are_answered_in_order(repeated: RepeatedConnection) 
     metadata_request = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
     repeated.connection.sendall(pack_request(62) + metadata_request + pack_request(63)[:50])
     repeated.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
-    repeated.scheduler.held = False
+    repeated.scheduler.holds_responses = False
     repeated.scheduler.answer_all()
     with repeated.connection.makefile("rb") as stream:
         documents = [_next_json(stream) for _ in range(3)]

@@ -58,7 +58,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture
 def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
-    scheduler.held = True
+    scheduler.holds_responses = True
     gateway.publish(REPEAT_MODEL, scheduler)
     return scheduler
 
@@ -87,10 +87,10 @@ class SentRequest:
         raw = json.dumps(body).encode()
         head = f"POST /v2/models/repeat/{verb} HTTP/{version}\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(raw)}\r\n" + (f"Accept: {accept}\r\n" if accept else "")
-        waiting_before = len(scheduler.waiting)
+        waiting_before = len(scheduler.unanswered_submits)
         self.connection.sendall(head.encode() + b"\r\n" + raw)
-        until("it is there", lambda: len(scheduler.waiting) > waiting_before)
-        self._peer, submit = scheduler.waiting[-1]
+        until("it is there", lambda: len(scheduler.unanswered_submits) > waiting_before)
+        self._peer, submit = scheduler.unanswered_submits[-1]
         self._scheduler = scheduler
         self.number = submit.id
         self.inference = inference_of(submit)
@@ -113,7 +113,7 @@ class SentRequest:
         """Return whether the scheduler received the cancellation."""
         return any(
             isinstance(message, m.Cancel) and message.id == self.number
-            for message in self._scheduler.notices
+            for message in self._scheduler.notifications
         )
 
     @property
@@ -121,7 +121,7 @@ class SentRequest:
         """Return how many responses the model may send beyond the first credit."""
         return sum(
             message.responses
-            for message in self._scheduler.notices
+            for message in self._scheduler.notifications
             if isinstance(message, m.Credit) and message.id == self.number
         )
 
@@ -396,7 +396,7 @@ def arena_response(arena: Arena, number: int, count: int, *, final: bool = False
 
 
 def count_releases(scheduler: Scheduler) -> int:
-    releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
+    releases = [message for message in scheduler.notifications if isinstance(message, m.Release)]
     return sum(len(release.offsets) for release in releases)
 
 

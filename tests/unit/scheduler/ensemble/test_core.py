@@ -40,13 +40,13 @@ def only_message(messages: list[Any], kind: type[Any]) -> Any:
 def test_steps_run_one_after_the_other() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    ((endpoint, first_step),) = rig.sent()
+    ((endpoint, first_step),) = rig.take_sent()
     assert endpoint == "a"
     rig.finish("a", first_step.id, b"abcd")
-    ((endpoint, second_step),) = rig.sent()
+    ((endpoint, second_step),) = rig.take_sent()
     assert (endpoint, inputs_of(second_step)) == ("b", {"X": b"abcd"})
     rig.finish("b", second_step.id, b"efgh")
-    (output,) = inferred_of(only_message(rig.client_messages(), m.Finished)).outputs
+    (output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert (output.name, output.data) == ("OUT", b"efgh")
     assert rig.ensemble.live_requests == 0
 
@@ -56,7 +56,7 @@ def test_every_step_has_the_priority_of_the_request() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit(priority=7)
     for endpoint in ("a", "b"):
-        ((_, submit),) = rig.sent()
+        ((_, submit),) = rig.take_sent()
         assert submit.priority == 7
         rig.finish(endpoint, submit.id)
 
@@ -65,14 +65,14 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     """The error is sent once all running steps have ended; no new step begins."""
     rig = EnsembleRig(FORKED_STEPS, MODELS)
     rig.submit()
-    running_steps = rig.runs()
+    running_steps = rig.take_submits()
     rig.from_step("a", m.Failed(running_steps["a"], "INTERNAL", "boom", 0, False))
-    assert rig.client_messages() == []
+    assert rig.take_client_messages() == []
     rig.finish("b", running_steps["b"])
-    failed_message = only_message(rig.client_messages(), m.Failed)
+    failed_message = only_message(rig.take_client_messages(), m.Failed)
     assert (failed_message.code, failed_message.message) == ("INTERNAL", "in ensemble 'e', boom")
     assert {reason: n for reason, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
-    assert rig.runs() == {}
+    assert rig.take_submits() == {}
 
 
 def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
@@ -83,8 +83,8 @@ def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     text = "[request id: <id_unknown>] Exceeds maximum queue size"
-    rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", text, 2, False))
-    failed_message = only_message(rig.client_messages(), m.Failed)
+    rig.from_step("a", m.Failed(rig.take_submits()["a"], "UNAVAILABLE", text, 2, False))
+    failed_message = only_message(rig.take_client_messages(), m.Failed)
     assert (failed_message.code, failed_message.retry_after_s) == ("UNAVAILABLE", 2)
     assert failed_message.message == f"in ensemble 'e', {text}"
     assert {reason: n for reason, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
@@ -93,36 +93,36 @@ def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
 def test_the_first_error_counts() -> None:
     rig = EnsembleRig(FORKED_STEPS, MODELS)
     rig.submit()
-    running_steps = rig.runs()
+    running_steps = rig.take_submits()
     for name in ("b", "a"):
         rig.from_step(name, m.Failed(running_steps[name], "INTERNAL", name, 0, False))
-    assert only_message(rig.client_messages(), m.Failed).message == "in ensemble 'e', b"
+    assert only_message(rig.take_client_messages(), m.Failed).message == "in ensemble 'e', b"
 
 
 def test_a_cancelled_request_begins_no_step() -> None:
     """Cancellation is checked before each step. Running steps are cancelled."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    running_steps = rig.runs()
+    running_steps = rig.take_submits()
     rig.from_client(m.Cancel(1))
-    assert rig.sent(m.Cancel) == [("a", m.Cancel(running_steps["a"]))]
-    assert rig.client_messages() == []
+    assert rig.take_sent(m.Cancel) == [("a", m.Cancel(running_steps["a"]))]
+    assert rig.take_client_messages() == []
     rig.finish("a", running_steps["a"])
-    assert only_message(rig.client_messages(), m.Failed).code == "CANCELLED"
-    assert rig.runs() == {}
+    assert only_message(rig.take_client_messages(), m.Failed).code == "CANCELLED"
+    assert rig.take_submits() == {}
 
 
 def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit(deadline_ms=10)
-    ((_, submit),) = rig.sent()
+    ((_, submit),) = rig.take_sent()
     assert submit.deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
-    failed_message = only_message(rig.client_messages(), m.Failed)
+    failed_message = only_message(rig.take_client_messages(), m.Failed)
     assert (failed_message.early, failed_message.message) == (True, _EXPIRED_ERROR)
-    assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
+    assert rig.take_sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
-    only_message(rig.client_messages(), m.Settled)
+    only_message(rig.take_client_messages(), m.Settled)
     assert rig.ensemble.live_requests == 0
 
 
@@ -132,11 +132,11 @@ def test_a_missing_output_is_a_deadlock() -> None:
     plain_rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     for core in (rig, plain_rig):
         core.submit()
-        core.respond("a", core.runs()["a"], b"", final=True)
+        core.respond("a", core.take_submits()["a"], b"", final=True)
     only_message(
-        rig.client_messages(), m.Responded
+        rig.take_client_messages(), m.Responded
     )  # the end of a stream without the output is no error
-    assert only_message(plain_rig.client_messages(), m.Failed).message == (
+    assert only_message(plain_rig.take_client_messages(), m.Failed).message == (
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
         "not set while no more ensemble steps can be made"
     )
@@ -146,27 +146,27 @@ def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFix
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     for _ in range(2):
         rig.submit()
-        rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred(()))))
-        assert only_message(rig.client_messages(), m.Finished)
+        rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred(()))))
+        assert only_message(rig.take_client_messages(), m.Finished)
     assert caplog.messages == ["Composing models did not output tensor OUT"]
 
 
 def test_a_conditionally_omitted_output_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], conditions={0: "IN"})
     rig.submit(data=b"")
-    assert only_message(rig.client_messages(), m.Finished) and not caplog.messages
+    assert only_message(rig.take_client_messages(), m.Finished) and not caplog.messages
 
 
 def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.publish(model("a", decoupled=True))
     rig.submit()
-    number = rig.runs()["a"]
+    number = rig.take_submits()["a"]
     for final in (False, False, True):
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
-    for endpoint, submit in rig.sent():
+    for endpoint, submit in rig.take_sent():
         rig.finish(endpoint, submit.id)
-    failure = only_message(rig.client_messages(), m.Failed)
+    failure = only_message(rig.take_client_messages(), m.Failed)
     assert (failure.code, rig.core.live_requests, rig.memory.used) == ("UNSUPPORTED", 0, 0)
     assert "has become decoupled" in failure.message
 
@@ -175,11 +175,11 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     rig.publish(model("a", decoupled=True))
-    number = rig.runs()["a"]
+    number = rig.take_submits()["a"]
     for final in (False, False, True):
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
-    rig.finish("b", rig.runs()["b"])
-    only_message(rig.client_messages(), m.Finished)
+    rig.finish("b", rig.take_submits()["b"])
+    only_message(rig.take_client_messages(), m.Finished)
     assert rig.core.live_requests == 0
 
 
@@ -191,37 +191,37 @@ def test_requests_of_a_step_are_limited() -> None:
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1)
     for number in (1, 2, 3):
         rig.submit(number)
-    first_runs = rig.runs()
+    first_runs = rig.take_submits()
     rig.pass_ms(400_000)
-    assert rig.runs() == {}
+    assert rig.take_submits() == {}
     rig.finish("a", first_runs["a"])
-    assert rig.runs().keys() == {"a", "b"}
+    assert rig.take_submits().keys() == {"a", "b"}
     rig.from_client(m.Cancel(3))  # cancelled while the request waits
-    assert only_message(rig.client_messages(), m.Failed).id == 3
+    assert only_message(rig.take_client_messages(), m.Failed).id == 3
 
 
 def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit(deadline_ms=10)
-    number = rig.runs()["a"]
+    number = rig.take_submits()["a"]
     rig.pass_ms(11)
-    assert only_message(rig.client_messages(), m.Failed).early
+    assert only_message(rig.take_client_messages(), m.Failed).early
     rig.from_control(ProcessExited(7000, ""))
     rig.from_step("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
-    assert (rig.client_messages(), rig.core.live_requests) == ([], 0)
+    assert (rig.take_client_messages(), rig.core.live_requests) == ([], 0)
 
 
 def test_requests_waiting_for_capacity_are_bounded() -> None:
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1, max_queue_size=2)
     for number in (1, 2, 3, 4):
         rig.submit(number)
-    refusal = only_message(rig.client_messages(), m.Failed)
+    refusal = only_message(rig.take_client_messages(), m.Failed)
     assert (refusal.id, refusal.code, refusal.retry_after_s) == (4, "UNAVAILABLE", 1)
     assert "Exceeds maximum queue size" in refusal.message
     rig.from_client(m.Cancel(3))  # the cancellation frees a place in the queue
-    assert only_message(rig.client_messages(), m.Failed).id == 3
+    assert only_message(rig.take_client_messages(), m.Failed).id == 3
     rig.submit(5)
-    assert rig.client_messages() == []
+    assert rig.take_client_messages() == []
 
 
 def test_requests_of_an_exited_client_do_not_run() -> None:
@@ -229,7 +229,7 @@ def test_requests_of_an_exited_client_do_not_run() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.from_control(ProcessExited(7000, ""))  # the pid of the gateway
     rig.submit()
-    assert (rig.runs(), rig.client_messages(), rig.core.live_requests) == ({}, [], 0)
+    assert (rig.take_submits(), rig.take_client_messages(), rig.core.live_requests) == ({}, [], 0)
 
 
 def test_endpoints_of_withdrawn_models_are_removed() -> None:
@@ -245,32 +245,32 @@ def test_a_stream_receives_credit_as_its_client_reads() -> None:
     """A producer receives credit only as fast as the slowest reader of its responses."""
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
     rig.submit()
-    number = rig.runs()["a"]
+    number = rig.take_submits()["a"]
     for index in range(FIRST_CREDIT + 1):
         rig.respond("a", number, b"%04d" % index)
-        rig.finish("b", rig.runs()["b"])
-    assert len(rig.client_messages()) == FIRST_CREDIT
+        rig.finish("b", rig.take_submits()["b"])
+    assert len(rig.take_client_messages()) == FIRST_CREDIT
     rig.from_client(m.Credit(1, 1))
-    only_message(rig.client_messages(), m.Responded)
+    only_message(rig.take_client_messages(), m.Responded)
     rig.respond("a", number, b"", final=True)
-    assert only_message(rig.client_messages(), m.Responded).final
+    assert only_message(rig.take_client_messages(), m.Responded).final
 
 
 def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     """Its responses waited for an output of the failed step, so they are discarded."""
     rig = EnsembleRig(FORKED_STEPS, [model("a", decoupled=True), model("b"), model("c")])
     rig.submit()
-    running_steps = rig.runs()
+    running_steps = rig.take_submits()
     for index in range(FIRST_CREDIT):
         rig.respond("a", running_steps["a"], b"%04d" % index)
-    assert rig.sent(m.Credit) == []
+    assert rig.take_sent(m.Credit) == []
     rig.from_step("b", m.Failed(running_steps["b"], "INTERNAL", "boom", 0, False))
-    assert rig.sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))] * FIRST_CREDIT
+    assert rig.take_sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))] * FIRST_CREDIT
     rig.respond("a", running_steps["a"], b"more")
-    assert rig.sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))]
-    assert rig.client_messages() == []
+    assert rig.take_sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))]
+    assert rig.take_client_messages() == []
     rig.respond("a", running_steps["a"], b"", final=True)
-    assert only_message(rig.client_messages(), m.Failed).message == "in ensemble 'e', boom"
+    assert only_message(rig.take_client_messages(), m.Failed).message == "in ensemble 'e', boom"
 
 
 def test_outputs_of_known_size_are_placed() -> None:
@@ -279,17 +279,17 @@ def test_outputs_of_known_size_are_placed() -> None:
     models = [model(name, dims=(elements,)) for name in "ab"]
     rig = EnsembleRig(CHAIN, models, dims=(elements,))
     rig.submit(data=bytes(4 * elements))
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None
     assert rig.memory.used >= 4 * elements
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
-    ((_, second_step),) = rig.sent()
+    ((_, second_step),) = rig.take_sent()
     assert inputs_of(second_step)["X"] == output.memory_range
     (last_output,) = inference_of(second_step).outputs
     assert last_output.memory_range is not None
     rig.from_step("b", m.Finished(second_step.id, *place_output(last_output.memory_range)))
-    only_message(rig.client_messages(), m.Finished)
+    only_message(rig.take_client_messages(), m.Finished)
     assert 0 < rig.memory.used < 8 * elements
     rig.from_client(
         m.Release(
@@ -310,15 +310,15 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     models = [model(name, dims=(elements,)) for name in "ab"]
     rig = EnsembleRig(CHAIN, models, dims=(elements,))
     rig.submit(data=bytes(4 * elements))
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None and output.or_input
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
-    ((_, second_step),) = rig.sent()
+    ((_, second_step),) = rig.take_sent()
     (last_output,) = inference_of(second_step).outputs
     assert last_output.memory_range not in (None, output.memory_range) and last_output.or_input
     rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
-    (final_output,) = inferred_of(only_message(rig.client_messages(), m.Finished)).outputs
+    (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert final_output.data == output.memory_range
     assert 0 < rig.memory.used < 8 * elements
     memory_range = output.memory_range
@@ -336,7 +336,7 @@ def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     tensor = TensorRef("IN", "FP32", (elements,), Range(memory, 0, 4 * elements))
     inference = pack_inference(Inference((tensor,)))
     rig.from_client(m.Submit(1, *inference, rig.now_ns, 0, 0, 0))
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None and not output.or_input
 
@@ -345,7 +345,7 @@ def test_memory_of_an_exited_client_is_freed() -> None:
     elements = 10_000
     rig = EnsembleRig(CHAIN[:1], [model("a", dims=(elements,))], ["m"], dims=(elements,))
     rig.submit(data=bytes(4 * elements))
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
@@ -363,12 +363,12 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
     rig = EnsembleRig(CHAIN[:1], model_list, ["m"], dims=(elements,), cache_bytes=1 << 20)
     for number, (byte, is_hit) in enumerate([(b"x", False), (b"x", True), (b"y", False)], 1):
         rig.submit(number, data=byte * 4 * elements)
-        for _, submit in rig.sent():
+        for _, submit in rig.take_sent():
             assert not is_hit
             (output,) = inference_of(submit).outputs
             assert output.memory_range is not None
             rig.from_step("a", m.Finished(submit.id, *place_output(output.memory_range)))
-        (final_output,) = inferred_of(only_message(rig.client_messages(), m.Finished)).outputs
+        (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
         assert isinstance(final_output.data, Range) and rig.memory.used
         rig.from_client(
             m.Release(
@@ -389,11 +389,11 @@ def test_steps_of_a_lost_scheduler_are_resubmitted() -> None:
     """Its steps are resubmitted to the successor. Without a successor they fail."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     rig.from_control(SchedulerLost("a", "a2"))
-    assert rig.sent() == [("a2", first_step)]
+    assert rig.take_sent() == [("a2", first_step)]
     rig.from_control(SchedulerLost("a2", ""))
-    assert only_message(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
+    assert only_message(rig.take_client_messages(), m.Failed).code == "UNAVAILABLE"
 
 
 def test_messages_of_a_former_scheduler_of_a_step_are_ignored() -> None:
@@ -402,28 +402,28 @@ def test_messages_of_a_former_scheduler_of_a_step_are_ignored() -> None:
     """
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     rig.from_control(SchedulerLost("a", "a2"))
     rig.from_step("a", m.Failed(first_step.id, "UNAVAILABLE", "stopping", 0, False))
-    assert rig.client_messages() == [] and rig.sent() == [("a2", first_step)]
+    assert rig.take_client_messages() == [] and rig.take_sent() == [("a2", first_step)]
     rig.finish("a2", first_step.id)
-    assert rig.runs().keys() == {"b"}
+    assert rig.take_submits().keys() == {"b"}
 
 
 def test_a_rejected_step_is_sent_to_the_current_scheduler() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     rig.publish(model("a"), "anew")
     rig.from_step("a", m.Failed(first_step.id, "UNAVAILABLE", "stopping", 0, False))
-    assert rig.sent() == [("anew", first_step)]
+    assert rig.take_sent() == [("anew", first_step)]
 
 
 def test_a_final_rejection_of_a_step_keeps_its_retry_hint() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
-    rig.from_step("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", "full", 7, False))
-    assert only_message(rig.client_messages(), m.Failed).retry_after_s == 7
+    rig.from_step("a", m.Failed(rig.take_submits()["a"], "UNAVAILABLE", "full", 7, False))
+    assert only_message(rig.take_client_messages(), m.Failed).retry_after_s == 7
 
 
 def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
@@ -431,8 +431,8 @@ def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     rig.submit()
     rig.from_control(Drain())
     rig.submit(2)
-    assert only_message(rig.client_messages(), m.Failed).code == "UNAVAILABLE"
-    rig.finish("a", rig.runs()["a"])
+    assert only_message(rig.take_client_messages(), m.Failed).code == "UNAVAILABLE"
+    rig.finish("a", rig.take_submits()["a"])
     kinds = [type(message) for _, message in rig.control.take()]
     assert kinds[-1] is Drained
 
@@ -441,9 +441,9 @@ def test_compute_times_are_summed_over_steps() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     for name in ("a", "b"):
-        number = rig.runs()[name]
+        number = rig.take_submits()[name]
         rig.from_step(name, m.Finished(number, *packed_output(b"\0" * 4), 1, 20, 300))
-    (finished_message,) = rig.client_messages()
+    (finished_message,) = rig.take_client_messages()
     assert (finished_message.input_ns, finished_message.infer_ns, finished_message.output_ns) == (
         2,
         40,

@@ -38,7 +38,7 @@ def cpu_model(name: str) -> dict[str, Any]:
 
 def last_submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
     """Return the step that was submitted last, and the memory range of its output."""
-    ((endpoint, submit),) = rig.sent()
+    ((endpoint, submit),) = rig.take_sent()
     (output,) = inference_of(submit).outputs
     return endpoint, submit, output.memory_range
 
@@ -77,7 +77,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     endpoint, submit, step_output = last_submitted(rig)
     assert endpoint == "c" and step_output is not None and step_output.memory.cuda is None
     finish(rig, endpoint, submit, step_output)
-    (message,) = rig.client_messages()
+    (message,) = rig.take_client_messages()
     assert isinstance(message, m.Finished)
     rig.from_client(m.Release(step_output.memory.pid, [step_output.offset], step_output.memory.id))
     assert rig.memory.used == 0
@@ -132,7 +132,7 @@ def test_tensors_pass_through_the_host_without_cuda_or_space(
         raise Unavailable("there is no driver")
 
     full_cuda = FakeCuda().exporting()
-    full_cuda.most = MB
+    full_cuda.byte_limit = MB
     for cuda in (raise_unavailable, lambda: full_cuda):
         rig = EnsembleRig(
             CHAIN, [gpu_model("a"), gpu_model("b"), gpu_model("c")], dims=(SIZE,), cuda=cuda

@@ -55,5 +55,5 @@ def test_a_client_is_served_at_once_and_answered_later() -> None:
     assert links.call("s1", "1.1", READ_RELEASE) and step.received == [READ_RELEASE]
     assert links.post("1.1", "s1", READ_RELEASE) and not client.received
     links.deliver()
-    assert client.received == [READ_RELEASE] and not links.queued
+    assert client.received == [READ_RELEASE] and not links.queued_messages
     assert not links.call("s2", "1.1", READ_RELEASE) and not links.post("s2", "1.1", READ_RELEASE)

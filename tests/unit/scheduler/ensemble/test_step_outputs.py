@@ -20,7 +20,7 @@ GONE_MEMORY = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, seal
 
 def only_failure(rig: EnsembleRig) -> m.Failed:
     """Return the only message to the client, an error."""
-    (message,) = rig.client_messages()
+    (message,) = rig.take_client_messages()
     assert isinstance(message, m.Failed)
     return message
 
@@ -29,7 +29,7 @@ def begin_stream(**settings: Any) -> tuple[EnsembleRig, int]:
     """Return a rig whose request has begun a decoupled first step, and the step's number."""
     rig = EnsembleRig(STREAM, STREAM_MODELS, **settings)
     rig.submit()
-    return rig, rig.runs()["a"]
+    return rig, rig.take_submits()["a"]
 
 
 def test_a_producer_waits_for_the_client_behind_another_step() -> None:
@@ -37,11 +37,11 @@ def test_a_producer_waits_for_the_client_behind_another_step() -> None:
     rig, number = begin_stream()
     for index in range(FIRST_CREDIT):
         rig.respond("a", number, b"%04d" % index)
-        rig.finish("b", rig.runs()["b"])
-    assert rig.sent(m.Credit) == []
-    assert len(rig.client_messages()) == FIRST_CREDIT
+        rig.finish("b", rig.take_submits()["b"])
+    assert rig.take_sent(m.Credit) == []
+    assert len(rig.take_client_messages()) == FIRST_CREDIT
     rig.from_client(m.Credit(1, 2))
-    assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))] * 2
+    assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))] * 2
 
 
 def test_a_producer_receives_credit_after_a_failure() -> None:
@@ -50,11 +50,11 @@ def test_a_producer_receives_credit_after_a_failure() -> None:
     """
     rig, number = begin_stream()
     rig.respond("a", number, b"0000")
-    rig.from_step("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
-    assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
+    rig.from_step("b", m.Failed(rig.take_submits()["b"], "INTERNAL", "boom", 0, False))
+    assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
     for _ in range(2 * FIRST_CREDIT):
         rig.respond("a", number, b"0000")
-        assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
+        assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
     assert only_failure(rig).code == "INTERNAL"
     assert rig.ensemble.live_requests == 0
@@ -63,7 +63,7 @@ def test_a_producer_receives_credit_after_a_failure() -> None:
 def test_an_error_response_returns_credit() -> None:
     rig, number = begin_stream()
     rig.from_step("a", m.Responded(number, "INTERNAL", "boom", b"", [], False))
-    assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
+    assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
 
 
 def test_an_output_of_an_exited_worker_fails_its_request() -> None:
@@ -71,11 +71,11 @@ def test_an_output_of_an_exited_worker_fails_its_request() -> None:
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     tensor = TensorRef("Y", "FP32", (1,), Range(GONE_MEMORY, 0, 4))
-    rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
+    rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred((tensor,)))))
     assert only_failure(rig).code == "UNAVAILABLE"
-    assert (rig.ensemble.live_requests, rig.memory.held_count) == (0, 0)
+    assert (rig.ensemble.live_requests, rig.memory._held_arenas) == (0, {})
     rig.submit(2)
-    assert "a" in rig.runs()
+    assert "a" in rig.take_submits()
 
 
 def test_a_response_that_cannot_be_read_is_counted() -> None:
@@ -83,7 +83,7 @@ def test_a_response_that_cannot_be_read_is_counted() -> None:
     for schema, data in ((b"\xc1", []), (packed_output(b"")[0], [b"", b""])):
         rig, number = begin_stream()
         rig.from_step("a", m.Responded(number, "", "", schema, data, False))
-        assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
+        assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
         assert rig.core.gauges()["malformed"] == 1
         rig.respond("a", number, b"", final=True)
         assert (only_failure(rig).code, rig.ensemble.live_requests) == ("INTERNAL", 0)
@@ -96,7 +96,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     rig.submit()
     unsealed_memory = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed_memory, 0, 4))
-    rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
+    rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred((tensor,)))))
     assert only_failure(rig).code == "INVALID_ARG"
     assert rig.ensemble.live_requests == 0
 
@@ -106,9 +106,9 @@ def test_no_step_that_waited_begins_after_a_failure() -> None:
     rig, number = begin_stream(max_inflight=1)
     rig.respond("a", number, b"0000")
     rig.respond("a", number, b"0001")
-    ((_, first_step),) = rig.sent()
+    ((_, first_step),) = rig.take_sent()
     rig.from_step("b", m.Failed(first_step.id, "INTERNAL", "boom", 0, False))
-    assert rig.runs() == {}
+    assert rig.take_submits() == {}
     rig.respond("a", number, b"", final=True)
     assert only_failure(rig).code == "INTERNAL"
 
@@ -119,9 +119,9 @@ def test_deadlines_of_completed_requests_are_removed() -> None:
     for number in range(5000):
         rig.submit(number, deadline_ms=3_600_000 + number)
         if number:
-            rig.finish("a", rig.runs()["a"])
+            rig.finish("a", rig.take_submits()["a"])
         else:
-            rig.sent()  # the request remains open, and so does its timer
+            rig.take_sent()  # the request remains open, and so does its timer
     assert len(rig.core._requests.timers) < 2000
 
 
@@ -153,10 +153,10 @@ def test_clients_read_memory_of_the_ensemble() -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     rig.submit()
     worker_arena = WorkerArena(b"abcd" * 5000)
-    rig.from_step("a", m.Finished(rig.runs()["a"], *worker_arena.packed))
-    assert rig.sent(m.Release) == [("a", worker_arena.release)]
+    rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
+    assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
     worker_arena.reuse()
-    (finished_message,) = rig.client_messages()
+    (finished_message,) = rig.take_client_messages()
     (output,) = inferred_of(finished_message).outputs
     assert isinstance(output.data, Range)
     assert output.data.memory.id != worker_arena.memory_range.memory.id
@@ -172,8 +172,8 @@ def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     for number in range(1, 6):
         rig.submit(number, data=bytes(4 * number))
-        rig.finish("a", rig.runs()["a"])
-        rig.finish("b", rig.runs()["b"])
+        rig.finish("a", rig.take_submits()["a"])
+        rig.finish("b", rig.take_submits()["b"])
     (plan,) = rig.core._plans.values()
     assert [len(planned_step.kinds) for planned_step in plan.steps.values()] == [5, 1]
 
@@ -183,8 +183,8 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     worker_arena = WorkerArena(b"abcd" * 5000)
-    rig.from_step("a", m.Finished(rig.runs()["a"], *worker_arena.packed))
-    ((_, submit),) = rig.sent()
+    rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
+    ((_, submit),) = rig.take_sent()
     data = inputs_of(submit)["X"]
     assert (data.memory.id, data.offset) == (
         worker_arena.memory_range.memory.id,
@@ -192,7 +192,7 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     )
     assert rig.memory.used == 0
     rig.finish("b", submit.id)
-    assert rig.sent(m.Release) == [("a", worker_arena.release)]
+    assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
 
 
 def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
@@ -200,7 +200,7 @@ def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()
     worker_arena = WorkerArena(b"abcd" * 5000)
-    rig.from_step("a", m.Finished(rig.runs()["a"], *worker_arena.packed))
-    assert rig.sent(m.Release) == [("a", worker_arena.release)]
+    rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
+    assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
     assert only_failure(rig).code == "INVALID_ARG"
     assert rig.memory.used == 0

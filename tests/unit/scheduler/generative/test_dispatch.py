@@ -45,7 +45,9 @@ class FakeLlmWorker:
 
     def receive(self) -> list[Any]:
         posted_messages = self.rig.workers.take()
-        self.rig.workers.posted = [item for item in posted_messages if item[0] != self.peer]
+        self.rig.workers.posted_messages = [
+            item for item in posted_messages if item[0] != self.peer
+        ]
         self.inbox += [message for peer, message in posted_messages if peer == self.peer]
         return self.inbox
 
@@ -67,10 +69,10 @@ class FakeLlmWorker:
     def _prepare(self, message: g.Prepare) -> None:
         (request,) = message.requests
         self.worker.prompts[request.key] = PROMPT
-        self.worker.most[request.key] = self.most
+        self.worker.max_tokens_by_key[request.key] = self.most
         replays = self.replays and bool(message.resumed)
         for resumed_sample in message.resumed if not replays else ():
-            self.worker.resumed[request.key, resumed_sample.sample] = array(
+            self.worker.resumed_tokens[request.key, resumed_sample.sample] = array(
                 "i", resumed_sample.tokens
             )
         finished_count = (
@@ -89,14 +91,14 @@ class FakeLlmWorker:
             begin.sequence: (begin.key, begin.sample) for begin in message.new_sequences
         }
         sequences = {
-            n: (sequence.key, sequence.sample) for n, sequence in self.worker.known.items()
+            n: (sequence.key, sequence.sample) for n, sequence in self.worker.sequences.items()
         } | known_sequences
         stepped_message = self.worker.step(message)
         self.rig.now += MS
         self.rig.worker(self.peer, stepped_message)
         for result in stepped_message.results:
             key, sample = sequences[result.sequence]
-            tokens = self.worker.known[result.sequence].slots[len(PROMPT) :]
+            tokens = self.worker.sequences[result.sequence].slots[len(PROMPT) :]
             self.rig.worker(self.peer, g.ResponseSent(key, sample, len(tokens)))
             if result.finish_reason:
                 self.open[key] -= 1
@@ -205,7 +207,7 @@ def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
     codes = take_ended(rig)
     assert codes[second_request] == "" and codes[first_request] in ("CANCELLED", "")
     assert rig.snapshot()["executing"] == 0
-    assert not llm.worker.known
+    assert not llm.worker.sequences
 
 
 def test_a_burst_fills_the_batch_and_the_queue() -> None:
@@ -248,7 +250,7 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     while successor.turn():
         pass
     assert ended_before | take_ended(rig) == {number: ""}
-    assert not successor.worker.known
+    assert not successor.worker.sequences
 
 
 @pytest.mark.parametrize("second_turns", [1, 3, 5, 40])
@@ -369,7 +371,7 @@ def test_an_exited_client_does_not_affect_other_clients() -> None:
     while llm.turn():
         pass
     assert take_ended(rig) == {other_request: ""}
-    assert not llm.worker.known
+    assert not llm.worker.sequences
 
 
 def test_results_of_another_step_end_the_worker() -> None:
@@ -379,7 +381,7 @@ def test_results_of_another_step_end_the_worker() -> None:
     submit(rig)
     llm.turn()
     rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
-    kills = rig.to_supervisor(KillInstance)
+    kills = rig.take_supervisor_messages(KillInstance)
     assert [kill.process for kill in kills] == [100]
 
 
@@ -389,10 +391,10 @@ def test_a_drain_waits_for_running_generations() -> None:
     llm = FakeLlmWorker(rig, settings)
     submit(rig)
     rig.supervisor(Drain(False))
-    assert not rig.to_supervisor(Drained)
+    assert not rig.take_supervisor_messages(Drained)
     while llm.turn():
         pass
-    assert rig.to_supervisor(Drained)
+    assert rig.take_supervisor_messages(Drained)
 
 
 def test_a_step_that_failed_fails_its_requests_alone() -> None:
@@ -409,7 +411,7 @@ def test_a_step_that_failed_fails_its_requests_alone() -> None:
     rig.worker(llm.peer, g.Stepped(step.step, [], 0, 0, 0, skipped=[row.sequence]))
     assert take_ended(rig) == {number: "INTERNAL"}
     (next_number,) = submit(rig)
-    llm.worker.known.clear()
+    llm.worker.sequences.clear()
     while llm.turn():
         pass
     assert take_ended(rig) == {next_number: ""}

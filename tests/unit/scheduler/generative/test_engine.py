@@ -84,11 +84,11 @@ def test_a_shared_prefix_is_computed_once() -> None:
     prefilled_before = rig.engine.counts.prefilled
     second_generation = submit(rig, [*prompt, 8], 2)
     rig.drain()
-    assert second_generation.cached == 32
+    assert second_generation.cached_tokens == 32
     assert rig.engine.counts.prefilled - prefilled_before == 2
     uncached = submit(rig, prompt, 2, ignores_prefix_cache=True)
     rig.drain()
-    assert uncached.cached == 0
+    assert uncached.cached_tokens == 0
 
 
 def test_swapped_blocks_are_found_by_other_sequences() -> None:
@@ -100,7 +100,7 @@ def test_swapped_blocks_are_found_by_other_sequences() -> None:
     repeated_generation = submit(rig, [*second_generation.prompt, *tokens], 1)
     rig.drain()
     assert len(tokens) == 12
-    assert repeated_generation.cached == 20
+    assert repeated_generation.cached_tokens == 20
 
 
 def test_a_generation_that_can_never_run_is_rejected() -> None:
@@ -199,7 +199,7 @@ def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
     assert not rig.engine.counts.copied_on_write
     repeated_generation = submit(rig, [*first_generation.prompt, *tokens], 1)
     rig.drain()
-    assert repeated_generation.cached == 24
+    assert repeated_generation.cached_tokens == 24
 
 
 def test_prompts_do_not_delay_decoding_sequences() -> None:
@@ -211,7 +211,7 @@ def test_prompts_do_not_delay_decoding_sequences() -> None:
         rig.run_turn()
         assert first_generation.sequences[0].generated == generated_count
     # Beside a decoded token, 15 tokens of the budget remain. A chunk below 16 may be cut anywhere.
-    assert long_generation.sequences[0].computed == 6 * 15
+    assert long_generation.sequences[0].computed_tokens == 6 * 15
 
 
 def test_prompts_are_cut_at_multiples_of_16() -> None:
@@ -219,7 +219,8 @@ def test_prompts_are_cut_at_multiples_of_16() -> None:
     first_generation, second_generation = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
     rig.run_turn()
     computed_counts = [
-        submitted.sequences[0].computed for submitted in (first_generation, second_generation)
+        submitted.sequences[0].computed_tokens
+        for submitted in (first_generation, second_generation)
     ]
     assert computed_counts == [
         32,
@@ -228,7 +229,7 @@ def test_prompts_are_cut_at_multiples_of_16() -> None:
     rig = make_rig(prefill_chunk_size=29)
     generation = submit(rig, [1] * 70, 1)
     rig.run_turn()
-    assert generation.sequences[0].computed == 16
+    assert generation.sequences[0].computed_tokens == 16
 
 
 def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
@@ -237,7 +238,7 @@ def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
     rig.run_turn()
     long_generation = submit(rig, [2] * 100, 2)
     rig.run_turn()
-    assert long_generation.sequences[0].computed == 16
+    assert long_generation.sequences[0].computed_tokens == 16
 
 
 @pytest.mark.parametrize(("token_ms", "computed_count"), [(0.1, 200), (1.0, 64)])
@@ -250,7 +251,7 @@ def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
     rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
     long_generation = submit(rig, [2] * 200, 2)
     rig.run_turn()
-    assert long_generation.sequences[0].computed == computed_count
+    assert long_generation.sequences[0].computed_tokens == computed_count
 
 
 def test_a_finished_request_leaks_nothing_in_the_engine() -> None:

@@ -19,7 +19,7 @@ DELAYED_BATCHING = {"max_queue_delay_microseconds": 1000}
 def batch_sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
     """Complete up to `batches` batches; return the number of requests in each."""
     sent_sizes: list[int] = []
-    while len(sent_sizes) < batches and (execute_messages := rig.executes()):
+    while len(sent_sizes) < batches and (execute_messages := rig.take_batches()):
         for _, batch in execute_messages:
             sent_sizes.append(len(batch.requests))
             rig.finish(peer, batch)
@@ -143,7 +143,7 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
     rig.submit(2)
     rig.pass_time(5 * MS)
     rig.submit(1)
-    assert rig.executes() == []
+    assert rig.take_batches() == []
     rig.finish(peer, batch)
     assert batch_sizes(rig, peer) == [3]
 
@@ -168,7 +168,7 @@ def test_with_a_policy_no_batch_is_sent_before_an_instance_is_free(
     rig.submit()
     rig.execute()
     rig.submit(9)
-    assert [len(batch.requests) for _, batch in rig.executes()] == sent_sizes
+    assert [len(batch.requests) for _, batch in rig.take_batches()] == sent_sizes
 
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
@@ -178,7 +178,7 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
     for index in range(4):
         rig.start(index, 100 + index)
     numbers = rig.submit(4)
-    batches = rig.executes()
+    batches = rig.take_batches()
     records: list[int] = []
     for batch_index in order:
         peer, batch = batches[batch_index]
@@ -207,7 +207,7 @@ def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:
     rig.submit(2, priority=0)
     rig.submit(2, priority=1)
     order = []
-    while execute_messages := rig.executes():
+    while execute_messages := rig.take_batches():
         ((_, batch),) = execute_messages
         order += [request.data[0] for request in batch.requests]
         assert len(batch.requests) == 1
@@ -220,7 +220,7 @@ def test_requests_are_numbered_by_arrival() -> None:
     rig = Rig({})
     peer = queue_requests(rig, 3, 8, 1, 1, 7)
     contents = []
-    while execute_messages := rig.executes():
+    while execute_messages := rig.take_batches():
         for _, batch in execute_messages:
             contents += [request.data[0] for request in batch.requests]
             rig.finish(peer, batch)

@@ -19,7 +19,7 @@ def refusal_message(number: int, text: str, retry_s: int = 0) -> m.Failed:
 def execution_order(rig: Rig, peer: bytes) -> list[list[int]]:
     """Complete the batches one by one; return the numbers of the requests in each."""
     batches: list[list[int]] = []
-    while execute_messages := rig.executes():
+    while execute_messages := rig.take_batches():
         for _, batch in execute_messages:
             batches.append([int(request.data[0][1:]) for request in batch.requests])
             rig.finish(peer, batch)
@@ -53,7 +53,7 @@ def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
         {**PRIORITY_LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4
     )
     rig.submit(3, priority=3)
-    assert rig.executes() == []
+    assert rig.take_batches() == []
     rig.submit(batch_size=4, priority=1)
     assert execution_order(rig, peer) == [[4]]
     rig.pass_time(MS)

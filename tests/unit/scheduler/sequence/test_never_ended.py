@@ -58,7 +58,7 @@ class Table:
             table.open_count
             + waiting_count
             + len(table._free)
-            + len(table._idle)
+            + len(table._idle_sequences)
             + len(table._lost_ids)
         )
 

@@ -40,9 +40,9 @@ class WatchedRig(SequenceRig):
         self.slot_of: dict[Any, tuple[bytes, int]] = {}  # sequence -> its instance and slot
         self.last_request: dict[Any, int] = {}  # sequence -> its last request
 
-    def executes(self) -> list[tuple[bytes, m.Execute]]:
-        """Return the executed batches, like `Rig.executes`, after checking each."""
-        executable = super().executes()
+    def take_batches(self) -> list[tuple[bytes, m.Execute]]:
+        """Return the executed batches, like `Rig.take_batches`, after checking each."""
+        executable = super().take_batches()
         for client in self.scheduler._clients.values():
             for request in client.requests.values():
                 self.sequences[request.key] = request.sequence
@@ -72,14 +72,14 @@ class WatchedRig(SequenceRig):
     def step(self, kind: str, value: int, flags: int) -> None:
         if kind == "ask":
             self.sequence_of[self.request(value, flags)] = value
-        elif kind == "done" and self.runs(value):
-            self.done(value)
+        elif kind == "done" and self.is_running(value):
+            self.finish_batch(value)
         elif kind == "cancel":
             self.client(m.Cancel(value))
         elif kind == "time":
             self.pass_time(value * MS)
         elif kind == "die":
-            self.die(value)
+            self.end_process(value)
             self.pids += 1
             self.peers[value] = self.start(value, self.pids)
         self._take()
@@ -96,10 +96,10 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
     for event in events:
         rig.step(*event)
     for _ in range(400):
-        busy_instances = [index for index in range(INSTANCES) if rig.runs(index)]
+        busy_instances = [index for index in range(INSTANCES) if rig.is_running(index)]
         if not busy_instances:
             rig.step("time", 1100, 0)
-            if not any(rig.runs(index) for index in range(INSTANCES)):
+            if not any(rig.is_running(index) for index in range(INSTANCES)):
                 break
         for index in busy_instances:
             rig.step("done", index, 0)
@@ -110,7 +110,7 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
     for sequence in range(11, 11 + ROWS * INSTANCES):
         rig.step("ask", sequence, START | END)
     for index in range(INSTANCES):
-        while rig.runs(index):
+        while rig.is_running(index):
             rig.step("done", index, 0)
     assert rig.scheduler.live_requests == 0
 
@@ -136,7 +136,7 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
 
         sys.settrace(count_line)
         try:
-            rig.done()
+            rig.finish_batch()
         finally:
             sys.settrace(None)
         return line_count

@@ -85,8 +85,8 @@ def test_the_type_of_an_id_must_be_that_of_the_control() -> None:
 def test_a_number_and_a_string_are_different_ids(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request("1", START)
-    rig.done()
-    assert rig.batches() or rig.runs()
+    rig.finish_batch()
+    assert rig.batches() or rig.is_running()
     rig.request(1, END)
     rig.answers()
     rig.request("1")
@@ -107,7 +107,7 @@ def test_the_lowest_free_slot_of_all_instances_is_used() -> None:
         rig.request(sequence, START)
     assert rig.batches() == {0: [1], 1: [2], 2: [3]}
     for index in range(3):
-        rig.done(index)
+        rig.finish_batch(index)
     assert rig.batches() == {0: [None, 4], 1: [None, 5], 2: [None, 6]}
 
 
@@ -115,17 +115,17 @@ def test_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
     for sequence in (1, 2, 3, 4):
         rig.request(sequence, START)
     rig.request(3)
-    rig.done()
+    rig.finish_batch()
     rig.request(1, END)
     answer_count = 0
-    while rig.runs():
-        rig.done()
+    while rig.is_running():
+        rig.finish_batch()
         answer_count += 1
     outcomes = rig.outcomes()
     assert len(outcomes) == 5  # requests of 1, 2 and 3 and the end of 1; sequence 4 still waits
     rig.request(2, END)
-    while rig.runs():
-        rig.done()
+    while rig.is_running():
+        rig.finish_batch()
     assert len(rig.outcomes()) == 2
 
 
@@ -137,8 +137,8 @@ def test_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig) -> 
     rig.request(1, END)
     rig.request(2, END)
     order = []
-    while rig.runs():
-        rig.done()
+    while rig.is_running():
+        rig.finish_batch()
         order += list(rig.outcomes())
     assert order.index(first_requests[0]) < order.index(first_requests[1]) and restarted in order
 
@@ -146,8 +146,8 @@ def test_an_ended_sequence_in_the_backlog_may_be_restarted(rig: SequenceRig) -> 
 def test_a_start_on_an_open_sequence_restarts_it_in_its_slot(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request(2, START)
-    rig.done()
-    rig.done()
+    rig.finish_batch()
+    rig.finish_batch()
     rig.batches()
     rig.request(1, START)
     (row,) = rig.rows()
@@ -157,10 +157,10 @@ def test_a_start_on_an_open_sequence_restarts_it_in_its_slot(rig: SequenceRig) -
 def test_an_id_may_start_again_while_its_end_runs() -> None:
     rig = SequenceRig(rows=2)
     rig.request(1, START)
-    rig.done()
+    rig.finish_batch()
     rig.request(1, END)
     rig.request(1, START)
-    rig.done()
+    rig.finish_batch()
     assert [(row.slot, row.flags) for row in rig.rows()] == [(0, START)]
 
 
@@ -171,7 +171,7 @@ def test_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
     rig.request(2, START)
-    rig.done()
+    rig.finish_batch()
     assert rig.wake_ns == rig.now + 5000 * US
     rig.batches()
     rig.pass_time(5000 * US - 1)
@@ -188,13 +188,13 @@ def test_running_and_waiting_sequences_are_not_idle() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
     rig.pass_time(50_000 * US)
-    rig.done()
+    rig.finish_batch()
     rig.request(1)
-    assert rig.runs()
-    rig.done()
+    assert rig.is_running()
+    rig.finish_batch()
     rig.pass_time(4999 * US)
     rig.request(1)
-    assert rig.runs()
+    assert rig.is_running()
 
 
 def test_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
@@ -202,10 +202,10 @@ def test_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
     rig.request(1, START)
     backlogged_start = rig.request(2, START)
     rig.pass_time(60_000 * MS)
-    rig.done()
+    rig.finish_batch()
     rig.outcomes()
     rig.pass_time(1000 * MS)
-    rig.done()
+    rig.finish_batch()
     assert rig.outcomes() == {backlogged_start: None}
 
 
@@ -231,8 +231,8 @@ def test_the_parameter_timeout_applies_in_the_backlog_only() -> None:
     rig.pass_time(6 * MS)
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
-    rig.done()
-    rig.done()
+    rig.finish_batch()
+    rig.finish_batch()
     assert rig.outcomes() == dict.fromkeys(running_requests)
 
 
@@ -249,9 +249,9 @@ def test_the_timeout_also_rejects_restarted_sequences() -> None:
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
     rig.request(1, END)
-    rig.done()
-    rig.done()
-    assert not rig.runs() and rig.scheduler.live_requests == 0
+    rig.finish_batch()
+    rig.finish_batch()
+    assert not rig.is_running() and rig.scheduler.live_requests == 0
 
 
 def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceRig) -> None:
@@ -262,8 +262,8 @@ def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceR
     outcomes = rig.outcomes()
     assert outcomes[expired_request] == EXPIRED_TEXT
     assert "an earlier request of the sequence" in outcomes[later_request]
-    rig.done()
-    assert not rig.runs()
+    rig.finish_batch()
+    assert not rig.is_running()
     rig.answers()
     rig.request(1)
     assert "must specify the START flag" in only_error(rig)
@@ -282,9 +282,9 @@ def test_cancelling_a_request_cancels_later_requests_of_its_sequence(slots: int)
     assert set(outcomes) == {second_request, third_request}
     if not slots:
         rig.request(9, END)
-        rig.done()
-        rig.done()
-    rig.done()
+        rig.finish_batch()
+        rig.finish_batch()
+    rig.finish_batch()
     assert first_request in rig.outcomes()
     # The slot is free again.
     rig.request(5, START)
@@ -297,9 +297,9 @@ def test_after_a_cancellation_the_next_start_is_a_new_sequence(rig: SequenceRig)
     restarted = rig.request(1, START)
     rig.client(m.Cancel(second_request))
     assert set(rig.outcomes()) == {second_request}
-    rig.done()
+    rig.finish_batch()
     assert [row.flags for row in rig.rows()] == [START]
-    rig.done()
+    rig.finish_batch()
     assert restarted in rig.outcomes()
 
 
@@ -310,8 +310,8 @@ def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -
     rig.request(3, START, peer=other_client)
     rig.request(3, peer=other_client)
     rig.supervisor(ProcessExited(7001, ""))
-    while rig.runs():
-        rig.done()
+    while rig.is_running():
+        rig.finish_batch()
     assert rig.scheduler.live_requests == 0
 
 
@@ -320,37 +320,37 @@ def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -
 
 def test_a_drain_rejects_only_new_sequences(rig: SequenceRig) -> None:
     rig.request(1, START)
-    rig.done()
+    rig.finish_batch()
     rig.supervisor(Drain())
     rig.outcomes()
     refused_starts = [rig.request(1, START), rig.request(2, START)]
     assert all("stopped accepting" in text for text in rig.outcomes().values())
     assert len(refused_starts) == 2
     continuing = rig.request(1)
-    rig.done()
+    rig.finish_batch()
     assert rig.outcomes() == {continuing: None}
 
 
 def test_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """A drained model waits until its last sequence has ended; an unloaded model does not."""
     rig.request(1, START)
-    rig.done()
+    rig.finish_batch()
     rig.supervisor(Drain(sequences=True))
-    assert Drained() not in rig.to_supervisor()
+    assert Drained() not in rig.take_supervisor_messages()
     rig.request(1, END)
-    assert Drained() not in rig.to_supervisor()
-    rig.done()
-    assert Drained() in rig.to_supervisor()
+    assert Drained() not in rig.take_supervisor_messages()
+    rig.finish_batch()
+    assert Drained() in rig.take_supervisor_messages()
 
 
 def test_an_idle_sequence_ends_the_drain(rig: SequenceRig) -> None:
     rig.request(1, START)
-    rig.done()
+    rig.finish_batch()
     rig.supervisor(Drain(sequences=True))
     rig.pass_time(1001 * MS)
-    assert Drained() in rig.to_supervisor()
+    assert Drained() in rig.take_supervisor_messages()
     rig.supervisor(Drain())
-    assert Drained() in rig.to_supervisor()
+    assert Drained() in rig.take_supervisor_messages()
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -361,11 +361,11 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     rig = SequenceRig(rows=2, instances=2)
     running_request = rig.request(1, START)
     rig.request(2, START)
-    rig.done(1)
+    rig.finish_batch(1)
     waiting_request = rig.request(1)
     unstarted_request = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
     rig.outcomes()
-    rig.die(0)
+    rig.end_process(0)
     outcomes = rig.outcomes()
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
     assert (
@@ -377,7 +377,7 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     assert "the state of this one was lost when the model's worker died" in only_error(rig)
     # The other instance runs it at once.
     assert rig.batches()[1] == [None, 3]
-    rig.done(1)
+    rig.finish_batch(1)
     assert rig.outcomes() == {unstarted_request: None}
     rig.peers[0] = rig.start(0, 200)
     rig.request(1, START)
@@ -386,7 +386,7 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
 
 def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
     rig = SequenceRig(rows=1)
-    rig.die()
+    rig.end_process()
     numbers = [rig.request(1, START), rig.request(1), rig.request(2, START)]
     rig.supervisor(InstanceGone(0, "it cannot load"))
     assert rig.outcomes() == dict.fromkeys(numbers, "it cannot load")
@@ -398,7 +398,7 @@ def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
 def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     """A limited number waits for a slot, more are rejected, and those in slots continue."""
     rig.request(1, START)
-    rig.done()
+    rig.finish_batch()
     for sequence in range(2, 16_384 + 4):
         rig.scheduler.from_client(b"7009.ab", submit_message(sequence), rig.now)
     refusals = [answer for answer in rig.answers() if isinstance(answer, m.Failed)]
@@ -410,8 +410,8 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     outcomes = rig.outcomes()
     while new_start not in outcomes:
         # Slots become free when idle sequences lose them. The clients take turns.
-        while rig.runs():
-            rig.done()
+        while rig.is_running():
+            rig.finish_batch()
         rig.pass_time(1000 * MS)
         outcomes |= rig.outcomes()
     assert outcomes[open_request] is None and outcomes[new_start] is None
@@ -424,9 +424,9 @@ def test_connections_of_a_gateway_take_turns() -> None:
     greedy_requests = [rig.request(number, START | END, source=7) for number in range(1, 7)]
     other_requests = [rig.request(number, START | END, source=8) for number in (11, 12)]
     executed_requests: list[Any] = []
-    while rig.runs():
+    while rig.is_running():
         executed_requests += rig.batches()[0]
-        rig.done()
+        rig.finish_batch()
     # Sequence 2 had the slot, and 3 was next before 11 arrived.
     assert executed_requests == [1, 2, 3, 11, 4, 12, 5, 6]
     assert rig.outcomes() == dict.fromkeys([*greedy_requests, *other_requests])
@@ -446,19 +446,19 @@ def test_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) -> Non
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags) == (1, START)
     for _ in range(3):
-        rig.done(0, m.Reply(row.key, m.RESCHEDULED, ""))
+        rig.finish_batch(0, m.Reply(row.key, m.RESCHEDULED, ""))
         (row,) = rig.rows()
         assert (row.correlation_id, row.flags) == (1, 0)
-    rig.done()
+    rig.finish_batch()
     assert rig.outcomes() == {number: None}
     # The sequence has ended, so its slot is free at once.
     cancelled_request = rig.request(0)
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
     rig.client(m.Cancel(cancelled_request))
-    rig.done(0, m.Reply(row.key, m.RESCHEDULED, ""))
+    rig.finish_batch(0, m.Reply(row.key, m.RESCHEDULED, ""))
     assert rig.outcomes() == {cancelled_request: "request cancelled"}
-    assert not rig.runs()
+    assert not rig.is_running()
 
 
 def test_an_iterative_model_may_be_decoupled() -> None:
@@ -468,15 +468,15 @@ def test_an_iterative_model_may_be_decoupled() -> None:
     peer = rig.peers[0]
     rig.respond(peer, key)
     batch = rig._running.pop(peer)
-    rig.returned(peer, batch, m.Reply(key, m.RESCHEDULED, ""))
+    rig.report_returned(peer, batch, m.Reply(key, m.RESCHEDULED, ""))
     assert rig.rows()[0].flags == 0
     rig.respond(peer, key, final=True)
-    rig.returned(peer, rig._running.pop(peer))
+    rig.report_returned(peer, rig._running.pop(peer))
     kinds = [(type(answer).__name__, answer.final) for answer in rig.answers()]
     assert kinds == [("Responded", False), ("Responded", True)]
     assert number and rig.scheduler.live_requests == 0
     rig.request(0)
-    assert rig.runs()
+    assert rig.is_running()
 
 
 # --- retiring instances ---------------------------------------------------------------------------
@@ -492,21 +492,21 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
     rig = SequenceRig(strategy, rows=1, instances=2, strategy_fields=fields)
     rig.request(1, START)
     rig.request(2, START)
-    rig.done(0)
-    rig.done(1)
+    rig.finish_batch(0)
+    rig.finish_batch(1)
     rig.batches()
     rig.supervisor(RetireInstance(0))
     rig.request(1)
     rig.request(3, START)
     assert rig.batches() == {0: [1]}
-    rig.done(0)
+    rig.finish_batch(0)
     rig.request(1, END)
     assert rig.batches() == {0: [1]}
-    assert rig.to_supervisor(InstanceRetired) == []
-    rig.done(0)
-    assert rig.to_supervisor(InstanceRetired) == [InstanceRetired(100)]
+    assert rig.take_supervisor_messages(InstanceRetired) == []
+    rig.finish_batch(0)
+    assert rig.take_supervisor_messages(InstanceRetired) == [InstanceRetired(100)]
     rig.request(2, END)
-    rig.done(1)
+    rig.finish_batch(1)
     assert rig.batches() == {1: [3]}
 
 
@@ -516,7 +516,7 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 def ended_slots(rig: SequenceRig) -> list[list[int]]:
     """Return the slots in each `EndSequences` message to the instance."""
     sent_messages = rig.workers.take()
-    rig.workers.posted[:0] = [
+    rig.workers.posted_messages[:0] = [
         item for item in sent_messages if not isinstance(item[1], m.EndSequences)
     ]
     return [message.slots for _, message in sent_messages if isinstance(message, m.EndSequences)]
@@ -525,7 +525,7 @@ def ended_slots(rig: SequenceRig) -> list[list[int]]:
 def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
     """Begin sequence 1 and complete its request."""
     rig.request(1, flags)
-    rig.done()
+    rig.finish_batch()
     rig.outcomes()
 
 
@@ -540,7 +540,7 @@ def test_the_worker_is_notified_of_an_end_that_is_not_executed(rig: SequenceRig)
     ending_request = rig.request(1, END)
     rig.client(m.Cancel(ending_request))
     assert ended_slots(rig) == []  # the last request of the sequence still runs
-    rig.done()
+    rig.finish_batch()
     assert ended_slots(rig) == [[0]]
     rig.request(2, START)
     assert ended_slots(rig) == [] and rig.batches() == {0: [2]}
@@ -551,9 +551,9 @@ def test_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: Sequenc
     rig.request(2, START)  # keeps the instance busy
     rig.request(1)
     rig.client(m.Cancel(rig.request(1)))
-    rig.done()
+    rig.finish_batch()
     assert ended_slots(rig) == []
-    rig.done()
+    rig.finish_batch()
     assert ended_slots(rig) == [[0]]
 
 
@@ -570,9 +570,9 @@ def test_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True)
     rig.request(0)
     key = rig.rows()[0].key
-    rig.done(0, m.Reply(key, m.RESCHEDULED, ""))
+    rig.finish_batch(0, m.Reply(key, m.RESCHEDULED, ""))
     assert ended_slots(rig) == []
-    rig.done()
+    rig.finish_batch()
     assert ended_slots(rig) == [[0]]
 
 

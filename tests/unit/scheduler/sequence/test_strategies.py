@@ -18,20 +18,20 @@ def test_the_worked_example_of_two_instances_with_two_slots() -> None:
         rig.request(sequence, START)
     # Sequences are spread over the instances. An idle instance runs at once.
     assert rig.batches() == {0: [1], 1: [2]}
-    rig.done(0)
-    rig.done(1)
+    rig.finish_batch(0)
+    rig.finish_batch(1)
     assert rig.batches() == {0: [None, 3], 1: [None, 4]}
     rig.request(4, END)
-    rig.done(1)
+    rig.finish_batch(1)
     # The END of sequence 3 has run, so sequence 5 has its slot.
     assert rig.batches() == {1: [None, 4]}
-    rig.done(1)
+    rig.finish_batch(1)
     assert rig.batches() == {1: [None, 5]}
-    rig.done(0)
+    rig.finish_batch(0)
     rig.request(2, END)
-    rig.done(1)
+    rig.finish_batch(1)
     assert rig.batches() == {1: [2]}
-    rig.done(1)
+    rig.finish_batch(1)
     assert rig.batches() == {1: [6]}
 
 
@@ -45,7 +45,7 @@ def test_the_worked_example_of_one_instance() -> None:
     assert [(row.slot, row.key > 0, row.flags) for row in rig.rows()] == [(0, True, START)]
     rig.request(1)
     rig.request(2, START)
-    rig.done()
+    rig.finish_batch()
     rows = rig.rows()
     assert [row.key > 0 for row in rows] == [True, True]  # both rows have the control READY
     assert [row.flags & START for row in rows] == [0, 1]
@@ -57,7 +57,7 @@ def test_a_batch_has_a_row_for_each_slot_up_to_the_highest_with_a_request() -> N
         rig.request(sequence, START)
         if sequence == 1:
             assert rig.batches() == {0: [1]}
-    rig.done()
+    rig.finish_batch()
     assert rig.batches() == {0: [None, 2, 3]}
     null_row = rig.rows()[0]
     assert (null_row.key, null_row.flags, null_row.correlation_id, null_row.correlation_text) == (
@@ -67,7 +67,7 @@ def test_a_batch_has_a_row_for_each_slot_up_to_the_highest_with_a_request() -> N
         "",
     )
     rig.request(2)
-    rig.done()
+    rig.finish_batch()
     assert rig.batches() == {0: [None, 2]}
 
 
@@ -76,8 +76,8 @@ def test_the_longest_waiting_request_determines_the_shape() -> None:
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
         rig.batches()
-    rig.done()
-    rig.done()
+    rig.finish_batch()
+    rig.finish_batch()
     rig.batches()
     rig.request(3)  # keeps the instance busy
     rig.batches()
@@ -85,9 +85,9 @@ def test_the_longest_waiting_request_determines_the_shape() -> None:
     rig.pass_time(1)
     rig.request(1, shape_key=b"a")
     rig.request(3, shape_key=b"b")
-    rig.done()
+    rig.finish_batch()
     assert rig.batches() == {0: [None, 2, 3]}
-    rig.done()
+    rig.finish_batch()
     assert rig.batches() == {0: [1]}
 
 
@@ -99,9 +99,9 @@ def test_the_next_batch_is_formed_when_the_last_has_returned() -> None:
         rig.request(1)
     assert rig.batches() == {}
     for _ in range(3):
-        rig.done()
+        rig.finish_batch()
         assert rig.batches() == {0: [1]}
-    rig.done()
+    rig.finish_batch()
     assert rig.batches() == {}
 
 
@@ -136,7 +136,7 @@ def test_enough_filled_slots_or_a_deadline_end_the_wait() -> None:
     assert rig.batches() == {}
     rig.request(3, START)
     assert rig.batches() == {0: [1, 2, 3]}
-    rig.done()
+    rig.finish_batch()
     rig.request(1, timeout_ns=100 * MS)
     assert rig.now < rig.wake_ns < rig.now + 100 * MS
     rig.pass_time(rig.wake_ns - rig.now)
@@ -149,8 +149,8 @@ def test_null_rows_count_in_the_batch_size_but_not_as_inferences() -> None:
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
         rig.batches()
-    rig.done()
-    rig.done()
+    rig.finish_batch()
+    rig.finish_batch()
     report = rig.report()
     assert report["inference_count"] == 3
     assert [entry["batch_size"] for entry in report["batch_stats"]] == [1, 3]
@@ -166,7 +166,7 @@ def test_delay_scheduler_counts_slots_and_backlog() -> None:
     assert rig.batches() == {}
     rig.request(4, START)
     assert rig.batches() == {0: [1, 2]}
-    rig.done()
+    rig.finish_batch()
     rig.supervisor(m.Drain())
     assert rig.batches() == {0: [None, 2]}
 
@@ -191,7 +191,7 @@ def test_the_worked_example() -> None:
     rig.request("D", END)
     batches: list[list[str]] = []
     for _ in range(6):
-        rig.done()
+        rig.finish_batch()
         batches += rig.batches().values()
     assert batches == [["B", "C"], ["D", "A"], ["D"], ["D"], ["E"]]
 
@@ -204,9 +204,9 @@ def test_the_slot_count_is_the_candidates_or_the_batch_size(
     for sequence in range(1, 7):
         rig.request(sequence, START)
     sizes: list[int] = []
-    while rig.runs():
+    while rig.is_running():
         sizes += rig.batches()[0]
-        rig.done()
+        rig.finish_batch()
     assert sorted(sizes) == list(range(1, slots + 1))
 
 
@@ -222,7 +222,7 @@ def test_the_oldest_strategy_forms_the_dynamic_batchers_batches() -> None:
     assert rig.batches() == {}
     rig.request(3, START)
     assert rig.batches() == {0: [1, 2, 3]}
-    rig.done()
+    rig.finish_batch()
     rig.request(1)
     assert rig.batches() == {}
     rig.pass_time(1_000_000)
@@ -236,7 +236,7 @@ def test_at_most_one_request_of_a_sequence_runs() -> None:
         rig.request(1)
     for _ in range(4):
         assert rig.batches() == {0: [1]}
-        rig.done()
+        rig.finish_batch()
 
 
 def test_the_oldest_strategy_has_no_null_rows_and_passes_the_slot_of_the_state() -> None:
@@ -244,7 +244,7 @@ def test_the_oldest_strategy_has_no_null_rows_and_passes_the_slot_of_the_state()
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
         rig.batches()
-    rig.done()
+    rig.finish_batch()
     assert [(row.slot, row.correlation_id) for row in rig.rows()] == [(1, 2), (2, 3)]
 
 
@@ -254,5 +254,5 @@ def test_the_oldest_strategy_without_batching(rows: int) -> None:
     rig.submit(flags=START, correlation_id=1, batch_size=rows)
     rig.submit(flags=START, correlation_id=2, batch_size=rows)
     assert rig.batches() == {0: [1]}
-    rig.done()
+    rig.finish_batch()
     assert rig.batches() == {0: [2]}

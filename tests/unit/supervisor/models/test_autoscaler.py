@@ -29,7 +29,7 @@ from shmserve.supervisor.models.autoscaler import (
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order, OrderKind
 from shmserve.supervisor.models.registry import ModelRegistry
-from tests.rigs.process_rig import CONFIG, Made, Processes, plan, run_loop_turns
+from tests.rigs.process_rig import CONFIG, FakeChild, Processes, plan, run_loop_turns
 
 STATISTICS: dict[str, Any] = {
     "success": 1,
@@ -151,13 +151,13 @@ def test_an_instance_that_does_not_load_is_not_retried_at_once(
 ) -> None:
     async def scenario(rig: Rig) -> None:
         rig.target_count = 2
-        rig.processes.at_start = Made.kill
+        rig.processes.on_start = FakeChild.kill
         assert await rig.sample_once() == 1
         assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
-        rig.processes.at_start = lambda child: None
-        started_count = len(rig.processes.started)
+        rig.processes.on_start = lambda child: None
+        started_count = len(rig.processes.children)
         assert await rig.sample_once() == 1
-        assert len(rig.processes.started) == started_count
+        assert len(rig.processes.children) == started_count
         monkeypatch.setattr(autoscaler, "_RETRY_S", 0)
         for watch in rig.autoscaler._states.values():
             watch.next_change_s = 0

@@ -187,7 +187,7 @@ async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     model.commit(reduction)
     model.instances.children()[1].kill()
     await run_loop_turns()
-    observed_state = len(processes.started), model.instances.states()
+    observed_state = len(processes.children), model.instances.states()
     await processes.end()
     assert observed_state == (3, [InstanceState.READY])
 
@@ -197,7 +197,7 @@ async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     processes = Processes()
     model = await start_version(processes, 1)
     config_before = model.config
-    processes.hanging = True
+    processes.loads_hang = True
     enlargement = update(model, 3)
     adding_task = asyncio.ensure_future(model.instances.add(enlargement))
     await run_loop_turns()
@@ -220,12 +220,12 @@ async def test_a_version_fails_when_the_last_starting_instance_is_removed(
     processes = Processes()
     model = await start_version(processes, 1)
     enlarged = update(model, 2)
-    processes.hanging = True
+    processes.loads_hang = True
     adding = asyncio.ensure_future(model.instances.add(enlarged))
     await run_loop_turns()
-    processes.hanging = False
-    processes.at_start = lambda child: child.kill(signal.SIGABRT)
-    processes.started[0].kill(signal.SIGABRT)
+    processes.loads_hang = False
+    processes.on_start = lambda child: child.kill(signal.SIGABRT)
+    processes.children[0].kill(signal.SIGABRT)
     await run_loop_turns()
     states, failure = model.instances.states(), model.instances.failure
     model.instances.retire(enlarged.added)

@@ -195,10 +195,10 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
 
     async def scenario(processes: Processes, model: ModelVersion) -> None:
-        processes.hanging = True
+        processes.loads_hang = True
         load_task = asyncio.ensure_future(model.start())
         await until_async(lambda: len(stack_requests) == 3)
-        processes.load_held()
+        processes.finish_hanging_loads()
         await load_task
         assert model.ready
 
@@ -225,7 +225,7 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent_type: type[Any]) ->
         )
         with pytest.raises(Unavailable, match=re.escape(LIMIT_ERROR)):
             await model.start()
-        assert not [child for child in processes.started if child.alive]
+        assert not [child for child in processes.children if child.alive]
 
     run_scenario(scenario, *LIMIT)
 
@@ -237,8 +237,8 @@ def test_a_hanging_restart_is_retried_and_abandoned(
 
     async def scenario(processes: Processes, model: ModelVersion) -> None:
         await model.start()
-        processes.hanging = True
-        processes.started[0].kill()
+        processes.loads_hang = True
+        processes.children[0].kill()
         await until_async(lambda: model.instances.failure)
         assert model.instances.failure == LIMIT_ERROR
         assert len(stack_requests) == 2 and not model.ready
@@ -249,10 +249,10 @@ def test_a_hanging_restart_is_retried_and_abandoned(
 
 def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:
     async def scenario(processes: Processes, model: ModelVersion) -> None:
-        processes.hanging = True
+        processes.loads_hang = True
         load_task = asyncio.ensure_future(model.start())
         await asyncio.sleep(0.05)
-        processes.load_held()
+        processes.finish_hanging_loads()
         await load_task
 
     run_scenario(scenario)

@@ -19,21 +19,21 @@ def test_an_unload_at_every_moment_of_a_load(event_count: int, is_served: bool) 
     rig = LifecycleRig()
     if is_served:
         rig.lifecycle.load("m")
-        rig.happen(*ALL_EVENTS)
+        rig.execute_pending(*ALL_EVENTS)
     load = rig.lifecycle.load("m")
     for kind in ALL_EVENTS[:event_count]:
-        rig.happen(kind)
+        rig.execute_pending(kind)
     unload = rig.lifecycle.unload("m")
     later_load = rig.lifecycle.load("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert load.error is unload.error is later_load.error is None
-    assert rig.answers[-3:] == [load, unload, later_load]
-    assert len(rig.answers) == (4 if is_served else 3)
+    assert rig.answered_orders[-3:] == [load, unload, later_load]
+    assert len(rig.answered_orders) == (4 if is_served else 3)
     (version,) = rig.registry.models["m"].serving.values()
-    assert rig.alive == [version]
+    assert rig.live_versions == [version]
     rig.lifecycle.unload("m")
-    rig.happen(*ALL_EVENTS)
-    assert not rig.alive and not rig.pending
+    rig.execute_pending(*ALL_EVENTS)
+    assert not rig.live_versions and not rig.pending_actions
     assert [status.reason for status in statuses(rig.registry.models["m"]).values()] == ["unloaded"]
 
 
@@ -42,36 +42,36 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     undone."""
     rig = LifecycleRig()
     rig.lifecycle.load("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     model = rig.registry.models["m"]
     (old_version,) = model.serving.values()
     load = rig.lifecycle.load("m")
-    rig.happen("read", "start")
+    rig.execute_pending("read", "start")
     new_version: Any
     (new_version,) = model.incoming.values()
     new_version.ready = False
-    rig.happen("known")
+    rig.execute_pending("known")
     assert model.serving == {"1": old_version} and model.published == {"1": new_version}
     new_version.ready = True
     new_version.changed()
     assert model.serving == {"1": new_version} and load.is_answered and load.error is None
     load = rig.lifecycle.load("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     (new_version,) = model.serving.values()
     load = rig.lifecycle.load("m")
-    rig.happen("read", "start")
+    rig.execute_pending("read", "start")
     broken_version: Any
     (broken_version,) = model.incoming.values()
     broken_version.ready = False
     broken_version.problem = "it broke"
     broken_version.changed()
     assert model.published == {"1": new_version} and not load.is_answered, "it is to be known first"
-    rig.happen("known", "end")
+    rig.execute_pending("known", "end")
     assert load.error is not None
     assert load.error.message == (
         "load failed for model 'm': version 1 is at UNAVAILABLE state: Unavailable: it broke;\n"
     )
-    assert rig.alive == [new_version]
+    assert rig.live_versions == [new_version]
 
 
 def test_a_load_derives_the_statuses_of_its_own_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +84,10 @@ def test_a_load_derives_the_statuses_of_its_own_model_only(monkeypatch: pytest.M
     rig = LifecycleRig()
     for name in "abcdef":
         rig.lifecycle.load(name)
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     monkeypatch.setattr("shmserve.supervisor.models.registry.statuses", record)
     rig.lifecycle.load("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert set(derived) == {"m"}
     assert rig.registry.states().keys() == {(name, "1") for name in "abcdefm"}
 
@@ -102,9 +102,9 @@ def test_the_progress_of_a_start_names_every_model_from_the_beginning() -> None:
 def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once() -> None:
     rig = on_demand("m")
     rig.lifecycle.load_on_demand("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     rig.lifecycle.unload("m", on_demand=True)
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     rig.lifecycle.load("m")
     assert rig.registry.states() == {("m", "1"): ("ON_DEMAND", "")}
     rig.lifecycle.unload("m")
@@ -114,7 +114,7 @@ def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once
 def on_demand(*names: str) -> LifecycleRig:
     rig = LifecycleRig()
     rig.lifecycle.offer(names)
-    rig.happen("known")
+    rig.execute_pending("known")
     return rig
 
 
@@ -122,27 +122,27 @@ def test_a_model_on_demand_is_loaded_once_for_all_requests() -> None:
     rig = on_demand("m")
     first_load = rig.lifecycle.load_on_demand("m")
     assert first_load is not None and first_load is rig.lifecycle.load_on_demand("m")
-    rig.happen("read")
+    rig.execute_pending("read")
     assert first_load is rig.lifecycle.load_on_demand("m")
-    rig.happen(*ALL_EVENTS)
-    assert first_load.is_answered and rig.answers == [first_load]
+    rig.execute_pending(*ALL_EVENTS)
+    assert first_load.is_answered and rig.answered_orders == [first_load]
     assert rig.lifecycle.load_on_demand("m") is None, "it serves"
     rig.lifecycle.unload("m", on_demand=True)
     second_load = rig.lifecycle.load_on_demand("m")
     assert second_load is not None and not second_load.is_answered, "it comes back when it has left"
-    rig.happen(*ALL_EVENTS)
-    assert second_load.is_answered and len(rig.alive) == 1
+    rig.execute_pending(*ALL_EVENTS)
+    assert second_load.is_answered and len(rig.live_versions) == 1
 
 
 def test_a_failed_model_is_loaded_at_the_next_request() -> None:
     rig = on_demand("m")
-    rig.broken = {"m"}
+    rig.broken_models = {"m"}
     first_load = rig.lifecycle.load_on_demand("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert first_load is not None and first_load.error is not None
-    rig.broken = set()
+    rig.broken_models = set()
     second_load = rig.lifecycle.load_on_demand("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert second_load is not None and second_load.error is None
 
 
@@ -154,21 +154,21 @@ def test_an_operators_order_holds_for_a_model_on_demand() -> None:
     rig = on_demand("m", "s", "e")
     rig.steps = {"e": ["s"]}
     model = rig.registry.models["m"]
-    rig.broken = {"m"}
+    rig.broken_models = {"m"}
     rig.lifecycle.load("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert model.on_demand
-    rig.broken = set()
+    rig.broken_models = set()
     rig.lifecycle.load("m", pins=False)
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert model.on_demand
     rig.lifecycle.load("m")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert not model.on_demand
     rig.lifecycle.load_on_demand("e")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     rig.lifecycle.unload("s")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert not any(model.on_demand for model in rig.registry.models.values())
 
 
@@ -176,14 +176,14 @@ def test_a_step_that_is_loaded_wakes_no_ensemble_on_demand() -> None:
     rig = on_demand("s", "e")
     rig.steps = {"e": ["s"]}
     rig.lifecycle.load_on_demand("e")
-    rig.happen(*ALL_EVENTS)
-    assert sorted(version.spec.name for version in rig.alive) == ["e", "s"]
+    rig.execute_pending(*ALL_EVENTS)
+    assert sorted(version.spec.name for version in rig.live_versions) == ["e", "s"]
     for name in ("e", "s"):
         rig.lifecycle.unload(name, on_demand=True)
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     rig.lifecycle.load_on_demand("s")
-    rig.happen(*ALL_EVENTS)
-    assert [version.spec.name for version in rig.alive] == ["s"]
+    rig.execute_pending(*ALL_EVENTS)
+    assert [version.spec.name for version in rig.live_versions] == ["s"]
 
 
 def ensemble(*loaded_models: str) -> LifecycleRig:
@@ -192,22 +192,22 @@ def ensemble(*loaded_models: str) -> LifecycleRig:
     rig.steps = {"e": ["s"]}
     for name in loaded_models:
         rig.lifecycle.load(name)
-        rig.happen(*ALL_EVENTS)
+        rig.execute_pending(*ALL_EVENTS)
     return rig
 
 
 def pending_ends(rig: LifecycleRig) -> list[str]:
-    return sorted(kind.split()[1] for kind, _ in rig.pending if kind.startswith("end"))
+    return sorted(kind.split()[1] for kind, _ in rig.pending_actions if kind.startswith("end"))
 
 
 def test_a_step_stops_after_its_ensemble() -> None:
     rig = ensemble("e")
     unload = rig.lifecycle.unload("s")
     assert pending_ends(rig) == []
-    rig.happen("known")
+    rig.execute_pending("known")
     assert not unload.is_answered and pending_ends(rig) == ["e"]
-    rig.happen("end")
-    assert unload.is_answered and not rig.alive
+    rig.execute_pending("end")
+    assert unload.is_answered and not rig.live_versions
 
 
 def test_generations_that_need_each_other_do_not_deadlock() -> None:
@@ -215,16 +215,49 @@ def test_generations_that_need_each_other_do_not_deadlock() -> None:
     rig = LifecycleRig()
     rig.steps = {"a": ["b"]}
     rig.lifecycle.load("a")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     for rig.steps, name in (({"a": ["s"]}, "a"), ({"a": ["s"], "b": ["a"]}, "b")):
         assert not rig.lifecycle.load(name, LoadSource("another", {})).is_answered
-        rig.happen("read", "start", "known", "move")
+        rig.execute_pending("read", "start", "known", "move")
     unload = rig.lifecycle.unload("a")
-    rig.happen("known", "move")
+    rig.execute_pending("known", "move")
     assert not unload.is_answered
-    rig.happen("end")
+    rig.execute_pending("end")
     assert unload.is_answered
-    assert [version.spec.name for version in rig.alive] == ["s"]
+    assert [version.spec.name for version in rig.live_versions] == ["s"]
+
+
+def test_a_step_that_is_in_a_cycle_waits_for_other_ensembles() -> None:
+    """The ending x needs y, and the starting y needs x; z is no part of this cycle."""
+    rig = LifecycleRig()
+    rig.steps = {"z": ["x"], "x": ["y"]}
+    rig.lifecycle.load("z")
+    rig.execute_pending(*ALL_EVENTS)
+    rig.lifecycle.unload("x")
+    rig.execute_pending("known", "move")
+    assert pending_ends(rig) == ["z"]
+    rig.steps, rig.broken_models = {"y": ["x"]}, {"x"}
+    rig.lifecycle.load("y", LoadSource("another", {}))
+    rig.execute_pending("read", "start x")
+    rig.execute_pending("end x")
+    assert rig.registry.models["y"].incoming
+    assert sorted(version.spec.name for version in rig.live_versions) == ["x", "y", "y", "z"]
+
+
+def test_a_load_behind_a_load_that_waits_for_its_unload_is_cancelled() -> None:
+    """The load of y waits for the second load of x, whose first load waits for the unload of a.
+    That unload waits for the unload of y.
+    """
+    rig = LifecycleRig()
+    rig.steps = {"x": ["a"], "y": ["a", "x"]}
+    rig.lifecycle.load("a")
+    rig.execute_pending(*ALL_EVENTS)
+    orders = [rig.lifecycle.load("x", LoadSource("another", {})), rig.lifecycle.load("x")]
+    orders.append(rig.lifecycle.load("y"))
+    rig.execute_pending("read y")
+    orders += [rig.lifecycle.unload("a"), rig.lifecycle.load("a")]
+    rig.execute_pending(*ALL_EVENTS)
+    assert [order.is_answered for order in orders] == [True] * 5
 
 
 def test_only_queued_loads_are_merged() -> None:
@@ -232,20 +265,20 @@ def test_only_queued_loads_are_merged() -> None:
     begun_load, queued_load, third_load = (rig.lifecycle.load("m") for _ in range(3))
     assert begun_load is not queued_load is third_load
     assert rig.lifecycle.load("m", LoadSource("another", {})) is not third_load
-    rig.happen(*ALL_EVENTS)
-    assert len(rig.answers) == 3
+    rig.execute_pending(*ALL_EVENTS)
+    assert len(rig.answered_orders) == 3
 
 
 def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
     """A device has no room for both."""
     rig = LifecycleRig()
     rig.lifecycle.load("m")
-    rig.happen("read")
+    rig.execute_pending("read")
     rig.lifecycle.unload("m")
     later_load = rig.lifecycle.load("m")
-    rig.happen("known", "read")
+    rig.execute_pending("known", "read")
     assert later_load.phase is OrderPhase.QUEUED
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert later_load.is_answered and later_load.error is None
 
 
@@ -260,19 +293,19 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(
     """
     rig = ensemble("e")
     (version_before,) = rig.registry.models["e"].serving.values()
-    rig.broken = {"e"} if is_broken else set()
+    rig.broken_models = {"e"} if is_broken else set()
     load = rig.lifecycle.load("s", LoadSource(override, {}))
-    rig.happen("read", "start s", "known")
+    rig.execute_pending("read", "start s", "known")
     assert load.is_answered is (not override)
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert load.is_answered and load.error is None
     serving_versions = list(rig.registry.models["e"].serving.values())
     assert serving_versions == (
-        [] if is_broken else rig.alive[-1:] if override else [version_before]
+        [] if is_broken else rig.live_versions[-1:] if override else [version_before]
     )
-    rig.broken = set()
+    rig.broken_models = set()
     rig.lifecycle.load("s")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert rig.registry.models["e"].serving
 
 
@@ -281,14 +314,14 @@ def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     rig = ensemble("e")
     (version_before,) = rig.registry.models["e"].serving.values()
     rig.lifecycle.load("s", LoadSource("another", {}))
-    rig.happen("read", "start s")
-    rig.broken = {"e"}
+    rig.execute_pending("read", "start s")
+    rig.broken_models = {"e"}
     load = rig.lifecycle.load("e", LoadSource("sent", {}))
-    rig.happen("known")
-    rig.happen("read", "start e")
+    rig.execute_pending("known")
+    rig.execute_pending("read", "start e")
     assert load.error is not None and rig.registry.models["e"].serving == {"1": version_before}
-    rig.broken = set()
-    rig.happen(*ALL_EVENTS)
+    rig.broken_models = set()
+    rig.execute_pending(*ALL_EVENTS)
     (version_after,) = rig.registry.models["e"].serving.values()
     assert version_after is not version_before and load.is_answered
     assert not version_after.config.source["parameters"]["sent"]["string_value"]
@@ -298,9 +331,9 @@ def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
     """Holds for all changes of its steps."""
     rig = ensemble("e")
     rig.lifecycle.unload("e")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     rig.lifecycle.load("s", LoadSource("another", {}))
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert not rig.registry.models["e"].serving
 
 
@@ -308,10 +341,10 @@ def test_a_step_that_is_unloaded_later_stays_unloaded() -> None:
     """The load of the ensemble was requested earlier, but has not read the step yet."""
     rig = ensemble("s")
     load, unload = rig.lifecycle.load("e"), rig.lifecycle.unload("s")
-    rig.happen("read")
+    rig.execute_pending("read")
     assert load.is_answered and load.error is not None and not unload.is_answered
-    rig.happen(*ALL_EVENTS)
-    assert not rig.alive
+    rig.execute_pending(*ALL_EVENTS)
+    assert not rig.live_versions
 
 
 def test_an_order_for_an_unknown_model_is_not_stored() -> None:
@@ -330,7 +363,7 @@ def test_an_error_about_one_model_stops_no_other(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(LifecycleRig, "read", fail)
     broken_load, valid_load = rig.lifecycle.load("m"), rig.lifecycle.load("n")
-    rig.happen(*ALL_EVENTS)
+    rig.execute_pending(*ALL_EVENTS)
     assert broken_load.is_answered and broken_load.error is not None
     assert broken_load.error.message == "internal error"
     assert valid_load.is_answered and valid_load.error is None

@@ -86,7 +86,7 @@ async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
     is cancelled.
     """
     processes, repository = Processes(), Repository()
-    processes.hanging = True
+    processes.loads_hang = True
     manager = models(processes, repository)
     loop, unloads = asyncio.get_running_loop(), []
 
@@ -100,18 +100,18 @@ async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
     loads = [asyncio.ensure_future(manager.load("m"))]
     if load_stage == "reading":
         repository.reading = unload_once
-    await until_async(lambda: processes._held)
+    await until_async(lambda: processes._hanging_loads)
     if load_stage == "waiting":
         loads.append(asyncio.ensure_future(manager.load("m")))
         await run_loop_turns()
         unload()
     await run_loop_turns()
     assert not (loads[0].done() or unloads[0].done())
-    processes.load_held()
+    processes.finish_hanging_loads()
     async with asyncio.timeout(10):
         outcomes = await asyncio.gather(*loads, *unloads, return_exceptions=True)
     await until_async(lambda: repository.discarded == repository.planned == 1)
-    assert not any(child.alive for child in processes.started)
+    assert not any(child.alive for child in processes.children)
     await manager.load("m")
     assert [row["state"] for row in await manager.index(ready_only=False)] == ["READY"]
     await manager.stop()
@@ -128,10 +128,10 @@ async def test_a_hanging_load_is_abandoned(
     """The unload arrives before the hang is reported, or after it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
     processes = Processes()
-    processes.hanging = True
+    processes.loads_hang = True
     manager = models(processes, Repository())
     load = asyncio.ensure_future(manager.load("m"))
-    await until_async(lambda: processes._held)
+    await until_async(lambda: processes._hanging_loads)
     if is_reported:
         await asyncio.sleep(0.1)
         assert not load.done()
@@ -139,7 +139,7 @@ async def test_a_hanging_load_is_abandoned(
         await manager.unload("m")
     with pytest.raises(InvalidArgument, match="failed to load 'm', no version is available"):
         await load
-    assert not any(child.alive for child in processes.started)
+    assert not any(child.alive for child in processes.children)
     await processes.end()
 
 
@@ -174,33 +174,33 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
             while [row.get("state") for row in await manager.index(False)] != [*states]:
                 pass
 
-    processes.hanging = True
+    processes.loads_hang = True
     polling = asyncio.ensure_future(poller.run())
-    await until_async(lambda: len(processes.started) == 2)
+    await until_async(lambda: len(processes.children) == 2)
     repository.present = False
-    await until_async(lambda: not any(child.alive for child in processes.started))
+    await until_async(lambda: not any(child.alive for child in processes.children))
     await await_states()
-    processes.hanging = False
+    processes.loads_hang = False
     repository.present = True
     await await_states("READY")
     polling.cancel()
     await manager.stop()
     await processes.end()
-    assert not any(child.alive for child in processes.started)
+    assert not any(child.alive for child in processes.children)
 
 
 async def test_stopping_waits_for_no_load() -> None:
     """A hanging model ignores the stop and is killed."""
     processes = Processes()
-    processes.hanging = True
+    processes.loads_hang = True
     manager = models(processes, Repository())
     load_task = asyncio.ensure_future(manager.load("m"))
-    await until_async(lambda: processes._held)
+    await until_async(lambda: processes._hanging_loads)
     load_task.cancel()
     await asyncio.wait({load_task})
     await manager.stop()
     await processes.end()
-    assert [await child.exited for child in processes.started] == ["signal 9", "signal 15"]
+    assert [await child.exited for child in processes.children] == ["signal 9", "signal 15"]
 
 
 PUBLISHED = ModelPublished("m", "1", ModelSpec.of({}), {}, "a", True, True, 0.0, 0)

@@ -17,7 +17,7 @@ from shmserve.supervisor.models import instance_processes
 from shmserve.supervisor.models.instances import InstanceState, Lifetime, VersionSpec
 from shmserve.supervisor.models.model_version import EnsembleInstances, ModelVersion
 from shmserve.supervisor.processes.children import Child
-from tests.rigs.process_rig import Made, Processes, plan, run_loop_turns
+from tests.rigs.process_rig import FakeChild, Processes, plan, run_loop_turns
 
 
 def deployment(processes: Processes) -> ModelVersion:
@@ -31,17 +31,17 @@ async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
     model = deployment(processes)
     await model.start()
 
-    def kill_once(child: Made) -> None:
-        processes.at_start = lambda child: None
+    def kill_once(child: FakeChild) -> None:
+        processes.on_start = lambda child: None
         child.kill()
 
-    processes.at_start = kill_once
-    processes.started[0].kill()
+    processes.on_start = kill_once
+    processes.children[0].kill()
     await run_loop_turns(1)
     assert not model.ready
     async with asyncio.timeout(10):
         await model.until_ready()
-    assert len(processes.started) == 4  # a worker, the scheduler, and two more workers
+    assert len(processes.children) == 4  # a worker, the scheduler, and two more workers
     states = model.instances.states()
     await processes.end()
     assert states == [InstanceState.READY]
@@ -71,17 +71,17 @@ async def test_only_the_process_its_scheduler_names_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The named process may have exited already, and a successor may have been started."""
-    killed_children: list[Made] = []
+    killed_children: list[FakeChild] = []
     processes = Processes()
     model = deployment(processes)
     await model.start()
-    first_process = processes.started[0]
+    first_process = processes.children[0]
     first_process.kill()
     await run_loop_turns(1)
     async with asyncio.timeout(10):
         await model.until_ready()
-    second_process = processes.started[-1]
-    monkeypatch.setattr(Made, "kill", lambda child, *number: killed_children.append(child))
+    second_process = processes.children[-1]
+    monkeypatch.setattr(FakeChild, "kill", lambda child, *number: killed_children.append(child))
     for child in (first_process, second_process):
         model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
     await run_loop_turns()
@@ -103,17 +103,17 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     records: list[Any] = []
     monkeypatch.setattr(model.scheduler, "send", records.append)
     await model.start()
-    first_process = processes.started[0]
+    first_process = processes.children[0]
     first_process.kill()
     await run_loop_turns(1)
     async with asyncio.timeout(10):
         await model.until_ready()
-    second_process = processes.started[-1]
+    second_process = processes.children[-1]
     assert records == [m.InstanceExpected(0, first_process.pid)] * 2 + [
         m.InstanceExpected(0, second_process.pid)
     ]
     records.clear()
-    processes.at_start = lambda child: child.kill(signal.SIGABRT)
+    processes.on_start = lambda child: child.kill(signal.SIGABRT)
     second_process.kill()
     await run_loop_turns()
     text = "model 'm' failed: its instances are not restarted"
@@ -141,14 +141,14 @@ async def test_an_instance_in_a_crash_loop_stays_down(
     for death in range(max_crashes):
         async with asyncio.timeout(10):
             await model.until_ready()
-        worker = processes.started[-1] if death else processes.started[0]
+        worker = processes.children[-1] if death else processes.children[0]
         if serves and death == max_crashes // 2:
             model._on_scheduler_message(m.InstanceServed(worker.pid))
         worker.kill(signal.SIGABRT)
         await run_loop_turns(1)
     await run_loop_turns()
     await processes.end()
-    assert (len(processes.started) - 1, model.problem) == (
+    assert (len(processes.children) - 1, model.problem) == (
         (max_crashes + 1, "") if serves else (max_crashes, text)
     )
 
@@ -171,15 +171,15 @@ async def test_killed_workers_are_always_restarted(
         return 0.0
 
     monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(note_pause))
-    processes.started[0].kill(signal.SIGABRT)
+    processes.children[0].kill(signal.SIGABRT)
     await run_loop_turns(1)
     async with asyncio.timeout(10):
         if at_load:
-            processes.at_start = lambda child: child.kill()
+            processes.on_start = lambda child: child.kill()
         while len(pauses) <= 2 * max_crashes:
             if not at_load:
                 await model.until_ready()
-                processes.started[-1].kill()
+                processes.children[-1].kill()
             await run_loop_turns(1)
     await processes.end()
     assert model.problem == ""
@@ -198,7 +198,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
     await model.start()
     for _ in range(8):
         if serves:
-            model._on_scheduler_message(m.InstanceServed(processes.started[0].pid))
+            model._on_scheduler_message(m.InstanceServed(processes.children[0].pid))
         model.scheduler.serving.child.kill()
         await run_loop_turns(40)
     is_ready = model.ready
@@ -215,7 +215,7 @@ async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.Mo
     for death in range(instance_processes._MAX_CRASHES + 1):
         async with asyncio.timeout(10):
             await model.until_ready()
-        (processes.started[-1] if death else processes.started[0]).kill()
+        (processes.children[-1] if death else processes.children[0]).kill()
         await run_loop_turns(1)
     await run_loop_turns()
     await processes.end()
@@ -238,7 +238,7 @@ async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     model.scheduler.serving.child.kill()
     await run_loop_turns(40)
     await processes.end()
-    expected = m.InstanceExpected(0, processes.started[0].pid)
+    expected = m.InstanceExpected(0, processes.children[0].pid)
     assert order == [expected, "flushed", SchedulerLost(lost_endpoint, model.endpoint)]
 
 
@@ -247,7 +247,7 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     processes = Processes()
     model = deployment(processes)
     await model.start()
-    worker = processes.started[0]
+    worker = processes.children[0]
     waiting_ends = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
     waiting_ends += [asyncio.ensure_future(model.kill())]
@@ -262,10 +262,10 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
 
 async def test_a_cancelled_load_leaves_no_processes() -> None:
     processes = Processes()
-    processes.hanging = True
+    processes.loads_hang = True
     starting_task = asyncio.ensure_future(deployment(processes).start())
     await run_loop_turns()
-    assert len(processes.started) == 2  # a worker, and the scheduler
+    assert len(processes.children) == 2  # a worker, and the scheduler
     starting_task.cancel()
     await asyncio.wait({starting_task})
     await processes.end()

@@ -140,9 +140,9 @@ class Server(Processes):
 
     def worker(self, name: str) -> Any:
         """Return the last process of a model's instance."""
-        return [process for process in self.started if process.title.startswith(f"worker {name}.")][
-            -1
-        ]
+        return [
+            process for process in self.children if process.title.startswith(f"worker {name}.")
+        ][-1]
 
 
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -208,13 +208,13 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
     async def scenario() -> None:
         server = Server(s=[], t=[], e=["s"], f=["s", "t"])
         await server.load("e")
-        server.hanging = True
+        server.loads_hang = True
         load = asyncio.ensure_future(server.load("f"))
         await until_async(lambda: server.registry.model("t").incoming)
         unload = asyncio.ensure_future(server.unload("s"))
         await run_ready_tasks()
         assert not (load.done() or unload.done())
-        server.load_held()
+        server.finish_hanging_loads()
         await load
         await unload
         assert [server.state(name)[0] for name in "sef"] == ["UNAVAILABLE"] * 3
@@ -233,17 +233,17 @@ def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
         await server.load("e")
         load_tasks: list[Any] = []
         if is_slow:
-            server.hanging = True
+            server.loads_hang = True
             load_tasks.append(asyncio.ensure_future(server.load("t")))
             await until_async(
-                lambda: any(child.title.startswith("worker t") for child in server.started)
+                lambda: any(child.title.startswith("worker t") for child in server.children)
             )
         loads = [
             asyncio.ensure_future(server.load("e", ["t"], "first")),
             asyncio.ensure_future(server.load("e", ["s"], "second")),
         ]
         await run_ready_tasks()
-        server.load_held()
+        server.finish_hanging_loads()
         await asyncio.gather(*load_tasks, *loads)
         assert server.note("e") == "second"
         await server.end()
@@ -298,12 +298,12 @@ def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
     async def scenario() -> None:
         server = Server(s=[], t=[], a=["s"], b=["a"])
         await server.load("b")
-        server.hanging = True
+        server.loads_hang = True
         load = asyncio.ensure_future(server.load("b", ["t"], "on t"))
         await until_async(lambda: server.registry.model("t").incoming)
         with pytest.raises(InvalidArgument, match="a -> b -> a"):
             await server.load("a", ["b"], "on b")
-        server.load_held()
+        server.finish_hanging_loads()
         await load
         await server.end()
 
@@ -316,7 +316,7 @@ def test_generations_that_need_one_another_end() -> None:
     async def scenario() -> None:
         server = Server(s=[], a=["b"], b=["s"])
         await server.load("a")
-        server.draining = False  # the old versions stay
+        server.drains_finish = False  # the old versions stay
         await server.load("a", ["s"], "on s")
         await server.load("b", ["a"], "on a")
         await server.unload("a")
@@ -332,14 +332,14 @@ def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.Mon
     async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
-        server.at_start = lambda child: child.kill(signal.SIGABRT)
+        server.on_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await run_loop_turns(1)
         assert server.state("e") == ("LOADING", "a process is being restarted")
         await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
         state, reason = server.state("e")
         assert (state, reason.partition(":")[0]) == ("UNAVAILABLE", "model 's' failed")
-        server.at_start = lambda child: None
+        server.on_start = lambda child: None
         await server.load("s")
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
         await server.end()
@@ -359,12 +359,12 @@ def test_unchanged_versions_are_not_published() -> None:
         )
         await server.load("s")
         server.sent.clear()
-        workers = [process for process in server.started if process.title.startswith("worker s.")]
+        workers = [process for process in server.children if process.title.startswith("worker s.")]
         workers[0].kill()
         version = server.registry.model("s").serving["1"]
         await until_async(
             lambda: (
-                len(server.started) == 4
+                len(server.children) == 4
                 and all(state == "ready" for state in version.instances.states())
             )
         )
@@ -439,20 +439,20 @@ def test_a_load_that_failed_temporarily_is_retried(
 
     async def scenario() -> None:
         server = Server(s=[])
-        server.at_start = lambda child: child.kill()
+        server.on_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
             await server.poller.update("s", True)
-        server.at_start = lambda child: None
+        server.on_start = lambda child: None
         await server.poller.update("s", True)
         assert server.state("s") == ("READY", "")
-        started_before = len(server.started)
+        started_before = len(server.children)
         await server.poller.update("s", True)
-        assert len(server.started) == started_before
-        server.at_start = lambda child: child.kill()
+        assert len(server.children) == started_before
+        server.on_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
             await server.load("s", [], "by a request")
         server.registry.model("s").serving.clear()
-        server.at_start = lambda child: None
+        server.on_start = lambda child: None
         await server.poller.update("s", True)
         assert server.state("s") == ("READY", "")
         assert server.poller._retries == {}
@@ -473,7 +473,7 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
         instance.ready_at -= 3600
         backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
         instance.backoff = backoff
-        server.at_start = lambda child: child.kill(signal.SIGABRT)
+        server.on_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
         first_pause, *later_pauses = [call.args[0] for call in backoff.pause_s.call_args_list]
@@ -549,7 +549,7 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
         await server.load("s")
         pids_before = pids(server, "s")
         server.repository.versions = ["1", "2"]
-        server.at_start = lambda child: child.kill()
+        server.on_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="version 2 is at UNAVAILABLE state"):
             await server.load("s")
         assert pids(server, "s") == pids_before
@@ -564,10 +564,10 @@ def test_equal_queued_loads_are_merged() -> None:
 
     async def scenario() -> None:
         server = Server(s=[])
-        server.hanging = True
+        server.loads_hang = True
         loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "abbcb"]
-        await until_async(lambda: len(server.started) == 2)
-        server.load_held()
+        await until_async(lambda: len(server.children) == 2)
+        server.finish_hanging_loads()
         await asyncio.gather(*loads)
         assert server.note("s") == "b"
         assert server.repository.read == ["s"] * 4
@@ -585,7 +585,7 @@ def test_an_abandoned_load_cancels_its_steps_loads(
 
     async def scenario() -> None:
         server = Server(s=[], e=["s"], f=["s"])
-        server.hanging = True
+        server.loads_hang = True
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("s").incoming)
         other_loads = [asyncio.ensure_future(server.load(name)) for name in more_names]
@@ -594,8 +594,8 @@ def test_an_abandoned_load_cancels_its_steps_loads(
         with pytest.raises(InvalidArgument, match="failed to load 'e', no version is available"):
             await load
         await run_ready_tasks()
-        assert any(child.alive for child in server.started) is bool(more_names)
-        server.load_held()
+        assert any(child.alive for child in server.children) is bool(more_names)
+        server.finish_hanging_loads()
         await asyncio.gather(*other_loads)
         assert ("s", "1") not in server.registry.states() or server.registry.all_ready()
         assert bool(server.registry.model("s").serving) is bool(more_names)
@@ -607,13 +607,13 @@ def test_an_abandoned_load_cancels_its_steps_loads(
 def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
     async def scenario() -> None:
         server = Server(s=[])
-        server.hanging = True
+        server.loads_hang = True
         earlier_loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "ab"]
-        await until_async(lambda: server._held)
+        await until_async(lambda: server._hanging_loads)
         unload = asyncio.ensure_future(server.unload("s"))
         later_load = asyncio.ensure_future(server.load("s", [], "c"))
         await run_ready_tasks()
-        server.load_held()
+        server.finish_hanging_loads()
         outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
         text = "failed to load 's', no version is available"
         assert [getattr(result, "message", None) for result in outcomes] == [

@@ -42,7 +42,7 @@ from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.regions import opener
 from shmserve.supervisor.regions.opener import HandleCheck
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
-from tests.rigs.region_rig import RegionOffice, policy, unchecked_handles
+from tests.rigs.region_rig import RegionRig, policy, unchecked_handles
 from tests.support.messages import inference_of
 from tests.support.wire.raw_http import in_region, json_input, shm_input
 
@@ -64,7 +64,7 @@ def b64(raw: bytes) -> str:
 # --- the registry
 
 
-class Office(RegionOffice):
+class CudaRegionRig(RegionRig):
     """A registry whose checks of handles and withdrawals are recorded."""
 
     def __init__(self, devices: int = 2, check_fault: ShmserveError | None = None) -> None:
@@ -87,41 +87,39 @@ class Office(RegionOffice):
 
 
 async def test_register_and_unregister() -> None:
-    office = Office()
+    rig = CudaRegionRig()
     handle = CudaHandle(HANDLE, 1, UUID)
-    await office.registry.register_cuda("r", handle, 100, 1000, ME)
-    (checked_memory,) = office.checked
+    await rig.registry.register_cuda("r", handle, 100, 1000, ME)
+    (checked_memory,) = rig.checked
     assert (checked_memory.cuda, checked_memory.byte_size) == (handle, 1100)
-    (published,) = office.published
+    (published,) = rig.published
     extent = unpack_range(published.memory_range)
     memory = extent.memory
     assert memory.cuda == CudaHandle(HANDLE, 1, UUID)
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
-    await office.registry.unregister("r", ME)
-    assert len(office.registry.active()) == 1, "it is no system memory"
-    await office.registry.unregister("r", ME, cuda=True)
-    assert office.published[1:] == [
+    await rig.registry.unregister("r", ME)
+    assert len(rig.registry.active()) == 1, "it is no system memory"
+    await rig.registry.unregister("r", ME, cuda=True)
+    assert rig.published[1:] == [
         m.RegionRetired(memory.id, 1),
         m.RegionWithdrawn("r", memory.id, 1),
         replace(published, draining=True),
     ]
-    assert list(office.registry.publications()) == [
-        replace(published, draining=True, acknowledge=0)
-    ]
-    assert office.workers == [], "a gateway may still have requests that use it"
-    office.registry.draining.record_release(7, memory.id)
-    assert office.workers == [m.MemoryDropped(memory.id)]
-    assert list(office.registry.publications()) == []
+    assert list(rig.registry.publications()) == [replace(published, draining=True, acknowledge=0)]
+    assert rig.workers == [], "a gateway may still have requests that use it"
+    rig.registry.draining.record_release(7, memory.id)
+    assert rig.workers == [m.MemoryDropped(memory.id)]
+    assert list(rig.registry.publications()) == []
     await asyncio.sleep(0)
-    assert office.published[-1] == m.RegionDrained(memory.id, 1)
+    assert rig.published[-1] == m.RegionDrained(memory.id, 1)
 
 
 async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
-    office = Office()
+    rig = CudaRegionRig()
     handle = CudaHandle(HANDLE, 0)
     for _ in range(2):
-        await office.registry.register_cuda("r", handle, 0, 64, ME)
-    assert len(office.published) == 1
+        await rig.registry.register_cuda("r", handle, 0, 64, ME)
+    assert len(rig.published) == 1
     for other_handle, offset, size in (
         (CudaHandle(OTHER, 0), 0, 64),
         (CudaHandle(HANDLE, 1), 0, 64),
@@ -129,7 +127,7 @@ async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
         (handle, 1, 64),
     ):
         with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-            await office.registry.register_cuda("r", other_handle, offset, size, ME)
+            await rig.registry.register_cuda("r", other_handle, offset, size, ME)
 
 
 def test_both_kinds_of_regions_share_their_names() -> None:
@@ -137,8 +135,8 @@ def test_both_kinds_of_regions_share_their_names() -> None:
     posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
 
     async def scenario() -> None:
-        office = Office()
-        registry = office.registry
+        rig = CudaRegionRig()
+        registry = rig.registry
         name_taken = pytest.raises(AlreadyExists, match="already in manager")
         await registry.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.register("host", key, 0, 4096, ME)
@@ -153,7 +151,7 @@ def test_both_kinds_of_regions_share_their_names() -> None:
         assert [region.name for region in registry.active()] == ["host"]
         await registry.unregister("", ME)
         assert registry.active() == []
-        office.registry.draining.gateway_exited(7)
+        rig.registry.draining.gateway_exited(7)
 
     try:
         asyncio.run(scenario())
@@ -162,12 +160,12 @@ def test_both_kinds_of_regions_share_their_names() -> None:
 
 
 async def test_a_region_belongs_to_its_user() -> None:
-    office = Office()
-    registry = office.registry
+    rig = CudaRegionRig()
+    registry = rig.registry
     handle = CudaHandle(HANDLE, 0)
     await registry.register_cuda("r", handle, 0, 64, ME)
-    memory = unpack_range(office.published[0].memory_range).memory
-    assert (office.published[0].uid, memory.copied) == (ME.uid, False)
+    memory = unpack_range(rig.published[0].memory_range).memory
+    assert (rig.published[0].uid, memory.copied) == (ME.uid, False)
     with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
         await registry.register_cuda("r", handle, 0, 64, BOB)
     for name in ("r", ""):
@@ -178,7 +176,7 @@ async def test_a_region_belongs_to_its_user() -> None:
 
 
 async def test_the_limits_of_a_user() -> None:
-    registry = Office().registry
+    registry = CudaRegionRig().registry
     handle = CudaHandle(HANDLE, 0)
     with pytest.raises(InvalidArgument, match="--shm-max-byte-size"):
         await registry.register_cuda("r", handle, 0, (1 << 20) + 1, ME)
@@ -195,16 +193,16 @@ async def test_the_limits_of_a_user() -> None:
 
 
 async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
-    office = Office(check_fault=InvalidArgument("no"))
+    rig = CudaRegionRig(check_fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
-        await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-    assert office.published == []
-    assert office.registry.active() == []
+        await rig.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
+    assert rig.published == []
+    assert rig.registry.active() == []
 
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
-    office = Office()
-    registry, check_sent, was_answered = office.registry, asyncio.Event(), asyncio.Event()
+    rig = CudaRegionRig()
+    registry, check_sent, was_answered = rig.registry, asyncio.Event(), asyncio.Event()
 
     async def check_slowly(memory: Memory) -> None:
         check_sent.set()
@@ -226,14 +224,14 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
     assert [region.name for region in registry.active()] == ["theirs"]
     usable_regions = [
         region
-        for region in office.published
+        for region in rig.published
         if isinstance(region, m.RegionPublished) and not region.draining
     ]
     assert len(usable_regions) == 2
 
 
 async def test_without_gpus() -> None:
-    registry = RegionOffice(POLICY).registry
+    registry = RegionRig(POLICY).registry
     text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
     with pytest.raises(InvalidArgument, match=text):
         await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -251,8 +249,8 @@ def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]]) -> None:
-    office = Office()
-    registry = office.registry
+    rig = CudaRegionRig()
+    registry = rig.registry
     gc.collect()  # objects of earlier tests are finalized now and not during this test
     fds_before = len(os.listdir("/proc/self/fd"))
     for number, exporter in enumerate(exporters):
@@ -261,11 +259,11 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     await registry.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
     await registry.unregister("r1", ME, cuda=True)
     exporters[0].kill()
-    assert [await asyncio.wait_for(office.withdrawn.get(), 10) for _ in range(2)] == [*("r1", "r0")]
+    assert [await asyncio.wait_for(rig.withdrawn.get(), 10) for _ in range(2)] == [*("r1", "r0")]
     assert [region.name for region in registry.active()] == ["r2", "of nobody known"]
-    assert office.workers == [], "requests in flight finish"
+    assert rig.workers == [], "requests in flight finish"
     registry.draining.gateway_exited(7)
-    assert len(office.workers) == 2
+    assert len(rig.workers) == 2
     assert len(os.listdir("/proc/self/fd")) == fds_before + 1
     exporters[0].wait()
     with pytest.raises(InvalidArgument, match="the process that exported it has exited"):

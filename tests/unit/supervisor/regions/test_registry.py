@@ -20,7 +20,7 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import unpack_range
-from tests.rigs.region_rig import RegionOffice, unchecked_handles
+from tests.rigs.region_rig import RegionRig, unchecked_handles
 
 KEY = f"/test-{os.getpid()}-regions"
 ME = Peer(os.getuid(), tuple(os.getgroups()))
@@ -41,26 +41,26 @@ def key() -> Iterator[str]:
 
 
 async def test_register_and_unregister(key: str) -> None:
-    office = RegionOffice()
-    await office.registry.register("r", key, 100, 1000, ME)
-    (published,) = office.published
+    rig = RegionRig()
+    await rig.registry.register("r", key, 100, 1000, ME)
+    (published,) = rig.published
     assert isinstance(published, RegionPublished)
     extent = unpack_range(published.memory_range)
     memory = extent.memory
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
-    await office.registry.unregister("r", ME)
-    retired_message, withdrawn_message, draining_region = office.published[1:]
+    await rig.registry.unregister("r", ME)
+    retired_message, withdrawn_message, draining_region = rig.published[1:]
     assert retired_message == RegionRetired(memory.id, 1)
     assert withdrawn_message == RegionWithdrawn("r", memory.id, 1)
     assert draining_region == replace(published, draining=True)
-    assert office.registry.active() == []
-    assert office.workers == [], "a gateway may still have requests that use it"
-    office.registry.draining.record_release(7, memory.id)
-    assert office.workers == [MemoryDropped(memory.id)]
+    assert rig.registry.active() == []
+    assert rig.workers == [], "a gateway may still have requests that use it"
+    rig.registry.draining.record_release(7, memory.id)
+    assert rig.workers == [MemoryDropped(memory.id)]
 
 
-class BusyOffice(RegionOffice):
-    """An office whose gateway uses each region that is unregistered."""
+class BusyOffice(RegionRig):
+    """An rig whose gateway uses each region that is unregistered."""
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         await super().publish(make, *roles)
@@ -72,64 +72,64 @@ class BusyOffice(RegionOffice):
 async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     key: str, end_cause: str
 ) -> None:
-    office = BusyOffice()
-    draining_regions = office.registry.draining
-    await office.registry.register("r", key, 0, 8192, ME)
-    memory_id = unpack_range(office.published[0].memory_range).memory.id
-    await office.registry.unregister("r", ME)
-    assert office.published[1:] == [RegionRetired(memory_id, 1)]
-    published = replace(office.published[0], acknowledge=0)
+    rig = BusyOffice()
+    draining_regions = rig.registry.draining
+    await rig.registry.register("r", key, 0, 8192, ME)
+    memory_id = unpack_range(rig.published[0].memory_range).memory.id
+    await rig.registry.unregister("r", ME)
+    assert rig.published[1:] == [RegionRetired(memory_id, 1)]
+    published = replace(rig.published[0], acknowledge=0)
     expected_messages = [published, RegionRetired(memory_id, 0)]
-    assert list(office.registry.publications()) == expected_messages
+    assert list(rig.registry.publications()) == expected_messages
     draining_regions.record_use(8, memory_id, True)  # a request that arrived during the drain
     draining_regions.record_use(7, memory_id, False)
     await asyncio.sleep(0)
-    assert len(office.published) == 2
+    assert len(rig.published) == 2
     if end_cause == "unused":
         draining_regions.record_use(8, memory_id, False)
     elif end_cause == "the gateway exits":
         draining_regions.gateway_exited(8)
     else:
         os.truncate(f"/dev/shm{key}", 0)
-        await office.registry.drop_shrunk()
+        await rig.registry.drop_shrunk()
     await asyncio.sleep(0)
-    assert office.published[2] == RegionWithdrawn("r", memory_id, 1)
+    assert rig.published[2] == RegionWithdrawn("r", memory_id, 1)
     draining_regions.record_release(7, memory_id)
-    assert office.workers == [MemoryDropped(memory_id)]
-    assert list(office.registry.publications()) == []
+    assert rig.workers == [MemoryDropped(memory_id)]
+    assert list(rig.registry.publications()) == []
     await asyncio.sleep(0)
 
 
 async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:
-    office = BusyOffice()
-    await office.registry.register("r", key, 0, 4096, ME)
-    memory_id = unpack_range(office.published[0].memory_range).memory.id
-    await office.registry.unregister("r", ME)
-    await office.registry.register("r", key, 0, 8192, ME)
-    office.registry.draining.record_use(7, memory_id, False)
+    rig = BusyOffice()
+    await rig.registry.register("r", key, 0, 4096, ME)
+    memory_id = unpack_range(rig.published[0].memory_range).memory.id
+    await rig.registry.unregister("r", ME)
+    await rig.registry.register("r", key, 0, 8192, ME)
+    rig.registry.draining.record_use(7, memory_id, False)
     await asyncio.sleep(0)
-    assert [region.byte_size for region in office.registry.active()] == [8192]
-    office.registry.close()
+    assert [region.byte_size for region in rig.registry.active()] == [8192]
+    rig.registry.close()
 
 
 async def test_an_equal_registration_is_accepted_and_another_refused(key: str) -> None:
-    office = RegionOffice()
-    await office.registry.register("r", key, 0, 4096, ME)
-    await office.registry.register("r", key, 0, 4096, ME)
-    assert len(office.published) == 1
+    rig = RegionRig()
+    await rig.registry.register("r", key, 0, 4096, ME)
+    await rig.registry.register("r", key, 0, 4096, ME)
+    assert len(rig.published) == 1
     for offset, size in ((0, 4095), (1, 4096)):
         with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-            await office.registry.register("r", key, offset, size, ME)
-    office.registry.close()
+            await rig.registry.register("r", key, offset, size, ME)
+    rig.registry.close()
 
 
 async def test_a_restarted_client_takes_over_its_name(key: str) -> None:
-    office = RegionOffice()
-    await office.registry.register("r", key, 0, 4096, ME)
+    rig = RegionRig()
+    await rig.registry.register("r", key, 0, 4096, ME)
     posix_ipc.unlink_shared_memory(key)
     make_object()
-    await office.registry.register("r", key, 0, 8192, ME)
-    old_region, withdrawn_message, draining_region, new_region = office.published
+    await rig.registry.register("r", key, 0, 8192, ME)
+    old_region, withdrawn_message, draining_region, new_region = rig.published
     assert withdrawn_message == RegionWithdrawn(
         "r", unpack_range(old_region.memory_range).memory.id, 1
     )
@@ -138,67 +138,67 @@ async def test_a_restarted_client_takes_over_its_name(key: str) -> None:
         unpack_range(old_region.memory_range).memory.inode
         != unpack_range(new_region.memory_range).memory.inode
     )
-    office.registry.draining.gateway_exited(7)
-    assert len(office.workers) == 1
-    office.registry.close()
+    rig.registry.draining.gateway_exited(7)
+    assert len(rig.workers) == 1
+    rig.registry.close()
 
 
 async def test_a_key_recreated_while_its_old_object_is_registered(key: str) -> None:
-    office = RegionOffice()
-    await office.registry.register("r", key, 0, 4096, ME)
+    rig = RegionRig()
+    await rig.registry.register("r", key, 0, 4096, ME)
     os.link(f"/dev/shm{key}", f"/dev/shm{key}-kept")
     try:
         posix_ipc.unlink_shared_memory(key)
         make_object()
         with pytest.raises(AlreadyExists):
-            await office.registry.register("r", key, 0, 4096, ME)
+            await rig.registry.register("r", key, 0, 4096, ME)
     finally:
         os.unlink(f"/dev/shm{key}-kept")
-        office.registry.close()
+        rig.registry.close()
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
 def test_ranges_outside_the_object_are_refused(key: str, offset: int, size: int) -> None:
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
-        asyncio.run(RegionOffice().registry.register("r", key, offset, size, ME))
+        asyncio.run(RegionRig().registry.register("r", key, offset, size, ME))
 
 
 def test_unregistering_an_unknown_name_succeeds(key: str) -> None:
-    asyncio.run(RegionOffice().registry.unregister("nobody", ME))
+    asyncio.run(RegionRig().registry.unregister("nobody", ME))
 
 
 async def test_regions_are_pinned_up_to_the_limit_of_locked_memory(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (8192, 8192))
-    office = RegionOffice(handles=unchecked_handles(1))
-    pin = office.registry.register
+    rig = RegionRig(handles=unchecked_handles(1))
+    pin = rig.registry.register
     await pin("r", key, 4096, 1024, ME, pin=True)
-    assert unpack_range(office.published[-1].memory_range).memory.pinned
+    assert unpack_range(rig.published[-1].memory_range).memory.pinned
     with pytest.raises(AlreadyExists):
         await pin("r", key, 4096, 1024, ME)
     text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
     with pytest.raises(InvalidArgument, match=text):
         await pin("s", key, 0, 4096, ME, pin=True)
-    await office.registry.register("s", key, 0, 4096, ME)
-    assert not unpack_range(office.published[-1].memory_range).memory.pinned
-    await office.registry.unregister("r", ME)
-    await office.registry.unregister("s", ME)
-    office.registry.draining.gateway_exited(7)
+    await rig.registry.register("s", key, 0, 4096, ME)
+    assert not unpack_range(rig.published[-1].memory_range).memory.pinned
+    await rig.registry.unregister("r", ME)
+    await rig.registry.unregister("s", ME)
+    rig.registry.draining.gateway_exited(7)
     await pin("s", key, 0, 8192, ME, pin=True)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
     await pin("t", key, 0, 8192, ME, pin=True)
-    office.registry.close()
+    rig.registry.close()
 
 
 async def test_nothing_is_pinned_without_a_device_or_if_it_is_not_mapped(key: str) -> None:
-    office = RegionOffice()
+    rig = RegionRig()
     with pytest.raises(InvalidArgument, match="the server has none"):
-        await office.registry.register("r", key, 0, 4096, ME, pin=True)
-    await office.registry.register("r", key, 0, 4096, ME)
-    office.registry.close()
+        await rig.registry.register("r", key, 0, 4096, ME, pin=True)
+    await rig.registry.register("r", key, 0, 4096, ME)
+    rig.registry.close()
     os.chmod(f"/dev/shm{key}", 0o666)  # a user who may write to the object may truncate it
-    office = RegionOffice(handles=unchecked_handles(1))
+    rig = RegionRig(handles=unchecked_handles(1))
     with pytest.raises(InvalidArgument, match="neither mapped nor pinned"):
-        await office.registry.register("r", key, 0, 4096, ME, pin=True)
-    office.registry.close()
+        await rig.registry.register("r", key, 0, 4096, ME, pin=True)
+    rig.registry.close()

@@ -13,28 +13,28 @@ from shmserve.common.peers import Peer
 from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.host.handover_link import HandoverLink
-from tests.rigs.region_rig import RegionOffice, policy
+from tests.rigs.region_rig import RegionRig, policy
 from tests.support.regions import SharedObject
 
 OWN_PEER = Peer(os.getuid(), tuple(os.getgroups()))
 SIZE = 4096
 
 
-class RegionServer(RegionOffice):
+class RegionServer(RegionRig):
     """A server with one gateway, at one end of a link."""
 
     def __init__(self, link_end: socket.socket, max_regions: int = 100) -> None:
         super().__init__(policy(max_regions=max_regions, max_regions_per_uid=max_regions))
         self.link = HandoverLink(link_end, self.registry.apply)
-        self.kept.mirror_to(self.link)
+        self.kept_regions.mirror_to(self.link)
 
     async def register(self, name: str, key: str) -> None:
         await self.registry.register(name, key, 0, SIZE, OWN_PEER)
-        await self.kept.flush()
+        await self.kept_regions.flush()
 
     async def unregister(self, name: str) -> None:
         await self.registry.unregister(name, OWN_PEER)
-        await self.kept.flush()
+        await self.kept_regions.flush()
 
     def names(self) -> list[str]:
         return [region.name for region in self.registry.active()]
@@ -55,7 +55,7 @@ async def linked_servers(
     for server in (first_server, second_server):
         server.registry.close()
     first_server.link.close()
-    await second_server.link.ended
+    await second_server.link.end_future
     second_server.link.close()
     assert len(os.listdir("/proc/self/fd")) == fds_before
 
@@ -132,7 +132,7 @@ def test_the_remaining_server_does_not_wait() -> None:
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             second_server.link.close()
-            await first_server.link.ended
+            await first_server.link.end_future
             await first_server.register("a", shared_object.key)
             assert (first_server.names(), second_server.names()) == (["a"], [])
             first_server.link.ask("anything")

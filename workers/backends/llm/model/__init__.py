@@ -1,9 +1,8 @@
-"""The decoder of a generative model in torch. Start with passes.py.
+"""The decoder of a generative model in torch. Start with transformer.py.
 
-passes.py         a pass over rows, with recorded CUDA graphs
-transformer.py    the decoder and its linear layers
+transformer.py    the decoder, its linear layers, and passes over rows, with recorded CUDA graphs
 attention.py      a paged KV cache, and attention over it
 architecture.py   the numbers of config.json
-checkpoint.py     weights, tokenizer and settings of a Hugging Face folder
+checkpoint.py     weights (in huge pages), tokenizer and settings of a Hugging Face folder
 quantised.py      quantised weights
 """

@@ -333,8 +333,12 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     """Return the rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(field) or {}
-    nested = scaling.get("full_attention")
-    scaling = nested if isinstance(nested, dict) else scaling
+    nested = ", ".join(name for name, value in scaling.items() if isinstance(value, dict))
+    if nested:  # transformers ignores them in these architectures
+        problems.append(
+            f"config.json: {field}: {nested}: parameters of layer types are not supported"
+        )
+        return Rope(10_000.0, "default", {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
     factor = scaling.get("partial_rotary_factor")

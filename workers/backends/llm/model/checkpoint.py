@@ -5,9 +5,11 @@ The page checkpoints.md of the guide lists the files and fields of a folder, wit
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -87,7 +89,8 @@ _UNSUPPORTED_CLASSES = (
 _SPACE_SYMBOL = "\u2581"
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_TOKENS = "bos_token eos_token unk_token pad_token sep_token cls_token mask_token"
+# In the order in which transformers adds them to a tokenizer.
+_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER = ((int,), "an integer")
 _TOKEN, _IDS = ((str, dict), "a string or an object"), ((int, list), "an integer or a list")
@@ -237,10 +240,11 @@ def _read_tokenizer(
     if not file.exists():
         problems.append(f"{file.name} is missing")
         return None
-    added_tokens = {}
+    special_tokens_map, added_tokens = {}, {}
     if "added_tokens_decoder" not in settings:
-        settings |= read_json(path / "special_tokens_map.json", problems, optional=True)
+        special_tokens_map = read_json(path / "special_tokens_map.json", problems, optional=True)
         added_tokens = read_json(path / "added_tokens.json", problems, optional=True)
+    _merge_special_tokens(settings, special_tokens_map)
     try:
         tokenizer = Tokenizer.from_file(str(file))
         if tokenizer.padding:
@@ -254,12 +258,34 @@ def _read_tokenizer(
             pass  # transformers then uses tokenizer.json unchanged
         elif kind in _SPECIAL_TOKENS:
             _replace_parts(tokenizer, settings, kind)
-        _add_tokens(tokenizer, settings, added_tokens)
+        _add_tokens(tokenizer, settings, added_tokens, kind)
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
         return None
     tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
     return tokenizer
+
+
+def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> None:
+    """Merge the special tokens of special_tokens_map.json into those of tokenizer_config.json.
+
+    Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
+    the older name of `extra_special_tokens`, is used if no file has a list by the present name.
+    """
+    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, others)]
+    extra = settings.pop("extra_special_tokens", None) or lists[0]
+    more = others.pop("extra_special_tokens", None)
+    settings |= others
+    texts: list[Any] = []
+    for tokens in (extra, more):
+        if isinstance(tokens, dict):
+            settings |= tokens
+        else:
+            texts += tokens or []
+    if not isinstance(extra, list) and not isinstance(more, list):
+        texts = lists[1] or lists[0] or []
+    settings |= settings.get("model_specific_special_tokens") or {}
+    settings["extra_special_tokens"] = texts
 
 
 def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
@@ -336,27 +362,28 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     tokenizer.decoder = decoders.Sequence(parts)
 
 
-def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int]) -> None:
+def _add_tokens(
+    tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int], kind: str
+) -> None:
     """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    if isinstance(extra, dict):
-        settings |= extra
-        extra = []
-    settings |= settings.get("model_specific_special_tokens") or {}
-    special = (*map(settings.get, _special_tokens(settings)), *extra)
-    special_by_text = {_content(token): token for token in special}
+    named = [settings[name] for name in _special_tokens(settings)]
+    extra = settings["extra_special_tokens"]
+    texts = [_content(token) for token in (*named, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
-    known_by_text = {token.content: token for token in known_tokens.values()}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
-        number: {"content": text, "special": text in special_by_text}
+        number: {"content": text, "special": text in texts}
         for text, number in added.items()
         if number not in known_tokens
     }
     tokens = {int(number): _added_token(token) for number, token in declared.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
-    known_by_text |= {token.content: token for token in tokens.values()}
+    if kind == "Qwen2Tokenizer":  # the class resets the properties of special tokens
+        tokenizer.add_special_tokens([_added_token(text) for text in texts])
+        return
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens(
-        [known_by_text.get(text) or _added_token(token) for text, token in special_by_text.items()]
+        [known.get(_content(token)) or _added_token(token) for token in named]
+        + [_added_token(token) for token in extra if _content(token) not in known]
     )
 
 
@@ -492,7 +519,66 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json."""
     tokens: dict[str, str] = {}
-    for name, value in settings.items():
+    for name in dict.fromkeys((*_TOKENS.split(), *settings)):
+        value = settings.get(name)
         if name.endswith("_token") and isinstance(value, (str, dict)):
             tokens[name] = _content(value)
     return tokens
+
+
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_MAPS = Path("/proc/self/maps")
+_libc = ctypes.CDLL(None)
+
+Range = tuple[int, int]  # the first address, and the address after the last
+
+
+@contextmanager
+def moved_to_huge_pages() -> Iterator[None]:
+    """Move memory that the with block allocates and keeps to huge pages, as far as available.
+
+    Weights on huge pages are read at twice the speed. Linux provides huge pages on request
+    (madvise(2)), which torch does not make.
+    """
+    ranges_before = _private_memory()
+    yield
+    for begin, end in subtract_ranges(_private_memory(), ranges_before):
+        _move_range(begin, end)
+
+
+def subtract_ranges(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
+    """Yield the parts of `ranges` that are not in `excluded`, whose ranges are sorted."""
+    exclusions = list(excluded)
+    for begin, end in ranges:
+        for excluded_begin, excluded_end in exclusions:
+            if begin < excluded_end and excluded_begin < end:
+                if begin < excluded_begin:
+                    yield begin, excluded_begin
+                begin = excluded_end
+        if begin < end:
+            yield begin, end
+
+
+def _private_memory() -> list[Range]:
+    """Return the writable anonymous address ranges of this process."""
+    ranges: list[Range] = []
+    if _HUGE_PAGE_SIZE.exists():
+        for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+            addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
+            if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+                begin, end = addresses.split("-")
+                ranges.append((int(begin, 16), int(end, 16)))
+    return ranges
+
+
+def _move_range(begin: int, end: int) -> None:
+    """Move a range to huge pages, including later allocations in it.
+
+    A kernel without support rejects the calls, and the pages are unchanged.
+    """
+    size = int(_HUGE_PAGE_SIZE.read_text(encoding="ascii"))
+    begin, end = -(-begin // size) * size, end // size * size
+    if begin < end:
+        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -5,27 +5,36 @@ are plain, with 32 or 16 bits. Packed weights are twice as fast as plain weights
 They also give each row the same bits in any batch of at least two rows; a single row has another
 kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The operators
 for packed weights are not part of torch's public interface, so they are tested before use.
+
+`Passes` computes the passes of a model over its KV cache, by CUDA graphs if the device supports
+them. A graph computes a decode pass, with one row per sequence, in one launch instead of hundreds.
+It is captured for a number of rows and of blocks per row, and computes any smaller pass. The keys
+and values of a sequence are gathered from its blocks; the keys after its end are masked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
-from shmserve.workers.backends.llm.model.attention import Attend, Attention, KvCache, Pass
-from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.attention import (
+    Attend,
+    Attention,
+    KvCache,
+    Pass,
+    make_attention,
+)
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint, moved_to_huge_pages
 
 MIN_ROWS = 4  # number of rows to which smaller batches are padded
 _PACK_ROWS = 16  # number of rows for which oneDNN packs weights
@@ -387,59 +396,162 @@ def _make_rotations(model: Architecture, device: str) -> torch.Tensor:
     return torch.polar(torch.full_like(angles, model.rope.amplitude), angles).to(device)
 
 
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-_HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_MAPS = Path("/proc/self/maps")
-_libc = ctypes.CDLL(None)
+_MIN_GRAPH_ROWS = 2
+_MIN_GRAPH_KEYS = 256  # per row
+# Maximum number of keys of all rows: each graph has memory for its gathered keys.
+_MAX_GRAPH_KEYS = 1 << 17
+_ROW_COLUMNS = 3  # columns of a row before its blocks: token, position, slot
 
-Range = tuple[int, int]  # the first address, and the address after the last
+
+class CapturedGraph(NamedTuple):
+    """A captured CUDA graph with its input and output memory."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    logits: torch.Tensor
 
 
-@contextmanager
-def moved_to_huge_pages() -> Iterator[None]:
-    """Move memory that the with block allocates and keeps to huge pages, as far as available.
+class DecodeGraphs:
+    """The captured CUDA graphs of one model over its cache."""
 
-    Weights on huge pages are read at twice the speed. Linux provides huge pages on request
-    (madvise(2)), which torch does not make.
+    def __init__(self, model: Transformer, cache: KvCache) -> None:
+        self._model, self._cache = model, cache
+        self._captured: dict[tuple[int, int], CapturedGraph] = {}
+
+    @torch.inference_mode()
+    def capture(self, max_rows: int, max_length: int) -> None:
+        """Capture graphs for up to `max_rows` sequences of up to `max_length` tokens.
+
+        The largest graph is captured first, so that the others share its memory.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        for rows, blocks in reversed(list(_graph_sizes(max_rows, max_length, self._cache))):
+            inputs = torch.zeros(
+                (rows, _ROW_COLUMNS + blocks), dtype=torch.int64, device=self._model.device
+            )
+            # Libraries allocate their memory in the first call, which must not be captured.
+            decode_logits(self._model, self._cache, inputs)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = decode_logits(self._model, self._cache, inputs)
+            self._captured[rows, blocks] = CapturedGraph(graph, inputs, logits)
+
+    @torch.inference_mode()
+    def logits(self, rows: Pass) -> torch.Tensor | None:
+        """Return the logits of all rows of a pass, or None if no graph fits.
+
+        The logits are valid until the next pass.
+        """
+        if any(span.size > 1 for span in rows.spans):
+            return None
+        blocks = max(-(-span.length // rows.block_size) for span in rows.spans)
+        size = _graph_size(len(rows.spans), blocks, rows.block_size)
+        captured = self._captured.get(size)
+        if captured is None:
+            return None
+        captured.inputs.copy_(torch.from_numpy(decode_inputs(rows, *size)))
+        captured.graph.replay()
+        return captured.logits
+
+
+def decode_inputs(rows: Pass, row_count: int, block_count: int) -> np.ndarray:
+    """Return the inputs of a graph for a pass, padded with copies of the last row.
+
+    Returns:
+        The token, the position, the slot and the block table of each row, int64
+        [row_count, 3 + block_count].
     """
-    ranges_before = _private_memory()
-    yield
-    for begin, end in subtract_ranges(_private_memory(), ranges_before):
-        _move_range(begin, end)
+    inputs = np.zeros((row_count, _ROW_COLUMNS + block_count), np.int64)
+    for index, span in enumerate(rows.spans):
+        table = span.block_table[: -(-span.length // rows.block_size)]
+        columns = rows.tokens[index], rows.positions[index], rows.slots[index]
+        inputs[index, : _ROW_COLUMNS + len(table)] = *columns, *table
+    inputs[len(rows.spans) :] = inputs[len(rows.spans) - 1]
+    return inputs
 
 
-def subtract_ranges(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
-    """Yield the parts of `ranges` that are not in `excluded`, whose ranges are sorted."""
-    exclusions = list(excluded)
-    for begin, end in ranges:
-        for excluded_begin, excluded_end in exclusions:
-            if begin < excluded_end and excluded_begin < end:
-                if begin < excluded_begin:
-                    yield begin, excluded_begin
-                begin = excluded_end
-        if begin < end:
-            yield begin, end
+def decode_logits(model: Transformer, cache: KvCache, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the logits of all rows of `decode_inputs`, and store their keys and values.
 
-
-def _private_memory() -> list[Range]:
-    """Return the writable anonymous address ranges of this process."""
-    ranges: list[Range] = []
-    if _HUGE_PAGE_SIZE.exists():
-        for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
-            addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
-            if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-                begin, end = addresses.split("-")
-                ranges.append((int(begin, 16), int(end, 16)))
-    return ranges
-
-
-def _move_range(begin: int, end: int) -> None:
-    """Move a range to huge pages, including later allocations in it.
-
-    A kernel without support rejects the calls, and the pages are unchanged.
+    The attention of each row is computed with all keys of its blocks, of which later ones are
+    masked.
     """
-    size = int(_HUGE_PAGE_SIZE.read_text(encoding="ascii"))
-    begin, end = -(-begin // size) * size, end // size * size
-    if begin < end:
-        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
-            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+    row_count = len(inputs)
+    tokens, positions, slots = inputs[:, :_ROW_COLUMNS].unbind(1)
+    block_offsets = torch.arange(cache.block_size, device=inputs.device)
+    key_slots = (inputs[:, _ROW_COLUMNS:, None] * cache.block_size + block_offsets).flatten(1)
+    mask = torch.arange(key_slots.shape[1], device=inputs.device) <= positions.unsqueeze(1)
+    mask = mask[None, :, None]
+
+    def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
+        # Query heads that share a key-value head are rows of one product.
+        queries = heads[:, : cache.query_heads].view(row_count, cache.kv_heads, -1, heads.shape[2])
+        output = functional.scaled_dot_product_attention(
+            queries.transpose(0, 1),
+            cache.keys[layer][:, key_slots],
+            cache.values[layer][:, key_slots],
+            attn_mask=mask,
+        )
+        return output.transpose(0, 1).reshape(row_count, -1)
+
+    return model.logits(model.states(tokens, positions, slots, cache, attend))
+
+
+def _graph_sizes(max_rows: int, max_length: int, cache: KvCache) -> Iterator[tuple[int, int]]:
+    """Yield the number of rows and of blocks per row of each graph, smallest first."""
+    max_blocks = min(-(-max_length // cache.block_size), cache.slot_count // cache.block_size)
+    rows = _MIN_GRAPH_ROWS
+    while True:
+        _, blocks = _graph_size(rows, 1, cache.block_size)
+        while rows * blocks * cache.block_size <= _MAX_GRAPH_KEYS:
+            yield rows, blocks
+            if blocks >= max_blocks:
+                break
+            blocks *= 2
+        if rows >= max_rows:
+            return
+        rows *= 2
+
+
+def _graph_size(rows: int, blocks: int, block_size: int) -> tuple[int, int]:
+    """Return the number of rows and of blocks per row, powers of two, of the graph for a pass."""
+    min_blocks = max(-(-_MIN_GRAPH_KEYS // block_size), blocks)
+    return _next_power_of_two(max(rows, _MIN_GRAPH_ROWS)), _next_power_of_two(min_blocks)
+
+
+def _next_power_of_two(minimum: int) -> int:
+    """Return the smallest power of two that is at least `minimum`."""
+    return 1 << (minimum - 1).bit_length()
+
+
+class Passes:
+    """The executor of a model's passes over its KV cache."""
+
+    def __init__(self, model: Transformer, cache: KvCache) -> None:
+        self.cache = cache
+        self._model = model
+        self._attention = make_attention(cache, model.architecture, model.device)
+        self._graphs = DecodeGraphs(model, cache)
+
+    def capture(self, max_rows: int, max_length: int) -> None:
+        """Capture CUDA graphs for decode passes, if the device supports them."""
+        if self._model.device.startswith("cuda"):
+            self._graphs.capture(max_rows, max_length)
+
+    def empty(self) -> Pass:
+        """Return a pass without rows."""
+        return Pass(self.cache.block_size, self._model.device)
+
+    def logits(self, rows: Pass, logit_rows: list[int]) -> torch.Tensor:
+        """Return the logits of the `logit_rows` rows, float32 [logit rows, vocabulary].
+
+        The logits are valid until the next pass. The keys and values of all rows are stored in the
+        cache.
+        """
+        graph_logits = self._graphs.logits(rows)
+        if graph_logits is None:
+            return self._model.forward(rows, self.cache, self._attention, logit_rows)
+        if logit_rows == list(range(len(logit_rows))):
+            return graph_logits[: len(logit_rows)]
+        return graph_logits[logit_rows]

@@ -18,10 +18,10 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
 from shmserve.workers.backends.llm import texts
-from shmserve.workers.backends.llm.answers import SampleText
+from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import parse
-from shmserve.workers.backends.llm.sequences import Prompt
+from shmserve.workers.backends.llm.texts import SampleText
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig
@@ -190,7 +190,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
 def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler: Scheduler, folder: Folder
 ) -> None:
-    scheduler.reads = False
+    scheduler.clients_read = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
     # This request ends once all texts of the first request are available.
     scheduler.add(2, max_tokens=120, **GREEDY)
@@ -211,7 +211,7 @@ def test_a_request_without_a_reader_fails_while_other_requests_generate(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts, "_MAX_WAIT_NS", int(0.3e9))
-    scheduler.reads = False
+    scheduler.clients_read = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
     scheduler.add(2, max_tokens=400, **GREEDY)
     while scheduler.running and 1 not in scheduler.ended:

@@ -37,7 +37,8 @@ def test_a_variable_that_a_template_does_not_use_is_refused(name: str) -> None:
     assert render("{{ %s | string | length > 0 }}" % name, **{name: value}) == "True"  # noqa: UP031
     with pytest.raises(InvalidArgument, match=f"{name}: the model's chat template does not use"):
         render(ROLES, **{name: value})
-    assert render(ROLES, **{name: None}) == "user:Hi;"
+    for default in (None, "medium" if name == "reasoning_effort" else []):
+        assert render(ROLES, **{name: default}) == "user:Hi;"
 
 
 def test_members_of_chat_template_kwargs_are_variables() -> None:

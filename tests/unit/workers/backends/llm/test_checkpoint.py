@@ -101,6 +101,10 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"quantization_config": "gptq"}, "quantization_config: 'gptq' is not an object"),
         ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta: '1' is not a positive number"),
         (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters: full_attention: parameters of layer types are not supported",
+        ),
+        (
             {"rope_scaling": {"type": "linear", "factor": 0}},
             "rope_scaling: factor: 0 is not a positive number",
         ),

@@ -85,6 +85,16 @@ DIGITS = {
         }
     }
 }  # fmt: skip
+EXTRA_PROPERTIES = {
+    SETTINGS: {
+        "added_tokens_decoder": {
+            "0": token(END, special=True),
+            "1": token("<|user|>", special=True),
+            "320": token("<think>", lstrip=True, rstrip=True),
+        },
+        "additional_special_tokens": ["<think>"],
+    }
+}
 THINK_TOKENS = {"<think>": SIZE, "</think>": SIZE + 1}
 FILES: dict[str, dict[str, dict[str, Any]]] = {
     "truncation": {"tokenizer.json": {"truncation": TRUNCATION}},
@@ -94,6 +104,29 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "extra tokens": {SETTINGS: {"additional_special_tokens": ["<x>", "<|user|>", "fox"]}},
     "extra tokens of transformers 5": {SETTINGS: {"extra_special_tokens": ["<x>", "fox"]}},
     "extra named tokens": {SETTINGS: {"extra_special_tokens": {"image_token": "<img>"}}},
+    "named tokens in another order": {
+        SETTINGS: {"pad_token": "<x>", "eos_token": "<y>", "bos_token": "[PAD]"}
+    },
+    "extra tokens of two files": {
+        SETTINGS: {"additional_special_tokens": ["<x>"]},
+        "special_tokens_map.json": {"additional_special_tokens": ["<y>"]},
+    },
+    "extra tokens of two files of transformers 5": {
+        SETTINGS: {"extra_special_tokens": ["<x>"]},
+        "special_tokens_map.json": {"extra_special_tokens": ["<y>"]},
+    },
+    "extra tokens beside named ones": {
+        SETTINGS: {
+            "extra_special_tokens": {"image_token": "<img>"},
+            "additional_special_tokens": ["<x>"],
+        },
+        "special_tokens_map.json": {"additional_special_tokens": ["<y>"]},
+    },
+    "properties of an extra token": EXTRA_PROPERTIES,
+    "properties of an extra token of Qwen2": {
+        "config.json": {"model_type": "qwen2"},
+        **EXTRA_PROPERTIES,
+    },
     "named tokens of a model": {
         SETTINGS: {"model_specific_special_tokens": {"image_token": "<img>"}}
     },

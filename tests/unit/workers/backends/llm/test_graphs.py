@@ -9,13 +9,13 @@ import torch
 
 from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import (
+from shmserve.workers.backends.llm.model.transformer import (
+    Transformer,
     _graph_size,
     _graph_sizes,
     decode_inputs,
     decode_logits,
 )
-from shmserve.workers.backends.llm.model.transformer import Transformer
 
 BLOCK, BLOCKS = 4, 128
 LENGTHS = (1, 30, 4, 17, 9)

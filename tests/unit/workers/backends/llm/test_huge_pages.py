@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.workers.backends.llm.model.transformer import moved_to_huge_pages, subtract_ranges
+from shmserve.workers.backends.llm.model.checkpoint import moved_to_huge_pages, subtract_ranges
 
 MIB = 1 << 20
 _ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(

@@ -90,7 +90,9 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "a regular expression"),
         ({"structured_outputs": {"regex": "a", "structural_tag": "b"}}, "and of the options"),
         ({"guided_choice": []}, "guided_choice: [] is not a list of 1 to 10000 strings"),
-        ({"regex": "a", "guided_json": {}}, "regex and json_schema: at most one grammar"),
+        ({"regex": "a", "guided_json": {}}, "regex and guided_json: at most one grammar"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}},
+         "guided_regex and structured_outputs: at most one grammar"),
         ({"bad_words": [""]}, "bad_words: [''] is not a string or a list"),
         ({"allowed_token_ids": [100]}, "allowed_token_ids: 100 is not a token"),
         ({"suffix": "!"}, "suffix: '!' is not supported"),
@@ -108,6 +110,15 @@ def test_invalid_parameters_are_named(parameters: dict[str, Any], message: str) 
     with pytest.raises(InvalidArgument) as caught:
         settings(**parameters)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_a_constraint_may_be_given_by_both_of_its_names(kind: str) -> None:
+    """Clients for several versions of vLLM send both."""
+    constraint = {"json": {"type": "object"}, "choice": ["a", "b"]}.get(kind, "a")
+    both_names = {f"guided_{kind}": constraint, "structured_outputs": {kind: constraint}}
+    expected = settings(structured_outputs={kind: constraint}).grammar
+    assert settings(**both_names).grammar == expected != ("", "")
 
 
 def test_a_model_has_defaults_and_seeds_differ() -> None:

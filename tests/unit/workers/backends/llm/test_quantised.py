@@ -16,7 +16,7 @@ from tests.support.hf_folders import config, weights, write_folder
 from tests.unit.workers.backends.llm.test_checkpoint import edit
 
 Tensors = dict[str, torch.Tensor]
-Made = tuple[Tensors, torch.Tensor]  # the tensors of a layer, and its weight in float32
+QuantisedLayer = tuple[Tensors, torch.Tensor]  # the tensors of a layer, and its weight in float32
 # The order of the values in a packed word, by bits per value.
 AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 GROUP = 16
@@ -57,7 +57,7 @@ def fp8(
     block: tuple[int, int],
     scale: str = "weight_scale_inv",
     kind: torch.dtype = torch.float32,
-) -> Made:
+) -> QuantisedLayer:
     rows, columns = weight.shape
     counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
     scales = draw_scales(*counts, kind)
@@ -66,7 +66,7 @@ def fp8(
     return {"weight": values, scale: scales}, exact_weight
 
 
-def fp8_tensor(weight: torch.Tensor) -> Made:
+def fp8_tensor(weight: torch.Tensor) -> QuantisedLayer:
     quantised, exact_weight = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
     return quantised | {
         "weight_scale": quantised["weight_scale"][0, 0],
@@ -74,7 +74,7 @@ def fp8_tensor(weight: torch.Tensor) -> Made:
     }, exact_weight
 
 
-def exponents(weight: torch.Tensor) -> Made:
+def exponents(weight: torch.Tensor) -> QuantisedLayer:
     quantised, _ = fp8(weight, (16, 16))
     rows, columns = quantised["weight_scale_inv"].shape
     powers = draw_ints(rows, columns, 130, lowest=124).byte()
@@ -85,7 +85,7 @@ def exponents(weight: torch.Tensor) -> Made:
 
 def plain_ints(
     weight: torch.Tensor, block: tuple[int, int], symmetric: bool, bits: int = 8
-) -> Made:
+) -> QuantisedLayer:
     rows, columns = weight.shape
     counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
     half_range = 1 << bits - 1
@@ -100,7 +100,7 @@ def plain_ints(
     ), exact_weight
 
 
-def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> Made:
+def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> QuantisedLayer:
     block = (1, columns)
     quantised, exact_weight = plain_ints(weight, block, symmetric, bits)
     half_range = 1 << bits - 1
@@ -116,7 +116,7 @@ def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) 
     return tensors, exact_weight
 
 
-def ordered_ints(weight: torch.Tensor) -> Made:
+def ordered_ints(weight: torch.Tensor) -> QuantisedLayer:
     quantised, _ = packed_ints(weight, 4, GROUP, False)
     column_order = (
         torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
@@ -140,7 +140,7 @@ def gptq(
     offset: int = 1,
     ordered: bool = False,
     zeros: bool = True,
-) -> Made:
+) -> QuantisedLayer:
     rows, columns = weight.shape
     group = group if group > 0 else columns
     values, max_point = draw_ints(columns, rows, 1 << bits), (1 << bits) - offset
@@ -161,7 +161,7 @@ def gptq(
     return tensors if zeros else drop_tensors(tensors, "qzeros"), exact_weight
 
 
-def gptq_with_carry(weight: torch.Tensor, bits: int) -> Made:
+def gptq_with_carry(weight: torch.Tensor, bits: int) -> QuantisedLayer:
     """Return a layer as GPTQModel stores it, which subtracts 1 from whole words of zero points.
 
     A zero point of 0 then borrows from the next one.
@@ -186,7 +186,7 @@ def awq(
     group: int = GROUP,
     zeros: bool = True,
     order: tuple[int, ...] = (),
-) -> Made:
+) -> QuantisedLayer:
     rows, columns = weight.shape
     values = draw_ints(columns, rows, 1 << bits)
     points = draw_ints(columns // group, rows, 1 << bits, 3) * zeros + (1 << bits - 1) * (not zeros)
@@ -202,7 +202,7 @@ def awq(
 
 
 def write_quantised(
-    path: Path, quantise: Callable[[torch.Tensor], Made], fields: dict[str, Any]
+    path: Path, quantise: Callable[[torch.Tensor], QuantisedLayer], fields: dict[str, Any]
 ) -> Tensors:
     """Write a folder with quantised layers; return their dequantised weights."""
     write_folder(path)
@@ -237,7 +237,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 ROW_BLOCK, WHOLE_BLOCK = (1, 1 << 20), (1 << 20, 1 << 20)
 INT, PACK_QUANTIZED = compression_config("int-quantized"), compression_config("pack-quantized")
-QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
+QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], QuantisedLayer], dict[str, Any]]] = {
     "fp8 tensor": (fp8_tensor, FP8),
     "fp8 blocks": (lambda w: fp8(w, (16, 16)), {**FP8, "weight_block_size": [16, 16]}),
     "fp8 partial blocks": (
@@ -318,7 +318,7 @@ def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) ->
     ("file", "quantise"), [("quantize_config.json", gptq), ("quant_config.json", awq)]
 )
 def test_older_folders_have_a_file_of_their_own(
-    tmp_path: Path, file: str, quantise: Callable[[torch.Tensor], Made]
+    tmp_path: Path, file: str, quantise: Callable[[torch.Tensor], QuantisedLayer]
 ) -> None:
     exact_weights = write_quantised(tmp_path / "m", quantise, {})
     edit(tmp_path / "m", file, q_group_size=GROUP, w_bit=4, version="GEMM")
@@ -389,7 +389,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
 )
 def test_unknown_quantisations_are_refused(
     tmp_path: Path,
-    quantise: Callable[[torch.Tensor], Made],
+    quantise: Callable[[torch.Tensor], QuantisedLayer],
     fields: dict[str, Any],
     message: str,
 ) -> None:
@@ -408,7 +408,7 @@ def test_unknown_quantisations_are_refused(
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
-    tmp_path: Path, quantise: Callable[[torch.Tensor], Made], fields: dict[str, Any]
+    tmp_path: Path, quantise: Callable[[torch.Tensor], QuantisedLayer], fields: dict[str, Any]
 ) -> None:
     write_quantised(tmp_path / "m", quantise, fields)
     checkpoint = Checkpoint.open(tmp_path / "m")
