@@ -6,6 +6,7 @@ listening sockets -> run directory -> compose -> Supervisor.run -> the run direc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import secrets
@@ -94,14 +95,11 @@ def _serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None)
     table.check_at_start(config)
     faulthandler.enable()  # prints the stacks if the server crashes or a service manager aborts it
     offer = Offer.of(configured_run_directory(config)) if config.take_over else None
-    listeners = Listeners(offer)
-    try:
+    with contextlib.closing(Listeners(offer)) as listeners:
         _open_listeners(config, listeners)
         signals = defer_signals()
         run_dir = _run_directory(config)
         return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
-    finally:
-        listeners.close()
 
 
 def _run_directory(config: ServerConfig) -> RunDirectory:

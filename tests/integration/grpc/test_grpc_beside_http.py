@@ -65,11 +65,10 @@ def connected(port: int) -> Iterator[triton.InferenceServerClient]:
         ("grpc.use_local_subchannel_pool", 1),  # a connection that no other client shares
         ("grpc.max_receive_message_length", 2**31 - 1),
     ]
-    client = triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
-    try:
+    with contextlib.closing(
+        triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
+    ) as client:
         yield client
-    finally:
-        client.close()
 
 
 def row(values: np.ndarray = VALUES) -> list[Any]:
