@@ -21,16 +21,17 @@ class Difference:
 
     def __str__(self) -> str:
         own_text, triton_text = (
-            _format_value(self.where, side) for side in (self.own_value, self.triton_value)
+            _format_value(self.where, json_value)
+            for json_value in (self.own_value, self.triton_value)
         )
         return f"{self.where}:\n    shmserve {own_text}\n    Triton   {triton_text}"
 
 
-def _format_value(where: str, value: Any) -> str:
+def _format_value(path: str, value: Any) -> str:
     """Return a value for the report. Batches of other sizes are shown as the ids of their
     requests.
     """
-    if where == "batches" and isinstance(value, list):
+    if path == "batches" and isinstance(value, list):
         value = [[entry["id"] or "-" for entry in batch["batch"]] for batch in value]
     return str(value)
 
@@ -54,10 +55,10 @@ def judge(found_differences: Sequence[Difference], known_differences: Sequence[K
     ]
 
 
-def _compare_values(where: str, own_value: Any, triton_value: Any) -> Iterator[Difference]:
+def _compare_values(path: str, own_value: Any, triton_value: Any) -> Iterator[Difference]:
     if isinstance(own_value, dict) and isinstance(triton_value, dict):
         for key in sorted(own_value.keys() | triton_value.keys()):
-            child_path = f"{where}.{key}".lstrip(".")
+            child_path = f"{path}.{key}".lstrip(".")
             yield from _compare_values(
                 child_path, own_value.get(key, _NO_VALUE), triton_value.get(key, _NO_VALUE)
             )
@@ -67,6 +68,6 @@ def _compare_values(where: str, own_value: Any, triton_value: Any) -> Iterator[D
         and len(own_value) == len(triton_value)
     ):
         for index, pair in enumerate(zip(own_value, triton_value, strict=True)):
-            yield from _compare_values(f"{where}.{index}", *pair)
+            yield from _compare_values(f"{path}.{index}", *pair)
     elif own_value != triton_value:
-        yield Difference(where, own_value, triton_value)
+        yield Difference(path, own_value, triton_value)

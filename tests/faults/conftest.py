@@ -30,10 +30,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
     """Yield a server for a series of faults."""
-    with running(repository, "--gateways=2", "--execution-timeout-secs=3") as started:
-        with Load(started):
+    with running(repository, "--gateways=2", "--execution-timeout-secs=3") as running_server:
+        with Load(running_server):
             pass  # memory that the first requests allocate permanently is not a leak
-        yield started
+        yield running_server
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,14 @@ def state_before(server: Server) -> State:
 @pytest.fixture
 def serve(repository: Path) -> Iterator[Callable[..., Server]]:
     """Yield a function that starts a server for one test: `serve("--flag=value")`."""
-    started: list[Server] = []
+    servers: list[Server] = []
 
     def start(*flags: str, **options: Any) -> Server:
-        started.append(Server([repository], flags, **options))
-        return started[-1].wait_ready()
+        servers.append(Server([repository], flags, **options))
+        return servers[-1].wait_ready()
 
     yield start
-    for server in reversed(started):
+    for server in reversed(servers):
         if server.process.poll() is None:
             server.stop()
         else:

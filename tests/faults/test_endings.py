@@ -32,9 +32,9 @@ def assert_nothing_is_left(
 def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
     """Its own processes and those started by models exit, too."""
     server = serve("--gateways=2")
-    _, started = start_processes(server)
+    _, child_processes = start_processes(server)
     members = server.tree()
-    assert set(started) < set(members)
+    assert set(child_processes) < set(members)
     names_before = set(os.listdir("/dev/shm"))
     with Load(server, simple=2, memory=0) as load:
         server.kill()

@@ -177,8 +177,8 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
 
     until("it is heard of again", has_counters, RECOVERY_S)
     for name, samples in zip(counters, samples_before, strict=True):
-        now = stage.server.samples(name)
-        assert [s for s in now if s[0]["model"] == "gated"] == [
+        found_samples = stage.server.samples(name)
+        assert [s for s in found_samples if s[0]["model"] == "gated"] == [
             s for s in samples if s[0]["model"] == "gated"
         ]
 
@@ -439,9 +439,9 @@ def unregister_while_used(stage: Scene) -> None:
 
 def leave_processes_behind(stage: Scene) -> None:
     """Kill a worker; the processes started by its model exit at once, including their children."""
-    worker, started = start_processes(stage.server)
+    worker, child_processes = start_processes(stage.server)
     worker.kill()
-    _, alive = psutil.wait_procs(started, timeout=RECOVERY_S)
+    _, alive = psutil.wait_procs(child_processes, timeout=RECOVERY_S)
     assert not alive
 
     def is_ready_again() -> bool:

@@ -46,11 +46,11 @@ def server(repository: Path, start: Start) -> Server:
 
 
 @pytest.mark.parametrize("victim", LOADING_VICTIMS)
-@pytest.mark.parametrize("moment", ["loading", "reloading"])
-def test_while_loading(server: Server, moment: str, victim: str) -> None:
+@pytest.mark.parametrize("load_phase", ["loading", "reloading"])
+def test_while_loading(server: Server, load_phase: str, victim: str) -> None:
     """Other models are served. The load returns a correct result and can be repeated."""
     with request_pool(server) as pool, Load(server, memory=0) as load:
-        if moment == "reloading":
+        if load_phase == "reloading":
             load_slow(server, pool)
             assert ask_slow(server, pool, 1) == [1]
         else:
@@ -74,9 +74,9 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
             assert ask_slow(server, pool, 1) == [1]
         else:
             assert pending.result().error
-            if moment == "loading":
+            if load_phase == "loading":
                 assert not server.answers("/v2/models/slow/ready")
-        if moment == "reloading":
+        if load_phase == "reloading":
             assert ask_slow(server, pool, 2) == [2], "the old one is there while no new one is"
         load_slow(server, pool)
         assert ask_slow(server, pool, 3) == [3]

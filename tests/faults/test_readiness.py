@@ -20,11 +20,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
     repository.mkdir()
     repositories.add_slow(repository, "gated")
     repositories.add(repository, "simple")
-    started = Server([repository])
+    running_server = Server([repository])
     try:
-        yield started
+        yield running_server
     finally:
-        started.stop()
+        running_server.stop()
 
 
 def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:

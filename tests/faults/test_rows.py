@@ -40,9 +40,9 @@ def repository(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, repository: Path) -> Iterator[Server]:
     flags = [f"--http-unix-socket={folder / 'socket'}", "--shm-overlap=error"]
-    with running(repository, *flags) as started:
+    with running(repository, *flags) as running_server:
         (folder / "socket").chmod(0o666)
-        yield started
+        yield running_server
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Stage:
             self.http.register(name, shared_object.key, size, offset).ok()
             yield shared_object
 
-    def infer_in_region(self, name: str, **where: int) -> int:
+    def infer_in_region(self, name: str, **ranges: int) -> int:
         """Return the status of a request from a region into the same region."""
-        return self.http.infer("identity", region_request(name, **where)).status
+        return self.http.infer("identity", region_request(name, **ranges)).status
 
     def replaced(self, title: str) -> None:
         """Kill a worker and wait for its replacement."""
@@ -190,7 +190,7 @@ def client_dies_and_leaves_a_region(stage: Stage) -> None:
 def numbers_that_overflow(stage: Stage) -> None:
     """Use offsets and sizes near all limits; each request is rejected or correct."""
     edges = [0, 1, PAGE, 2 * SIZE, 2**31, 2**32, 2**53, 2**63, 2**64]
-    numbers = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
+    numbers = sorted({max(0, edge_value + delta) for edge_value in edges for delta in (-1, 0, 1)})
     with SharedObject(2 * SIZE) as shared_object:
         for offset in numbers:
             for size in numbers:
@@ -475,14 +475,14 @@ def pinned_memory(stage: Stage) -> None:
         assert stage.infer_in_region("r") == 200
         assert (shared_object.read(np.float32, len(VALUES), SIZE) == VALUES).all()
     with shmserve.client.connect(stage.server.run_dir) as client:
-        forms = {"INPUT0": ((64,), "FP32"), "OUTPUT0": ((64,), "FP32")}
+        signature = {"INPUT0": ((64,), "FP32"), "OUTPUT0": ((64,), "FP32")}
         with pytest.raises(shmserve.client.InvalidArgument, match="the server has none"):
-            client.allocate(forms, pin=True)
+            client.allocate(signature, pin=True)
         free_pages = re.search(r"HugePages_Free: *[1-9]", Path("/proc/meminfo").read_text())
         if not free_pages:
             with pytest.raises(shmserve.client.Unavailable, match="too few huge pages of"):
-                client.allocate(forms, huge_pages=True)
-        region = client.allocate(forms, huge_pages=free_pages is not None)
+                client.allocate(signature, huge_pages=True)
+        region = client.allocate(signature, huge_pages=free_pages is not None)
         region["INPUT0"][:] = VALUES[:64]
         assert (client.infer("identity", region)["OUTPUT0"] == VALUES[:64]).all()
 

@@ -39,9 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("sequences")
     config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls()} }} {instances(2)}"
     repositories.add_as(repository, "summing", "sequencer", config)
-    with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
-        started.gate.close()
-        yield started
+    with running(repository, "--exit-timeout-secs=2", grpc=True) as running_server:
+        running_server.gate.close()
+        yield running_server
 
 
 def add(
@@ -85,7 +85,10 @@ class CalledModels:
             while not self._stop.is_set():
                 sequence += 1
                 try:
-                    sums = [add(client, sequence, at + 1, at == 0, at == 3) for at in range(4)]
+                    sums = [
+                        add(client, sequence, index + 1, index == 0, index == 3)
+                        for index in range(4)
+                    ]
                 except ShmserveError as error:
                     self.lost_count += 1
                     if "is lost with it" not in str(error) and "was lost when" not in str(error):
@@ -211,9 +214,9 @@ def test_a_stream_opens_many_sequences_and_ends_none(
         began_at = time.monotonic()
         infer_input = http.InferInput("INPUT0", [1, 1], "INT32")
         sums = []
-        for at in range(3):
-            infer_input.set_data_from_numpy(np.full((1, 1), at + 1, np.int32))
-            flags = {"sequence_start": at == 0, "sequence_end": at == 2}
+        for index in range(3):
+            infer_input.set_data_from_numpy(np.full((1, 1), index + 1, np.int32))
+            flags = {"sequence_start": index == 0, "sequence_end": index == 2}
             result = other_client.infer("summing", [infer_input], sequence_id=1_000_000, **flags)
             sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
         assert sums == [1, 3, 6]

@@ -30,23 +30,23 @@ def search(
     raise AssertionError("inputs do not end")
 
 
-def _inputs(corpus: list[bytes], chance: random.Random) -> Iterator[bytes]:
+def _inputs(corpus: list[bytes], rng: random.Random) -> Iterator[bytes]:
     """Yield random bytes and slightly changed corpus inputs in turn."""
     for number in itertools.count():
         if number % 2 or not corpus:
-            yield chance.randbytes(chance.randrange(1, _MAX_INPUT_LENGTH))
+            yield rng.randbytes(rng.randrange(1, _MAX_INPUT_LENGTH))
             continue
-        data = bytearray(chance.choice(corpus))
-        for _ in range(chance.randrange(1, 6)):
-            at = chance.randrange(len(data) + 1)
-            mutation = chance.randrange(4)
-            if mutation == 0 and at < len(data):
-                data[at] = chance.randrange(256)
+        data = bytearray(rng.choice(corpus))
+        for _ in range(rng.randrange(1, 6)):
+            position = rng.randrange(len(data) + 1)
+            mutation = rng.randrange(4)
+            if mutation == 0 and position < len(data):
+                data[position] = rng.randrange(256)
             elif mutation == 1:
-                data[at:at] = chance.randbytes(chance.randrange(1, 5))
+                data[position:position] = rng.randbytes(rng.randrange(1, 5))
             elif mutation == 2:
-                del data[at : at + chance.randrange(1, 5)]
+                del data[position : position + rng.randrange(1, 5)]
             else:
-                other_input = chance.choice(corpus)
-                data[at:] = other_input[chance.randrange(len(other_input) + 1) :]
+                other_input = rng.choice(corpus)
+                data[position:] = other_input[rng.randrange(len(other_input) + 1) :]
         yield bytes(data)

@@ -59,9 +59,9 @@ class _Client:
         self.received_bytes: dict[int, bytearray] = {}
 
     def number(self) -> int:
-        at = self._at
-        self._at = at + 1
-        return self._data[at] if at < len(self._data) else 0
+        position = self._at
+        self._at = position + 1
+        return self._data[position] if position < len(self._data) else 0
 
     @property
     def has_more(self) -> bool:

@@ -206,8 +206,8 @@ class _Built(bytes):
 class _Inline:
     """A request template that returns the bytes of inline tensors."""
 
-    def fill_from(self, body: bytes, at: int) -> _Built:
-        return _Built(body[at:])
+    def fill_from(self, body: bytes, begin: int) -> _Built:
+        return _Built(body[begin:])
 
     def fill(self, datas: list[bytes]) -> _Built:
         return _Built(b"".join(datas))
@@ -217,8 +217,8 @@ def _compressed(drawn_bytes: _Bytes) -> None:
     step = drawn_bytes.number(1) + 1
     inflater = Inflater(_LIMIT)
     size = 0
-    for at in range(0, len(drawn_bytes.remaining), step):
-        for piece in inflater.feed(drawn_bytes.remaining[at : at + step]):
+    for begin in range(0, len(drawn_bytes.remaining), step):
+        for piece in inflater.feed(drawn_bytes.remaining[begin : begin + step]):
             size += len(piece)
             assert size <= _LIMIT
     inflater.finish()
@@ -273,8 +273,8 @@ def ranges(data: bytes) -> None:
             assert type(value) is not int or not 0 <= value < 2**63
     start, extent = (min(max(bound, 0), MAX_INT64) for bound in (start, extent))
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
-    where = list(pack_range(Range(memory, start, extent)))
-    region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
+    packed_range = list(pack_range(Range(memory, start, extent)))
+    region = GatewayRegion(messages.RegionPublished("r", "/k", packed_range, 0, -1, 0))
     with _check_error_text(b""):
         memory_range = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= memory_range.offset
@@ -379,9 +379,9 @@ def _check_decoding(drawn_bytes: _Bytes) -> None:
     uncut, cut_decoder = zmtp.Decoder(), zmtp.Decoder()
     frames_uncut = uncut.feed(stream)
     pieces = []
-    for at in range(0, len(stream), step):
+    for begin in range(0, len(stream), step):
         if not cut_decoder.violation:
-            pieces += cut_decoder.feed(stream[at : at + step])
+            pieces += cut_decoder.feed(stream[begin : begin + step])
     assert uncut.buffered_bytes <= len(stream)
     assert sum(map(len, frames_uncut)) <= len(stream)
     assert pieces == frames_uncut

@@ -78,10 +78,10 @@ def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: in
     own_counts = Counter(sample_here(path, rig, settings, texts, seed))
     reference_counts = Counter(sample_with_transformers(path, settings, texts, seed))
     total_counts = own_counts + reference_counts
-    likely = [text for text, count in total_counts.items() if count >= _MIN_OCCURRENCES]
-    table = [[counts[text] for text in likely] for counts in (own_counts, reference_counts)]
+    frequent_texts = [text for text, count in total_counts.items() if count >= _MIN_OCCURRENCES]
+    table = [[counts[text] for text in frequent_texts] for counts in (own_counts, reference_counts)]
     table = [[*row, texts - sum(row) + 1] for row in table]
-    assert len(likely) >= 5, f"{settings}: texts are too various to be compared"
+    assert len(frequent_texts) >= 5, f"{settings}: texts are too various to be compared"
     return float(chi2_contingency(table).pvalue)
 
 

@@ -219,8 +219,10 @@ class Schedule:
     def _compare(self, key: int, request: PlannedRequest, cancelled: bool) -> None:
         expected, texts = run_alone(self._family, request)
         recorded_bits = self._rig.bits.get(key, {})
-        for at, bits in recorded_bits.items():
-            assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"
+        for position, bits in recorded_bits.items():
+            assert bits == expected[position], (
+                f"{self._family}, {request}: logits behind {position} differ"
+            )
         self.counts["logits"] += len(recorded_bits)
         for sample, text in texts.items():
             ended_sample = self._rig.ended.get((key, sample))

@@ -36,8 +36,8 @@ def _object(draw: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _array(draw: random.Random, depth: int) -> dict[str, Any]:
-    least = draw.randint(0, 2)
-    sizes = {"minItems": least, "maxItems": least + draw.randint(0, 2)}
+    minimum = draw.randint(0, 2)
+    sizes = {"minItems": minimum, "maxItems": minimum + draw.randint(0, 2)}
     return {"type": "array", "items": _inner(draw, depth), **sizes}
 
 
@@ -52,13 +52,13 @@ def _inner(draw: random.Random, depth: int) -> dict[str, Any]:
 def _string(draw: random.Random, _: int) -> dict[str, Any]:
     if draw.random() < 0.3:
         return {"type": "string", "pattern": "^[a-c]{2,4}(-[0-9]{1,2})?$"}
-    least = draw.randint(0, 3)
-    return {"type": "string", "minLength": least, "maxLength": least + draw.randint(0, 6)}
+    minimum = draw.randint(0, 3)
+    return {"type": "string", "minLength": minimum, "maxLength": minimum + draw.randint(0, 6)}
 
 
 def _integer(draw: random.Random, _: int) -> dict[str, Any]:
-    least = draw.randint(-100, 100)
-    return {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 1000)}
+    minimum = draw.randint(-100, 100)
+    return {"type": "integer", "minimum": minimum, "maximum": minimum + draw.randint(0, 1000)}
 
 
 def _enum_schema(draw: random.Random, _: int) -> dict[str, Any]:
@@ -135,9 +135,13 @@ def answers(
     engine = {"kv_cache_blocks": 128 * len(schemas), **(_NGRAM_SETTINGS if speculates else {})}
     with llm_rig(rig, path, engine, draft=3 if speculates else 0) as scheduler:
         for key, schema in enumerate(schemas, 1):
-            form = {"type": "json_schema", "json_schema": {"schema": schema}}
+            response_format = {"type": "json_schema", "json_schema": {"schema": schema}}
             scheduler.add(
-                key, input_ids=[5, 9, key], seed=key, max_tokens=_MAX_TOKENS, response_format=form
+                key,
+                input_ids=[5, 9, key],
+                seed=key,
+                max_tokens=_MAX_TOKENS,
+                response_format=response_format,
             )
         scheduler.run()
         keys = range(1, len(schemas) + 1)

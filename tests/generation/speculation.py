@@ -62,9 +62,9 @@ def speculate_texts(
         sampled = rows([entry.tokens for entry in proposals], parameters, seeds)
         chances = distribution(draft[[row.tokens[-1] for row in sampled]], sampled)
         drawn_tokens = pick(chances, [row.draw(PROPOSAL) for row in sampled])
-        for proposal, token, chance in zip(proposals, drawn_tokens, chances, strict=True):
+        for proposal, token, probability in zip(proposals, drawn_tokens, chances, strict=True):
             proposal.tokens.append(token)
-            proposal.probabilities.append(chance)
+            proposal.probabilities.append(probability)
     by_length = [
         rows([p.tokens[:size] for p in proposals], parameters, seeds) for size in range(LENGTH + 1)
     ]
@@ -95,9 +95,9 @@ def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
         for text in itertools.product(range(SYMBOLS), repeat=LENGTH + 1)
     }
     assert all(joint[text] for text in counts)
-    likely = [text for text, probability in joint.items() if probability * texts >= 8]
-    observed = [counts[text] for text in likely]
-    expected = [joint[text] * texts for text in likely]
+    frequent_texts = [text for text, probability in joint.items() if probability * texts >= 8]
+    observed = [counts[text] for text in frequent_texts]
+    expected = [joint[text] * texts for text in frequent_texts]
     observed, expected = (
         [*observed, texts - sum(observed) + 1],
         [*expected, texts - sum(expected) + 1],

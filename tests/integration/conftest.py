@@ -40,8 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         (repository / "simple" / version / "model.py").write_text(model)
     with (repository / "simple" / "config.pbtxt").open("a") as config:
         config.write("version_policy: { latest { num_versions: 2 } }\n")
-    with running(repository, "--id=shared", "--http-max-input-size=8388608") as started:
-        yield started
+    with running(repository, "--id=shared", "--http-max-input-size=8388608") as running_server:
+        yield running_server
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     """See `empty_server`."""
     folder = tmp_path_factory.mktemp("explicit") / "models"
     folder.mkdir()
-    with running(folder, "--model-control-mode=explicit", grpc=True) as started:
-        yield started, folder
+    with running(folder, "--model-control-mode=explicit", grpc=True) as running_server:
+        yield running_server, folder
 
 
 @pytest.fixture(scope="module")

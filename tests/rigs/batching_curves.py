@@ -43,12 +43,12 @@ class Curve:
         """Return a function from batch size and time to execution time. A drift changes the middle
         half of `length_s`.
         """
-        chance = random.Random(seed)
+        rng = random.Random(seed)
         base = [ms * MS for ms in self.ms]
 
         def time_ns(size: int, now_ns: int) -> float:
-            ns = base[size - 1] * (1 + self.jitter * chance.random() ** 2)
-            if self.slow and chance.random() < self.slow:
+            ns = base[size - 1] * (1 + self.jitter * rng.random() ** 2)
+            if self.slow and rng.random() < self.slow:
                 ns *= self.slower
             if self.drift != 1.0:
                 part = 2 * now_ns / 1e9 / length_s - 0.5
@@ -69,11 +69,11 @@ def scale_curve(ms: Callable[[int], float]) -> tuple[float, ...]:
     return tuple(ms(size) for size in range(1, MAX_BATCH_SIZE + 1))
 
 
-def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
-    """Return a curve with `low_ms` up to the size `at`, `high_ms` above it, and `each_ms` per
+def step(limit_size: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
+    """Return a curve with `low_ms` up to `limit_size`, `high_ms` above it, and `each_ms` per
     row.
     """
-    return scale_curve(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
+    return scale_curve(lambda size: (low_ms if size <= limit_size else high_ms) + each_ms * size)
 
 
 NAMED_CURVES = (
@@ -97,29 +97,29 @@ NAMED_CURVES = (
 
 
 def draw_curve(seed: int) -> Curve:
-    chance = random.Random(seed)
-    base, at = chance.uniform(4, 30), chance.randint(2, 20)
-    factor, slope = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
-    second_size = chance.randint(at + 1, MAX_BATCH_SIZE)
+    rng = random.Random(seed)
+    base, limit_size = rng.uniform(4, 30), rng.randint(2, 20)
+    factor, slope = rng.uniform(1.5, 6), rng.choice([0.0, rng.uniform(0, 1)])
+    second_size = rng.randint(limit_size + 1, MAX_BATCH_SIZE)
     kinds: dict[str, Callable[[int], float]] = {
-        "step": lambda size: base * (1 if size <= at else factor) + slope * size,
+        "step": lambda size: base * (1 if size <= limit_size else factor) + slope * size,
         "steps": lambda size: (
-            base * (1 if size <= at else factor if size <= second_size else factor * 2.5)
+            base * (1 if size <= limit_size else factor if size <= second_size else factor * 2.5)
         ),
-        "plateau": lambda size: base + base / 4 * min(size, at),
+        "plateau": lambda size: base + base / 4 * min(size, limit_size),
         "falling": lambda size: base * (1 + factor / 2 * (MAX_BATCH_SIZE - size) / MAX_BATCH_SIZE),
-        "fallen": lambda size: base * (factor if size < at else 1),
-        "tiles": lambda size: base / 2 + base * ((size + at - 1) // at),
+        "fallen": lambda size: base * (factor if size < limit_size else 1),
+        "tiles": lambda size: base / 2 + base * ((size + limit_size - 1) // limit_size),
         "line": lambda size: base + slope * size,
         "growing": lambda size: base + base / 50 * size ** (1 + factor / 5),
     }
-    kind = chance.choice(sorted(kinds))
-    curve = Curve(f"{kind} {seed}", scale_curve(kinds[kind]), chance.choice([0.0, 0.1, 0.3]))
-    match chance.randrange(6):
+    kind = rng.choice(sorted(kinds))
+    curve = Curve(f"{kind} {seed}", scale_curve(kinds[kind]), rng.choice([0.0, 0.1, 0.3]))
+    match rng.randrange(6):
         case 0:
-            return replace(curve, drift=chance.uniform(0.5, 2.0))
+            return replace(curve, drift=rng.uniform(0.5, 2.0))
         case 1:
-            return replace(curve, slow=chance.uniform(0.03, 0.3), slower=chance.uniform(1.5, 3))
+            return replace(curve, slow=rng.uniform(0.03, 0.3), slower=rng.uniform(1.5, 3))
     return curve
 
 
@@ -151,13 +151,13 @@ class Load:
 
 def loads(curve: Curve, seed: int, count: int) -> Iterator[Load]:
     """Return three loads: two with fixed rates, and clients that wait for their responses."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     max_rate = curve.most_per_second
-    for part in (chance.uniform(0.2, 0.5), chance.uniform(0.5, 0.85)):
+    for part in (rng.uniform(0.2, 0.5), rng.uniform(0.5, 0.85)):
         rate = part * max_rate
         yield Load(rate, requests=count, length_s=count / rate)
-    clients = chance.choice([2, 4, 8, 12, 16, 24, 40])
-    pause = chance.uniform(0.02, 1) * curve.ms[0]
+    clients = rng.choice([2, 4, 8, 12, 16, 24, 40])
+    pause = rng.uniform(0.02, 1) * curve.ms[0]
     yield Load(0, clients, pause, count, 2 * count / max_rate)
 
 

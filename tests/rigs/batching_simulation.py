@@ -77,10 +77,10 @@ class Arriving:
     @classmethod
     def open_loop(cls, per_second: float, requests: int, seed: int = 1) -> Arriving:
         """Return a load of requests that arrive as a Poisson process."""
-        load, gaps, at = cls(), random.Random(seed), 1.0
+        load, gaps, arrival_ns = cls(), random.Random(seed), 1.0
         for _ in range(requests):
-            at += gaps.expovariate(per_second) * 1e9
-            load.due.append(int(at))
+            arrival_ns += gaps.expovariate(per_second) * 1e9
+            load.due.append(int(arrival_ns))
         return load
 
     def responses_returned(self, now_ns: int, count: int) -> None:
@@ -118,10 +118,10 @@ class Simulation:
     def open_loop(self, per_second: float, requests: int, seed: int = 1) -> Run:
         """Simulate requests that arrive as a Poisson process."""
         gaps = random.Random(seed)
-        at = float(self._now)
+        arrival_ns = float(self._now)
         for _ in range(requests):
-            at += gaps.expovariate(per_second) * 1e9
-            self._at(at, self._arrive)
+            arrival_ns += gaps.expovariate(per_second) * 1e9
+            self._at(arrival_ns, self._arrive)
         return self._run_events()
 
     def _at(self, ns: float, callback: Callable[..., None], argument: Any = None) -> None:
@@ -196,14 +196,14 @@ def fixed_run(
     while due or waiting:
         if not waiting:
             waiting.append(heapq.heappop(due))
-        now, ends = max(free_ns, waiting[0]), waiting[0] + delay_ns
-        while due and len(waiting) < size and due[0] <= max(now, ends):
+        start_ns, flush_ns = max(free_ns, waiting[0]), waiting[0] + delay_ns
+        while due and len(waiting) < size and due[0] <= max(start_ns, flush_ns):
             waiting.append(heapq.heappop(due))
-        now = max(now, ends if len(waiting) < size else waiting[size - 1])
-        while due and due[0] <= now:
+        start_ns = max(start_ns, flush_ns if len(waiting) < size else waiting[size - 1])
+        while due and due[0] <= start_ns:
             waiting.append(heapq.heappop(due))
         count = min(size, len(waiting))
-        free_ns = now + int(time_ns(count, now))
+        free_ns = start_ns + int(time_ns(count, start_ns))
         run.sizes.append(count)
         for _ in range(count):
             run.latencies.append(free_ns - waiting.popleft())
@@ -218,17 +218,17 @@ def linear(
     """Return a model that takes `setup_ms + each_ms * size`, plus noise of up to `noise` times
     that.
     """
-    chance = random.Random(seed)
-    return lambda size, _: (setup_ms + each_ms * size) * MS * (1 + noise * chance.random() ** 2)
+    rng = random.Random(seed)
+    return lambda size, _: (setup_ms + each_ms * size) * MS * (1 + noise * rng.random() ** 2)
 
 
 def uniform_pauses(ms: float, seed: int = 2) -> Callable[[], float]:
     """Return a distribution of pauses between half and one and a half of `ms`."""
-    chance = random.Random(seed)
-    return lambda: ms * MS * (0.5 + chance.random())
+    rng = random.Random(seed)
+    return lambda: ms * MS * (0.5 + rng.random())
 
 
 def exponential_pauses(ms: float, seed: int = 3) -> Callable[[], float]:
     """Return a distribution of pauses with this mean, many short ones and some long ones."""
-    chance = random.Random(seed)
-    return lambda: chance.expovariate(1 / ms) * MS
+    rng = random.Random(seed)
+    return lambda: rng.expovariate(1 / ms) * MS

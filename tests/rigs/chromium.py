@@ -133,8 +133,8 @@ def browser(folder: Path) -> Iterator[Page]:
     reading, answers = os.pipe()
 
     def inherit() -> None:
-        ends = os.dup(child_end), os.dup(answers)  # the duplicates may have the numbers 3 or 4
-        for number, end in enumerate(ends, 3):
+        pipe_ends = os.dup(child_end), os.dup(answers)  # the duplicates may have the numbers 3 or 4
+        for number, end in enumerate(pipe_ends, 3):
             os.dup2(end, number)
 
     sockets = tempfile.mkdtemp()  # a path of pytest is too long for sockets, once it has run often

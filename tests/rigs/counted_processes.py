@@ -205,12 +205,12 @@ def region_case(region: worker_rig.Region) -> Case:
         return pack_inference(Inference((tensor,), (output,)))
 
     def http(step: int, request: int) -> dict[str, Any]:
-        def tensor(name: str, at: int, **fields: Any) -> dict[str, Any]:
+        def tensor(name: str, index: int, **fields: Any) -> dict[str, Any]:
             memory_range = {
                 "shared_memory_region": _REGION,
                 "shared_memory_byte_size": _REGION_BYTES,
             }
-            memory_range["shared_memory_offset"] = at * _REGION_BYTES
+            memory_range["shared_memory_offset"] = index * _REGION_BYTES
             return {"name": name, **fields, "parameters": memory_range}
 
         input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
@@ -271,7 +271,8 @@ def worker(folder: Path, case: Case) -> Calls:
             for first_index in range(0, BATCH, case.batch):
                 request_indices = range(first_index, first_index + case.batch)
                 batch_work = [
-                    m.Work(at + 1, 4242, *case.works(step, at), "") for at in request_indices
+                    m.Work(index + 1, 4242, *case.works(step, index), "")
+                    for index in request_indices
                 ]
                 rig.scheduler.post(rig._peer, m.Execute(next(numbers), batch_work))
                 rig.scheduler.flush()
@@ -316,8 +317,8 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     numbers = itertools.count(1)
     for step in range(_WARM_UPS + 1):
         counting = calls if step == _WARM_UPS else MagicMock()
-        for at in range(BATCH):
-            client.post(m.Submit(next(numbers), *case.works(step, at), 1, 0, 0, 0))
+        for index in range(BATCH):
+            client.post(m.Submit(next(numbers), *case.works(step, index), 1, 0, 0, 0))
         client.flush()
         with counting:
             _run_turn(host)
@@ -433,16 +434,16 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
     server = Acceptor(_grpc(counted_gateway) if grpc else _http(counted_gateway), rules, 1000)
     request = case.call if grpc else case.post
-    ends = socket.socketpair()
+    socket_pair = socket.socketpair()
     connections: list[tuple[Any, _Transport]] = [
-        (server(), _Transport(ends[0])) for _ in range(BATCH)
+        (server(), _Transport(socket_pair[0])) for _ in range(BATCH)
     ]
     for connection, transport in connections:
         connection.connection_made(transport)
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
         counting = calls if step == _WARM_UPS else MagicMock()
-        requests = [request(step, at) for at in range(BATCH)]
+        requests = [request(step, index) for index in range(BATCH)]
         sizes = list(map(len, requests))
         with counting:
             for (connection, _), request_bytes, size in zip(
@@ -472,7 +473,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
             transport.written.clear()
     for connection, _ in connections:
         connection.connection_lost(None)
-    for end in ends:
+    for end in socket_pair:
         end.close()
     links.close()
     schedulers.close()

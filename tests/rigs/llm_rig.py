@@ -228,8 +228,8 @@ class Scheduler:
             sequence.table.append(self.free.pop())
         keep, sequence.sent_blocks = sequence.sent_blocks, len(sequence.table)
         blocks = sequence.table[keep:]
-        at = sequence.number, sequence.computed, count
-        return g.Row(*at, keep, blocks, draft, samples)
+        computed_range = sequence.number, sequence.computed, count
+        return g.Row(*computed_range, keep, blocks, draft, samples)
 
     def step(self, rows: list[g.Row] | None = None, **swaps: Any) -> list[g.RowResult]:
         if rows is None:

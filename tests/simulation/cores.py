@@ -192,11 +192,11 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
         module = type(element).__module__
         for name, value in _attributes(element):
             if isinstance(value, (dict, list, set, deque, OrderedDict)):
-                where = f"{type(element).__name__}.{name}"
-                bound = _MAX_ENTRIES.get(where, _MAX_ENTRIES.get(type(value).__name__, 0))
+                attribute = f"{type(element).__name__}.{name}"
+                bound = _MAX_ENTRIES.get(attribute, _MAX_ENTRIES.get(type(value).__name__, 0))
                 entries = list(value.values() if isinstance(value, dict) else value)
                 count = sum(entry is not None for entry in entries)
-                yield where, count if isinstance(value, list) else len(entries), bound
+                yield attribute, count if isinstance(value, list) else len(entries), bound
                 stack += entries
             elif type(value).__module__.startswith(_WALKED_MODULES) and not any(
                 part in type(value).__module__ + module for part in _SKIPPED_MODULES

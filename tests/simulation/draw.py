@@ -80,10 +80,10 @@ def _limits(random: Random, **limits: Any) -> SchedulingLimits:
 
 
 def _behaviour(random: Random) -> dict[str, Any]:
-    least = random.choice((20, 200))
+    min_us = random.choice((20, 200))
     return {
         "instances": random.randint(1, 3),
-        "compute_us": (least, least * random.choice((2, 20, 100))),
+        "compute_us": (min_us, min_us * random.choice((2, 20, 100))),
         "is_large": random.random() < 0.5,
         "error_probability": random.choice((0.0, 0.0, 0.05)),
         "arena_byte_size": random.choice((1 << 13, 1 << 20)),

@@ -98,8 +98,8 @@ class Generator(Worker):
     def _begin(self) -> None:
         if self._running is None and self._batches:
             step = self._running = self._batches.popleft()
-            least, max_us = self.model.compute_us
-            self.world.after(self.world.between(least * US, max_us * US), self._finish_step, step)
+            min_us, max_us = self.model.compute_us
+            self.world.after(self.world.between(min_us * US, max_us * US), self._finish_step, step)
 
     def _finish_step(self, step: g.Step) -> None:
         if not self.alive or self._running is not step or self._scheduler_link is None:

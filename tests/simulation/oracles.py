@@ -413,8 +413,8 @@ class SchedulerTrace:
         return self.settings.policies.policy(entry.level).delays
 
     def sent_to_client(self, peer: bytes, message: Any) -> None:
-        ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
-        if not ends or self.succeeded_by_another:
+        is_ending = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
+        if not is_ending or self.succeeded_by_another:
             return
         if leading_pid(peer) in self.dead_pids:
             self._fail(f"a dead client is told {type(message).__name__}")

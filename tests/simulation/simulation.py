@@ -300,9 +300,9 @@ class Simulation:
             live_requests = scheduler.core_scheduler.front.live_requests
             if live_requests:
                 raise Violation(f"{scheduler} has {live_requests} requests when all is quiet")
-            for where, size, bound in cores.tables(scheduler.core_scheduler):
+            for table_name, size, bound in cores.tables(scheduler.core_scheduler):
                 if size > bound:
-                    raise Violation(f"{scheduler} has {size} entries left in {where}")
+                    raise Violation(f"{scheduler} has {size} entries left in {table_name}")
             if scheduler.core_scheduler.used_blocks:
                 raise Violation(
                     f"{scheduler} has {scheduler.core_scheduler.used_blocks} blocks in use"
@@ -350,6 +350,6 @@ class Simulation:
         ensembles = sum(bool(version.model.steps) for version in self.supervisor.versions)
         for version in self.supervisor.versions:
             assert version.scheduler is not None
-            for where, size, _ in cores.tables(version.scheduler.core_scheduler):
-                if where.endswith("._clients") and size > ensembles:
+            for table_name, size, _ in cores.tables(version.scheduler.core_scheduler):
+                if table_name.endswith("._clients") and size > ensembles:
                     raise Violation(f"{version.scheduler} knows {size} clients that are dead")

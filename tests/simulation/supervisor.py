@@ -372,8 +372,8 @@ class Supervisor(Process):
 
     def _finish_stop(self, version: Version, scheduler: SchedulerProcess) -> None:
         self._close(scheduler)
-        now = self.serving.get(version.model.name)
-        successor = "" if now is None else now.endpoint
+        serving_version = self.serving.get(version.model.name)
+        successor = "" if serving_version is None else serving_version.endpoint
         self._broadcast(SchedulerLost(scheduler.endpoint, successor), clients_only=True)
 
     # --- processes --------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ class Worker(Process):
     @property
     def busy(self) -> bool:
         """Return whether it has requests or sequence states of a live scheduler."""
-        lives = self._scheduler_link is not None and self._scheduler_link.connected
-        return lives and bool(self._running or self._batches or self._streams or self.slots)
+        is_connected = self._scheduler_link is not None and self._scheduler_link.connected
+        return is_connected and bool(self._running or self._batches or self._streams or self.slots)
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -178,7 +178,8 @@ class Worker(Process):
 
     def _release_blocks_of(self, reader: int) -> None:
         self._release(
-            reader, [at for at, lent_to in self._readers_by_offset.items() if lent_to == reader]
+            reader,
+            [offset for offset, lent_to in self._readers_by_offset.items() if lent_to == reader],
         )
 
     def _release(self, reader: int, offsets: list[int]) -> None:
@@ -199,8 +200,8 @@ class Worker(Process):
         for work in self._running.requests:
             with contextlib.suppress(ShmserveError):  # a failure is reported when the input is read
                 self._read_input(work)
-        least, max_us = self.model.compute_us
-        self.world.after(self.world.between(least * US, max_us * US), self._finish)
+        min_us, max_us = self.model.compute_us
+        self.world.after(self.world.between(min_us * US, max_us * US), self._finish)
 
     def _read_input(self, work: m.Work) -> bytes:
         tensors = {tensor.name: tensor for tensor in inference_of(work).inputs}
@@ -306,19 +307,19 @@ class Worker(Process):
         for name, output in results.items():
             if memory_ranges and name not in memory_ranges:
                 continue
-            where: bytes | Range = output
+            output_data: bytes | Range = output
             memory_range = memory_ranges.get(name)
             if memory_range is not None:
-                where = Range(memory_range.memory, memory_range.offset, len(output))
+                output_data = Range(memory_range.memory, memory_range.offset, len(output))
                 # Otherwise the memory may belong to another request by now.
                 if self._scheduler_link is not None and self._scheduler_link.connected:
-                    self._memory.write(where, output, self)
+                    self._memory.write(output_data, output, self)
             elif self.model.is_large and name == "OUT":
-                where = self.arena.memory_range(output)
-                self._readers_by_offset[where.offset] = work.client_pid
-                reserved.append(where.offset)
+                output_data = self.arena.memory_range(output)
+                self._readers_by_offset[output_data.offset] = work.client_pid
+                reserved.append(output_data.offset)
             shape = (1, len(output)) if self.model.batches else (len(output),)
-            outputs.append(TensorRef(name, "BOOL" if name == "GO" else "UINT8", shape, where))
+            outputs.append(TensorRef(name, "BOOL" if name == "GO" else "UINT8", shape, output_data))
         return pack_inferred(Inferred(tuple(outputs)))
 
     # --- responses of a decoupled model -----------------------------------------------------------

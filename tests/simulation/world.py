@@ -94,8 +94,8 @@ class World:
     def report(self) -> str:
         """Return the last events, one per line."""
         return "\n".join(
-            f"{(at - 1_000 * SECOND) / MS:12.4f} ms  " + " ".join(map(str, words))
-            for at, *words in self.trace
+            f"{(time_ns - 1_000 * SECOND) / MS:12.4f} ms  " + " ".join(map(str, words))
+            for time_ns, *words in self.trace
         )
 
 

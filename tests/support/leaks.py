@@ -65,17 +65,21 @@ class Snapshot:
         except AssertionError:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 
-    def _leaks(self, now: Snapshot) -> list[str]:
-        leaks = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _is_used_elsewhere(name)]
-        new_children = now.children - self.children
+    def _leaks(self, later_snapshot: Snapshot) -> list[str]:
+        leaks = [
+            f"/dev/shm/{name}"
+            for name in later_snapshot.shm - self.shm
+            if not _is_used_elsewhere(name)
+        ]
+        new_children = later_snapshot.children - self.children
         leaks += [
             f"process {process.pid} ({servers.title_of(process.pid)})" for process in new_children
         ]
-        for pid, titles in now.titles.items():
+        for pid, titles in later_snapshot.titles.items():
             titles_before = self.titles.get(pid)
             if titles_before is not None and servers.without_short_lived(titles_before) != titles:
                 leaks.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
-        if now.descriptors - self.descriptors:
+        if later_snapshot.descriptors - self.descriptors:
             gc.collect()
             leaks += [
                 f"descriptor {descriptor}"

@@ -27,10 +27,10 @@ class Collector:
             self.spans += [span for scope in resource_spans.scope_spans for span in scope.spans]
 
 
-def attributes(of: Any) -> dict[str, Any]:
+def attributes(record: Any) -> dict[str, Any]:
     return {
         attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
-        for attribute in of.attributes
+        for attribute in record.attributes
     }
 
 

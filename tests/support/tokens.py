@@ -9,7 +9,7 @@ from shmserve.ipc.memory import lent
 
 LOST_TOKENS: list[str] = []  # for each lost token, the frames in which it was dropped
 _ROOT = Path(__file__).parents[2]  # the checkout may have any name, and may contain other packages
-OWN_FOLDERS = tuple(f"{_ROOT / room}/" for room in ("shmserve", "ipc", "workers"))
+OWN_FOLDERS = tuple(f"{_ROOT / package}/" for package in ("shmserve", "ipc", "workers"))
 _collecting: list[str] = []
 
 

@@ -27,10 +27,10 @@ def until(
     start_s = time.monotonic()
     deadline = start_s + within_s
     while not condition():
-        now = time.monotonic()
-        if now > deadline:
+        now_s = time.monotonic()
+        if now_s > deadline:
             raise AssertionError(f"not within {within_s} s: {condition_text}")
-        time.sleep(max(_STEP_S, now - start_s))
+        time.sleep(max(_STEP_S, now_s - start_s))
         start_s = time.monotonic()
 
 

@@ -115,8 +115,11 @@ def unbatched_step() -> Script:
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
     unbatched_model = recorder(f"{name}_2", method_body=RETURN_INCREMENT, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
-    ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
-    ensemble_model = ensemble(name, *steps, size=0, **ends)
+    edge_tensors = {
+        "inputs": [tensor("INPUT0", dims=[1, 2])],
+        "outputs": [tensor("OUT", dims=[1, 2])],
+    }
+    ensemble_model = ensemble(name, *steps, size=0, **edge_tensors)
     return Script(
         name, [batched, unbatched_model, ensemble_model], one_by_one(Send("a", name, 1, columns=2))
     )

@@ -62,13 +62,13 @@ def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]
 @contextlib.contextmanager
 def crowded(server: Server, name: str) -> Iterator[None]:
     """Open as many silent connections as the server accepts."""
-    family, kind, where = address(server, name)
+    family, kind, socket_address = address(server, name)
     with contextlib.ExitStack() as stack:
         for _ in range(_CONNECTION_COUNT):
             sock = stack.enter_context(socket.socket(family, kind))
             sock.setblocking(False)
             with contextlib.suppress(BlockingIOError):  # raised if the listen queue is full
-                sock.connect(where)
+                sock.connect(socket_address)
         yield
 
 
@@ -87,7 +87,9 @@ def test_many_silent_connections(server: Server, name: str) -> None:
         until("all have come", lambda: are_idle(server))
         cpu_before = cpu_seconds(server)
         time.sleep(1.0)
-        cpu_used = {title: now - cpu_before[title] for title, now in cpu_seconds(server).items()}
+        cpu_used = {
+            title: cpu_s - cpu_before[title] for title, cpu_s in cpu_seconds(server).items()
+        }
         assert max(cpu_used.values()) < _IDLE_CORE_SHARE, cpu_used
     until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
     with stub(server) as call:
@@ -141,4 +143,4 @@ def are_idle(server: Server) -> bool:
     """Return whether all processes are idle again."""
     cpu_before = cpu_seconds(server)
     time.sleep(0.05)
-    return all(now - cpu_before[title] < 0.05 for title, now in cpu_seconds(server).items())
+    return all(cpu_s - cpu_before[title] < 0.05 for title, cpu_s in cpu_seconds(server).items())

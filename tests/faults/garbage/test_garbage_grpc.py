@@ -30,18 +30,18 @@ _GRPC_BYTES = 64 << 20
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Yield a server for a series of faults."""
-    with serving(tmp_path_factory.mktemp("grpc-garbage")) as started:
-        yield started
+    with serving(tmp_path_factory.mktemp("grpc-garbage")) as running_server:
+        yield running_server
 
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[Server]:
     """Yield a server of two models that has answered requests."""
     repositories.add(folder, "simple", "identity")
-    with running(folder, *flags, grpc=True) as started:
-        with Load(started), stub(started) as call:
+    with running(folder, *flags, grpc=True) as running_server:
+        with Load(running_server), stub(running_server) as call:
             assert is_right(call.ModelInfer(simple_request()))
-        yield started
+        yield running_server
 
 
 def check_other_clients(stage: Scene) -> None:

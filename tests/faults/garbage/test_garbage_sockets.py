@@ -135,7 +135,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
     """
     context = zmq.Context()
     dropped = server.metric("shmserve_malformed")
-    least, patience_ms = (len(TAGS), 2000) if identity == OUR_OWN else (0, 300)
+    min_count, patience_ms = (len(TAGS), 2000) if identity == OUR_OWN else (0, 300)
     with scene(server) as stage:
         for path in sockets(server):
             with context.socket(zmq.DEALER) as dealer:
@@ -155,7 +155,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
                 monitor.close()
                 assert is_ended, path
         context.term()
-        until("it arrived", lambda: server.metric("shmserve_malformed") > dropped + least)
+        until("it arrived", lambda: server.metric("shmserve_malformed") > dropped + min_count)
         assert_recovers(stage, time.monotonic(), 3.0)
         assert stage.load.troubles() == []
 

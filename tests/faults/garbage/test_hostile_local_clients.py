@@ -40,10 +40,10 @@ _SEAL_FUTURE_WRITE = 0x10  # from linux/fcntl.h, because Python does not define 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(make_repository(tmp_path_factory.mktemp("guests"))) as started:
-        with Load(started):
+    with running(make_repository(tmp_path_factory.mktemp("guests"))) as running_server:
+        with Load(running_server):
             pass
-        yield started
+        yield running_server
 
 
 def check_honest_client(stage: Scene) -> None:

@@ -129,9 +129,9 @@ class Conversation:
         self._begun = [1]
 
     def _number(self) -> int:
-        at = self._at
-        self._at = at + 1
-        return self._data[at] if at < len(self._data) else 0
+        position = self._at
+        self._at = position + 1
+        return self._data[position] if position < len(self._data) else 0
 
     def _one_of(self, choices: list[T]) -> T:
         return choices[self._number() % len(choices)]
@@ -212,7 +212,9 @@ class Conversation:
         if choice < 0xC8:
             return [self._padded(HEADERS, stream, block, END_HEADERS | end)]
         cuts = sorted(self._number() % (len(block) + 1) for _ in range(choice % 3 + 1))
-        pieces = [block[at:to] for at, to in zip([0, *cuts], [*cuts, len(block)], strict=True)]
+        pieces = [
+            block[begin:to] for begin, to in zip([0, *cuts], [*cuts, len(block)], strict=True)
+        ]
         header_frames = [frame(HEADERS, end, stream, pieces[0])]
         header_frames += [frame(CONTINUATION, 0, stream, piece) for piece in pieces[1:-1]]
         return [

@@ -26,8 +26,10 @@ def difference(own_view: EngineView, peer_view: EngineView) -> str:
     if own_view.end_reason or peer_view.end_reason:
         if own_view.end_reason and peer_view.end_reason:
             return ""
-        ends = [view.end_reason or _describe_fresh_reset(view) for view in (own_view, peer_view)]
-        return f"over: {' | '.join(ends)}"
+        end_reasons = [
+            view.end_reason or _describe_fresh_reset(view) for view in (own_view, peer_view)
+        ]
+        return f"over: {' | '.join(end_reasons)}"
     if own_view.resets != peer_view.resets:
         return f"resets: {_resets(own_view, peer_view)} | {_resets(peer_view, own_view)}"
     if own_view.requests != peer_view.requests:

@@ -92,21 +92,21 @@ class OwnSide:
 
     def take(self, data: bytes) -> None:
         engine = self._engine
-        at = len(engine.sent)
+        first_index = len(engine.sent)
         for start in range(0, len(data), self._step):
             engine.take(data[start : start + self._step])
         assert not engine.http2.pending
         assert not engine.http2._buffer, "a whole frame is not handled"
-        self._look(at)
+        self._look(first_index)
 
-    def _look(self, at: int) -> None:
+    def _look(self, first_index: int) -> None:
         engine, view = self._engine, self.view
         view.requests = {
             number: Request(list(vars(request.fields)["sent"]), request.data, request.ended)
             for number, request in engine.requests.items()
             if not request.cancelled and number not in self._answered
         }
-        view.take(b"".join(_encode_sent_frame(answer) for answer in engine.sent[at:]))
+        view.take(b"".join(_encode_sent_frame(answer) for answer in engine.sent[first_index:]))
         for number in view.resets:
             view.requests.pop(number, None)
             if number not in engine.requests or not engine.requests[number].ended:
@@ -137,17 +137,17 @@ class OwnSide:
         return stream in self._engine.http2.streams
 
     def answer(self, stream: int) -> None:
-        at = len(self._engine.sent)
+        first_index = len(self._engine.sent)
         self._answered.add(stream)
         self._engine.http2.sending.send_head(self._engine.stream(stream), _ANSWER, end=True)
         self._engine.flush()
-        self._look(at)
+        self._look(first_index)
 
     def reset(self, stream: int) -> None:
-        at = len(self._engine.sent)
+        first_index = len(self._engine.sent)
         self._engine.http2.reset(self._engine.stream(stream), FaultCode.CANCEL)
         self._engine.flush()
-        self._look(at)
+        self._look(first_index)
 
 
 def _encode_sent_frame(sent_frame: Any) -> bytes:

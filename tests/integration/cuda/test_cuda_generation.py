@@ -116,8 +116,8 @@ def test_weights_of_8_bits_are_for_processors(tmp_path: Path) -> None:
     write_folder(tmp_path / "models" / "narrow" / "1")
     (tmp_path / "models" / "narrow" / "config.pbtxt").write_text(CONFIG)
     (tmp_path / "models" / "narrow" / "engine.yaml").write_text("weights: int8\n")
-    with running(tmp_path / "models", *_LENIENT_FLAGS, gpu=True) as started:
-        request = urllib.request.Request(f"http://{started.url}/v2/repository/index", b"")
+    with running(tmp_path / "models", *_LENIENT_FLAGS, gpu=True) as running_server:
+        request = urllib.request.Request(f"http://{running_server.url}/v2/repository/index", b"")
         with urllib.request.urlopen(request, timeout=30) as response:
             (row,) = json.load(response)
     assert "weights: int8 is supported on CPUs only" in row["reason"]

@@ -23,9 +23,9 @@ def test_tensors_stay_on_the_device(tmp_path: Path, protocol: str) -> None:
     repositories.add(repository, "simple")
     with running(repository, gpu=True, grpc=True) as server:
         urls = {"http": f"--url=http://{server.url}", "grpc": f"--url=grpc://{server.grpc_url}"}
-        where = urls.get(protocol, f"--run-dir={server.run_dir}")
+        server_option = urls.get(protocol, f"--run-dir={server.run_dir}")
         report = tmp_path / "report.json"
         short_flags = ("--window=0.2", "--windows=3", "--warm-up=0.1", f"--json={report}")
-        assert main(["perf", "simple", where, "--shared-memory=cuda", *short_flags]) == 0
+        assert main(["perf", "simple", server_option, "--shared-memory=cuda", *short_flags]) == 0
     (point,) = json.loads(report.read_text())["points"]
     assert (point["errors"], point["error"]) == (0, "")

@@ -103,12 +103,12 @@ def exporter() -> Iterator[subprocess.Popen[str]]:
 
 
 def infer(
-    client: Any, model: str, source: str, target: str, at: int = 0, size: int = N * 4
+    client: Any, model: str, source: str, target: str, offset: int = 0, size: int = N * 4
 ) -> None:
     x = triton.InferInput("x", [N], "INT32")
     x.set_shared_memory(source, N * 4)
     y = triton.InferRequestedOutput("y")
-    y.set_shared_memory(target, size, offset=at)
+    y.set_shared_memory(target, size, offset=offset)
     client.infer(model, [x], outputs=[y])
 
 
@@ -127,9 +127,9 @@ def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
         for k in range(0, 8, 2):
             infer(client, model, f"r{k}", f"r{k + 1}")
         for k in range(0, 8, 2):
-            for at, value in ((k, 10 * k), (k + 1, 10 * k + 1)):
-                result = shm.get_contents_as_numpy(regions[at], np.int32, [N])
-                assert (result == value).all(), (at, result)
+            for index, value in ((k, 10 * k), (k + 1, 10 * k + 1)):
+                result = shm.get_contents_as_numpy(regions[index], np.int32, [N])
+                assert (result == value).all(), (index, result)
         client.unregister_cuda_shared_memory("r0")  # closes one of the regions in the block
         infer(client, model, "r2", "r7")
         assert (shm.get_contents_as_numpy(regions[7], np.int32, [N]) == 21).all()
@@ -149,7 +149,7 @@ def test_an_exporter_that_is_stopped(client: Any, exporter: subprocess.Popen[str
     handle = exporter.stdout.readline().strip()
     exporter.send_signal(signal.SIGSTOP)
     client.register_cuda_shared_memory("theirs", handle, 0, 4096)
-    infer(client, "gpu", "theirs", "theirs", at=64)
+    infer(client, "gpu", "theirs", "theirs", offset=64)
     client.unregister_cuda_shared_memory("theirs")
 
 
@@ -208,12 +208,12 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
     try:
         new_worker = server.find_one("worker host")
         with pytest.raises(InferenceServerException) as error_info:
-            infer(client, "host", "r", "r", at=64)
+            infer(client, "host", "r", "r", offset=64)
         assert error_info.value.status() == "503"
         assert "cannot use shared memory on device 0 now" in str(error_info.value)
         allocations.clear()
         torch.cuda.empty_cache()
-        infer(client, "host", "r", "r", at=64)
+        infer(client, "host", "r", "r", offset=64)
         result = shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N]
         assert (result == 6).all()
         assert server.find_one("worker host") == new_worker, "the worker died of it"

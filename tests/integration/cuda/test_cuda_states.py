@@ -92,12 +92,12 @@ def test_rows_of_several_sequences_are_gathered_on_the_device(
     client: shmserve.client.Server,
 ) -> None:
     x = np.ones((1, 1), np.float32)
-    for at in range(4):
+    for index in range(4):
         futures = [
             client.infer_async(
-                "copied", {"x": x * value}, sequence=value, start=at == 0, end=at == 3
+                "copied", {"x": x * value}, sequence=value, start=index == 0, end=index == 3
             )
             for value in (1, 2, 3)
         ]
         sums = [float(future.result()["y"][0, 0]) for future in futures]
-        assert sums == [value * (at + 1) for value in (1, 2, 3)]
+        assert sums == [value * (index + 1) for value in (1, 2, 3)]

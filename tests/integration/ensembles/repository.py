@@ -61,15 +61,17 @@ def _models(repository: Path) -> None:
 def _ensembles(repository: Path) -> None:
     two_steps = [xy_step("add", "IN", "mid"), xy_step("double", "mid", "OUT")]
     add_ensemble(repository, "two", two_steps, max_batch_size=4)
-    ends = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
+    edge_tensors = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
     three_steps = [
         xy_step("fixed", "IN", "a"),
         xy_step("fixed", "a", "b"),
         xy_step("fixed", "b", "OUT"),
     ]
-    add_ensemble(repository, "three", three_steps, *ends, max_batch_size=2)
+    add_ensemble(repository, "three", three_steps, *edge_tensors, max_batch_size=2)
     steps = [xy_step("fixed", "IN", "a"), xy_step("same", "a", "b"), xy_step("same", "b", "OUT")]
-    add_ensemble(repository, "passes", steps, ends[0], [*ends[1], tensor("a", dims=[LARGE])])
+    add_ensemble(
+        repository, "passes", steps, edge_tensors[0], [*edge_tensors[1], tensor("a", dims=[LARGE])]
+    )
     add_ensemble(repository, "fails", [xy_step("boom", "IN", "m"), xy_step("plain", "m", "OUT")])
     add_ensemble(repository, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
     add_ensemble(repository, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])

@@ -20,8 +20,14 @@ def fill(repository: Path) -> None:
     """Write the ensembles "first" (a -> b), "second" (b -> c) and "third" (c -> d), and "alone"."""
     for name in ("a", "b", "c", "d", "alone"):
         add_model(repository, name, ADD_ONE)
-    for name, first_step, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
-        add_ensemble(repository, name, [xy_step(first_step, "IN", "m"), xy_step(ends, "m", "OUT")])
+    for name, first_step, second_step in (
+        ("first", "a", "b"),
+        ("second", "b", "c"),
+        ("third", "c", "d"),
+    ):
+        add_ensemble(
+            repository, name, [xy_step(first_step, "IN", "m"), xy_step(second_step, "m", "OUT")]
+        )
 
 
 @pytest.fixture

@@ -146,18 +146,21 @@ def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(
 
     def answer(model: str) -> float:
         input_name, quantised, _ = request[model]
-        with started.http(timeout_s=30) as http:
+        with running_server.http(timeout_s=30) as http:
             body = {"inputs": [json_input(input_name, np.array([1], np.float32))]}
             return float(http.infer(model, body).ok().tensors()[quantised][0])
 
-    with running(tmp_path) as started, ThreadPoolExecutor(len(request)) as people:
-        with holding(started.gate):
+    with running(tmp_path) as running_server, ThreadPoolExecutor(len(request)) as people:
+        with holding(running_server.gate):
             answers = {model: people.submit(answer, model) for model in request}
             for name in ("slow", "calling", "caller"):
-                until(name, partial(started.metric, "shmserve_instances", model=name, state="busy"))
-            started.process.send_signal(signal.SIGTERM)
-            until("nobody is let in", lambda: refuses_connections(started.http_port))
+                until(
+                    name,
+                    partial(running_server.metric, "shmserve_instances", model=name, state="busy"),
+                )
+            running_server.process.send_signal(signal.SIGTERM)
+            until("nobody is let in", lambda: refuses_connections(running_server.http_port))
         assert {model: future.result() for model, future in answers.items()} == {
             model: expected for model, (_, _, expected) in request.items()
         }
-        assert started.wait_exit(20) == 0
+        assert running_server.wait_exit(20) == 0

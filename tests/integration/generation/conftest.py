@@ -70,8 +70,8 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name, engine in MODELS.items():
         add_model(repository, name, engine)
     repositories.write(repository, "embedder", EMBEDDER_CONFIG, EMBEDDER_MODEL)
-    with running(repository, grpc=True) as started:
-        yield started
+    with running(repository, grpc=True) as running_server:
+        yield running_server
 
 
 @pytest.fixture

@@ -83,8 +83,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     opened_script = {"<think>": ("hm", "</think>", "yes")}
     write_scripted(repository / "opened" / "1", opened_script, template, ("</think>",))
     write_scripted(repository / "loop" / "1", {CALLED: CALL, ANSWERS: ANSWER})
-    with running(repository) as started:
-        yield started
+    with running(repository) as running_server:
+        yield running_server
 
 
 @pytest.fixture
@@ -154,9 +154,12 @@ def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server)
 
 
 def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    response_format: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": PARAMETERS},
+    }
     for tool_fields in ({}, {"tools": TOOLS}):
-        body = chat_request("thinks", response_format=form, max_tokens=60, **tool_fields)
+        body = chat_request("thinks", response_format=response_format, max_tokens=60, **tool_fields)
         (choice,) = client.chat.completions.create(**body).choices
         assert choice.message.to_dict()["reasoning"] == "so"
         assert json.loads(choice.message.content or "") == {"city": "x"}

@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 512,
+    "override_generation_config": {"max_new_tokens": 490},
     "max_num_seqs": 64,
     "enable_lora": True,
     "max_lora_rank": 8,
@@ -138,7 +139,8 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (port_socket,) = hold_ports(1)
     port = port_of(port_socket)
     flags = [f"--{name.replace('_', '-')}" for name in ARGUMENTS]
-    values = [[] if value is True else [str(value)] for value in ARGUMENTS.values()]
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in ARGUMENTS.values()]
+    values = [[] if text == "true" else [text] for text in texts]
     process = subprocess.Popen(
         [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(folder / "weights")),
@@ -172,6 +174,12 @@ def test_texts_equal_those_of_vllms_server(
     for prompt in PROMPTS:
         arguments = chat, prompt, kind
         assert text_of(server.http_port, *arguments) == text_of(vllm_port, *arguments)
+
+
+def test_the_arguments_limit_all_requests(server: Server, vllm_port: int) -> None:
+    for port in (vllm_port, server.http_port):
+        response = complete(port, max_tokens=505, ignore_eos=True, temperature=0)
+        assert json.loads(response)["usage"]["completion_tokens"] == 490
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
@@ -216,13 +224,13 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
 def test_responses_equal_those_of_vllms_server(
     server: Server, vllm_port: int, fields: dict[str, Any]
 ) -> None:
-    found = []
+    found_responses = []
     for port in (server.http_port, vllm_port):
         body = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 20}
         response = json.loads(post(port, "/v1/responses", {**body, **fields}))
         texts = [part["text"] for item in response["output"] for part in item["content"]]
-        found.append((texts, response["status"], response["usage"]["output_tokens"]))
-    assert found[0] == found[1]
+        found_responses.append((texts, response["status"], response["usage"]["output_tokens"]))
+    assert found_responses[0] == found_responses[1]
 
 
 def test_200_concurrent_requests(server: Server) -> None:

@@ -422,8 +422,8 @@ def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
     """`--allow-client-shm=false` closes loopback too."""
     repositories.add(tmp_path / "models", "identity")
     with (
-        running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as started,
-        connected(started.grpc_port) as client,
+        running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as running_server,
+        connected(running_server.grpc_port) as client,
         SharedObject(SIZE) as shared_object,
     ):
         code, text = refused(

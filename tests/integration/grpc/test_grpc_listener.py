@@ -176,7 +176,9 @@ def test_compressed_responses(
         *([(b"grpc-accept-encoding", accepted_encodings)] if accepted_encodings else []),
     )
     body = message(request.SerializeToString())
-    pieces = [frame(DATA, 0, 1, body[at : at + 16384]) for at in range(0, len(body), 16384)]
+    pieces = [
+        frame(DATA, 0, 1, body[begin : begin + 16384]) for begin in range(0, len(body), 16384)
+    ]
     with (
         socket.create_connection(("127.0.0.1", tls_server.grpc_port), timeout=20) as plain_socket,
         tls.wrap_socket(plain_socket, server_hostname="localhost") as sock,
@@ -451,8 +453,8 @@ def test_a_drain_waits_for_a_slow_reader(models: Path, method: str) -> None:
         server.gate.close()
         sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, post(SERVICE + method)))
         body = message(request.SerializeToString())
-        for at in range(0, len(body), 16384):
-            sock.sendall(frame(DATA, 0, 1, body[at : at + 16384]))
+        for begin in range(0, len(body), 16384):
+            sock.sendall(frame(DATA, 0, 1, body[begin : begin + 16384]))
         sock.sendall(frame(DATA, END_STREAM, 1))
         answer = b""
         while len(answer) < 65535:  # as much as HTTP/2 has a sender send at first
@@ -460,8 +462,8 @@ def test_a_drain_waits_for_a_slow_reader(models: Path, method: str) -> None:
         server.process.send_signal(signal.SIGTERM)
         server.wait_log("stopping")
         assert server.wait_exit(1.0) is None
-        room = (2**20).to_bytes(4, "big")
-        sock.sendall(frame(WINDOW, 0, 0, room) + frame(WINDOW, 0, 1, room))
+        window_bytes = (2**20).to_bytes(4, "big")
+        sock.sendall(frame(WINDOW, 0, 0, window_bytes) + frame(WINDOW, 0, 1, window_bytes))
         while b"grpc-status" not in answer:
             piece = sock.recv(65536)
             assert piece, "the connection ended"

@@ -185,16 +185,16 @@ def test_a_slow_upload_is_waited_for(port: int) -> None:
 
 
 def test_a_stream_may_be_silent(port: int) -> None:
-    go_on = threading.Event()
+    may_continue = threading.Event()
 
     def late_requests() -> Iterator[pb.ModelInferRequest]:
-        assert go_on.wait(30)
+        assert may_continue.wait(30)
         yield pb.ModelInferRequest(model_name="none", id="one")
 
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         answers = stub.ModelStreamInfer(late_requests(), timeout=30, wait_for_ready=True)
-        threading.Timer(2.5 * _PATIENCE_S, go_on.set).start()
+        threading.Timer(2.5 * _PATIENCE_S, may_continue.set).start()
         assert "unknown model" in next(answers).error_message
 
 
@@ -203,14 +203,14 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
     max_connections = 40
     with (
         run_gateway(tmp_path, "0.0.0.0", max_connections=max_connections) as port,
-        contextlib.ExitStack() as ends,
+        contextlib.ExitStack() as exit_stack,
     ):
-        idle_connection = ends.enter_context(
+        idle_connection = exit_stack.enter_context(
             socket.create_connection(("127.0.0.1", port), timeout=20)
         )
         idle_connection.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         crowd_sockets = [
-            ends.enter_context(
+            exit_stack.enter_context(
                 socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
             )
             for _ in range(2 * max_connections)

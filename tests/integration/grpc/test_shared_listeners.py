@@ -58,9 +58,9 @@ def server(folder: Path) -> Iterator[Server]:
         f"--shm-group={FRIENDS_GID}",
         f"--auth-token-file={tokens}",
     )
-    with running(folder / "models", *flags, grpc=True) as started:
-        until("all are there", lambda: gateways(started) == TITLES)
-        yield started
+    with running(folder / "models", *flags, grpc=True) as running_server:
+        until("all are there", lambda: gateways(running_server) == TITLES)
+        yield running_server
     assert not (folder / "socket").exists()
 
 

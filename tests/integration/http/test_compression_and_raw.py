@@ -36,7 +36,7 @@ def test_compressed_request(http: Http, coding: str) -> None:
 @pytest.mark.parametrize("coding", [*COMPRESS, "identity"])
 def test_a_body_in_chunks_whose_coding_is_named(http: Http, coding: str) -> None:
     body = COMPRESS.get(coding, bytes)(json.dumps(REQUEST).encode())
-    chunks = (body[at : at + 50] for at in range(0, len(body), 50))
+    chunks = (body[begin : begin + 50] for begin in range(0, len(body), 50))
     headers = {"Content-Encoding": coding}  # http.client adds the other
     assert (http.infer("identity", chunks, headers).tensors()["OUTPUT0"] == VALUES).all()
 

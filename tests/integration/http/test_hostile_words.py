@@ -151,7 +151,7 @@ def test_hostile_words_in_requests_to_the_control_plane(http: Http, word: str) -
     encoded = base64.b64encode(b"x").decode()
     path = "/v2/repository/models/simple/load"
     region = "/v2/systemsharedmemory/region/r/register"
-    for where, body in (
+    for request_path, body in (
         (path, {"parameters": {"config": word}}),
         (path, {"parameters": {"config": json.dumps({"name": word})}}),
         (path, {"parameters": {"config": "{}", f"file:{word}": encoded}}),
@@ -161,8 +161,11 @@ def test_hostile_words_in_requests_to_the_control_plane(http: Http, word: str) -
         ("/v2/logging", {"log_format": word}),
         ("/v2/logging", {"log_file": word}),
     ):
-        refused_reply = http.post(where, body)
-        assert refused_reply.status in (400, 404, 500, 501, 503), (where, refused_reply.body[:200])
+        refused_reply = http.post(request_path, body)
+        assert refused_reply.status in (400, 404, 500, 501, 503), (
+            request_path,
+            refused_reply.body[:200],
+        )
     http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
 

@@ -44,8 +44,8 @@ def guarded_server(folder: Path) -> Iterator[Server]:
         "--load-model=identity",
         "--log-verbose=1",
     ]
-    with running(repository, *flags) as started:
-        yield started
+    with running(repository, *flags) as running_server:
+        yield running_server
     assert not (folder / "socket").exists()
 
 

@@ -27,7 +27,7 @@ for path in DOCUMENT["paths"].values():
                 parameter["schema"] = {"type": "string", "enum": names}
 # Operations that load and unload come last.
 OPERATIONS = sorted(
-    (each.ok() for each in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()),
+    (response.ok() for response in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()),
     key=lambda operation: "/repository" in operation.path,
 )
 CHECKS = [

@@ -42,9 +42,9 @@ class Double:
 @pytest.fixture(scope="module")
 def local_server() -> Iterator[LocalServer]:
     """A server of one model, and all that stays for as long as processes are started."""
-    with shmserve.serve(Double) as started:
+    with shmserve.serve(Double) as running_server:
         forkserver.ensure_running()
-        yield started
+        yield running_server
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 

@@ -368,10 +368,10 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
 
     async def talk() -> np.ndarray:
         server = await aio.connect(gated_server.run_dir)
-        for moment in range(5):  # the connection is made in a thread, and may come too late
+        for turn_count in range(5):  # the connection is made in a thread, and may come too late
             task = asyncio.ensure_future(server._get_channel())
             connecting = asyncio.ensure_future(aio.connect(gated_server.run_dir)._connect())
-            for _ in range(moment):
+            for _ in range(turn_count):
                 await asyncio.sleep(0)
             connecting.cancel()
             await task
@@ -440,14 +440,14 @@ def test_a_callback_may_close_the_client(gated_server: Server) -> None:
         client.infer("simple", INPUT0=A, INPUT1=A)
 
 
-@pytest.mark.parametrize("ends", ["the client", "the server"])
-def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ends: str) -> None:
+@pytest.mark.parametrize("ending", ["the client", "the server"])
+def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ending: str) -> None:
     """Threads see the schedulers' links end before, or though, the connection's own thread sees
     that of the listener."""
     client = shmserve.client.connect(gated_server.run_dir)
     connection = client._session.connection()
     outcome = concurrent.futures.Future[object]()
-    at_work, go_on = threading.Event(), threading.Event()
+    at_work, may_continue = threading.Event(), threading.Event()
 
     def wait() -> None:
         try:
@@ -457,7 +457,7 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ends
 
     def block_connection_thread(_: object) -> None:
         at_work.set()
-        go_on.wait(60)
+        may_continue.wait(60)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -465,15 +465,15 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ends
     try:
         connection.call(block_connection_thread)
         assert at_work.wait(10)
-        if ends == "the server":
+        if ending == "the server":
             connection._link._socket.send(b"what is no message")
         closing = threading.Thread(target=client.close)
         with connection._lock:  # no thread is woken
-            if ends == "the client":
+            if ending == "the client":
                 closing.start()
             error = outcome.exception(20)
-        go_on.set()
-        if ends == "the server":
+        may_continue.set()
+        if ending == "the server":
             closing.start()
         closing.join()
     finally:

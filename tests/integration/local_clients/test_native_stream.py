@@ -186,17 +186,17 @@ def test_responses_in_a_region_arrive_one_by_one(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
     """A response stays readable until the next one is requested."""
-    note = tmp_path / "second"
+    marker_file = tmp_path / "second"
     with client.allocate({"OUT": ((4,), "INT32")}) as region:
-        steps = [b"1", b"2", b"note " + os.fsencode(note), b"3"]
+        steps = [b"1", b"2", b"note " + os.fsencode(marker_file), b"3"]
         stream = client.stream("steps", {"STEPS": steps, "SIZE": [4]}, outputs=region)
         first_response = next(stream)
         assert first_response["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
         assert values(client.stream("steps", STEPS=[b"9"])) == [9]  # the model is not held up
-        assert region["OUT"].tolist() == [1] * 4 and not note.exists()
+        assert region["OUT"].tolist() == [1] * 4 and not marker_file.exists()
         for n in (2, 3):
             assert next(stream)["OUT"].tolist() == region["OUT"].tolist() == [n] * 4
-        assert note.exists() and list(stream) == []
+        assert marker_file.exists() and list(stream) == []
         assert region["OUT"].tolist() == [3] * 4
 
 
@@ -293,12 +293,12 @@ next(stream)
 def test_a_reader_that_stops_reading_stops_only_its_own_stream(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
-    note = tmp_path / "sent"
-    steps = [*([b"1"] * (3 * FIRST_CREDIT)), b"note " + os.fsencode(note)]
+    marker_file = tmp_path / "sent"
+    steps = [*([b"1"] * (3 * FIRST_CREDIT)), b"note " + os.fsencode(marker_file)]
     unread_stream = client.stream("steps", STEPS=steps)
     assert values(client.stream("steps", STEPS=[b"2"] * 200)) == [2] * 200
-    assert not note.exists()
-    assert values(unread_stream) == [1] * (3 * FIRST_CREDIT) and note.exists()
+    assert not marker_file.exists()
+    assert values(unread_stream) == [1] * (3 * FIRST_CREDIT) and marker_file.exists()
 
 
 def test_more_threads_than_links(client: shmserve.client.Server) -> None:

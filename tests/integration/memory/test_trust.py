@@ -54,9 +54,9 @@ def server(folder: Path) -> Iterator[Server]:
         f"--shm-sparse-byte-size={SPARSE_BYTES}",
         f"--shm-max-byte-size={64 << 20}",
     ]
-    with running(repository, *flags) as started:
+    with running(repository, *flags) as running_server:
         (folder / "socket").chmod(0o666)  # the tests include users outside the group
-        yield started
+        yield running_server
 
 
 @pytest.fixture
@@ -355,8 +355,8 @@ def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
 def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield the status and body of pipelined requests, which are sent a hundred at a time."""
     with raw_connection(port) as connection, connection.makefile("rb") as answers:
-        for at in range(0, len(requests), 100):
-            request_group = requests[at : at + 100]
+        for begin in range(0, len(requests), 100):
+            request_group = requests[begin : begin + 100]
             connection.sendall(b"".join(request_group))
             for _ in request_group:
                 status = int(answers.readline().split()[1])
@@ -416,7 +416,9 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             assert refused_reply.error == (
                 f"an output in shared memory region '{region}' overlaps one of a request in flight"
             )
-        valid_requests = [pool.infer("gated", request("a", at)) for at in (960, 1088)]
+        valid_requests = [
+            pool.infer("gated", request("a", input_offset)) for input_offset in (960, 1088)
+        ]
         server.wait_pending("gated", 2)
         visit.release()
         for _ in valid_requests:

@@ -292,7 +292,7 @@ class Model:
 
 
 @pytest.mark.parametrize("model", ITERATING_CODE)
-@pytest.mark.parametrize("moment", ["before", "during"])
+@pytest.mark.parametrize("cancel_time", ["before", "during"])
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
@@ -302,10 +302,11 @@ class Model:
     ],
 )
 def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
-    http: Http, model: str, moment: str, steps: tuple[str, ...], expected: list[str]
+    http: Http, model: str, cancel_time: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
     assert (
-        run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE[moment], *steps) == expected
+        run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE[cancel_time], *steps)
+        == expected
     )
 
 

@@ -23,8 +23,8 @@ ROW = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     repositories.add(tmp_path, "constant", "intruder")
-    with running(tmp_path, grpc=True) as started:
-        yield started
+    with running(tmp_path, grpc=True) as running_server:
+        yield running_server
 
 
 def intrude(server: Server, http: Http) -> dict[str, Any]:

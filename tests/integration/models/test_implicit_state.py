@@ -272,15 +272,19 @@ def test_a_state_is_passed_from_request_to_request(
 
 def test_states_of_a_batch_are_separate(client: shmserve.client.Server) -> None:
     """The sequences run in one execution, in the rows of their slots."""
-    for at in range(6):
+    for index in range(6):
         futures = [
             client.infer_async(
-                "zero", {"INPUT": number(sequence)}, sequence=sequence, start=at == 0, end=at == 5
+                "zero",
+                {"INPUT": number(sequence)},
+                sequence=sequence,
+                start=index == 0,
+                end=index == 5,
             )
             for sequence in range(1, 5)
         ]
         sums = [float(future.result()["OUTPUT"][0, 0]) for future in futures]
-        assert sums == [sequence * (at + 1) for sequence in range(1, 5)]
+        assert sums == [sequence * (index + 1) for sequence in range(1, 5)]
 
 
 def test_an_initial_state_from_a_file_and_one_that_is_also_an_output(
@@ -289,11 +293,11 @@ def test_an_initial_state_from_a_file_and_one_that_is_also_an_output(
     """A longer file is truncated. A state that `output` names is sent to the client."""
     for _ in range(2):
         counts = []
-        for at in range(3):
+        for index in range(3):
             result = client.infer(
-                "filed", {"INPUT": number(1)}, sequence="f", start=at == 0, end=at == 2
+                "filed", {"INPUT": number(1)}, sequence="f", start=index == 0, end=index == 2
             )
-            assert float(result["OUTPUT"][0, 0]) == at + 1.5
+            assert float(result["OUTPUT"][0, 0]) == index + 1.5
             counts.append(int(result["COUNT_OUT"][0, 0]))
         assert counts == [1, 2, 3]
 
@@ -306,9 +310,11 @@ def test_states_may_have_variable_dimensions(client: shmserve.client.Server, mod
             client.infer_async(model, {"INPUT": number(sequence)}, sequence=sequence, start=True)
             for sequence in (1, 2)
         ]
-        for at in range(1, length):
-            futures += [client.infer_async(model, {"INPUT": number(at)}, sequence=1, end=at == 2)]
-            if at == 2:
+        for index in range(1, length):
+            futures += [
+                client.infer_async(model, {"INPUT": number(index)}, sequence=1, end=index == 2)
+            ]
+            if index == 2:
                 break
         for future in futures:
             future.result()
@@ -320,12 +326,12 @@ def test_states_may_have_variable_dimensions(client: shmserve.client.Server, mod
 def test_a_state_may_use_one_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
     """The model updates the buffer in place in each request."""
     states = []
-    for at in range(5):
-        result = client.infer("in_place", {"INPUT": number(2)}, sequence=1, start=at == 0)
+    for index in range(5):
+        result = client.infer("in_place", {"INPUT": number(2)}, sequence=1, start=index == 0)
         states.append(result["OUTPUT"][0].tolist())
     client.infer("in_place", {"INPUT": number(2)}, sequence=1, end=True)
     assert [total for total, _ in states] == [2, 4, 6, 8, 10]
-    assert len({where for _, where in states}) == 1
+    assert len({address for _, address in states}) == 1
 
 
 def append_word(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:
@@ -355,11 +361,11 @@ def test_a_torchscript_model_may_have_string_states(client: shmserve.client.Serv
 def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None:
     sums = [
         float(
-            client.infer("native", {"x": number(1)}, sequence=3, start=at == 0, end=at == 2)[
+            client.infer("native", {"x": number(1)}, sequence=3, start=index == 0, end=index == 2)[
                 "total"
             ][0, 0]
         )
-        for at in range(3)
+        for index in range(3)
     ]
     assert sums == [101, 102, 103]
     metadata = client.models()

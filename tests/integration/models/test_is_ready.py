@@ -57,9 +57,11 @@ READY_METHOD = """
 """
 
 
-@pytest.mark.parametrize("form", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"])
-def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> None:
-    for name, code in (("moody", MODEL + form + READY_METHOD), ("asker", MODEL)):
+@pytest.mark.parametrize(
+    "method_prefix", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"]
+)
+def test_a_model_reports_whether_it_is_ready(repository: Path, method_prefix: str) -> None:
+    for name, code in (("moody", MODEL + method_prefix + READY_METHOD), ("asker", MODEL)):
         repositories.write(repository, name, repositories.identity_config(name, "INT32", [1]), code)
     state = repository / "moody" / "state"
     state.write_text("yes")
@@ -83,14 +85,16 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> Non
         assert http.get("/v2/health/ready").status == 200
 
 
-@pytest.mark.parametrize("form", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"])
+@pytest.mark.parametrize(
+    "method_prefix", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"]
+)
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_native_model_reports_whether_it_is_ready(
-    empty_server: tuple[Server, Path], form: str, streams: bool
+    empty_server: tuple[Server, Path], method_prefix: str, streams: bool
 ) -> None:
     server, repository = empty_server
     result = "AsyncIterator[INT32[ndarray, 1]]" if streams else "INT32[ndarray, 1]"
-    code = NATIVE.format(result, "yield" if streams else "return") + form + READY_METHOD
+    code = NATIVE.format(result, "yield" if streams else "return") + method_prefix + READY_METHOD
     folder = repositories.write(repository, "moody", 'backend: "native"', code)
     state = folder / "1" / "state"
     state.write_text("yes")

@@ -93,12 +93,12 @@ def test_the_example_over_grpc(server_and_repository: tuple[Server, Path]) -> No
 def test_closing_a_stream_closes_the_models_generator(
     server_and_repository: tuple[Server, Path], client: shmserve.client.Server, model: str
 ) -> None:
-    note = server_and_repository[1] / model / "1" / "closed"
-    note.unlink(missing_ok=True)
+    marker_file = server_and_repository[1] / model / "1" / "closed"
+    marker_file.unlink(missing_ok=True)
     with client.stream(model, x=np.array([7], np.float32)) as responses:
         assert next(responses)["output"][0] == 7
-        assert not note.exists()
-    until("it is closed", note.exists)
+        assert not marker_file.exists()
+    until("it is closed", marker_file.exists)
 
 
 @pytest.mark.parametrize("model", ["plain", "asynchronous"])
@@ -114,19 +114,19 @@ def test_the_shells_client_prints_each_response(
     server_and_repository: tuple[Server, Path], transport: str
 ) -> None:
     server, _ = server_and_repository
-    where = {
+    server_option = {
         "native": f"--run-dir={server.run_dir}",
         "http": f"--url=http://{server.url}",
         "grpc": f"--url=grpc://{server.grpc_url}",
     }[transport]
     result = run_command(
-        "client", "infer", "words", '--input=text="one two"', "--request-id=q", where
+        "client", "infer", "words", '--input=text="one two"', "--request-id=q", server_option
     )
     assert (result.returncode, result.stderr) == (0, "")
     responses = [json.loads(line) for line in result.stdout.splitlines()]
     assert [response["outputs"][0]["data"] for response in responses] == [["one"], ["two"]]
     assert {response["id"] for response in responses} == {"q"}
-    failing = run_command("client", "infer", "plain", "--input=x=-1", where)
+    failing = run_command("client", "infer", "plain", "--input=x=-1", server_option)
     assert failing.returncode == 1
     assert json.loads(failing.stdout)["outputs"][0]["data"] == [-1.0]
     assert failing.stderr.count("\n") == 1

@@ -107,8 +107,10 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         for number, expected_error in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
             assert reply.status == 400
-            where = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
-            assert reply.error.startswith(where + expected_error)
+            error_prefix = (
+                f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
+            )
+            assert reply.error.startswith(error_prefix + expected_error)
 
 
 FINALIZING_MODEL = '''

@@ -725,8 +725,8 @@ def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S
         tmp_path_factory.mktemp("two"),
     )
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
-    with running([first_repository, second_repository], *flags) as started:
-        yield started, first_repository, second_repository
+    with running([first_repository, second_repository], *flags) as running_server:
+        yield running_server, first_repository, second_repository
 
 
 @pytest.fixture

@@ -141,8 +141,8 @@ def server_and_socket() -> Iterator[tuple[Server, Path]]:
         socket = folder / "socket"
         flags = ["--model-control-mode=explicit", "--load-model=constant"]
         flags += [f"--http-unix-socket={socket}", f"--shm-group={FRIENDS_GID}"]
-        with running(folder / "models", *flags, grpc=True) as started:
-            yield started, socket
+        with running(folder / "models", *flags, grpc=True) as running_server:
+            yield running_server, socket
 
 
 @needs_users

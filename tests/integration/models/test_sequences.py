@@ -127,9 +127,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=settings)
         repositories.write(repository, name, config, code)
     repositories.write(repository, "calling", CALLER_CONFIG, CALLER_MODEL)
-    with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
-        started.gate.close()
-        yield started
+    with running(repository, "--exit-timeout-secs=2", grpc=True) as running_server:
+        running_server.gate.close()
+        yield running_server
 
 
 def add_value(
@@ -181,7 +181,7 @@ def test_tritonclient_over_both_protocols(server: Server) -> None:
     arrays = np.full((1, 1), 2, np.int32)
     for sequence in (17, "seventeen"):
         sums = []
-        for at, module, url in (
+        for index, module, url in (
             (0, tritonclient.http, server.url),
             (1, tritonclient.grpc, server.grpc_url),
             (2, tritonclient.http, server.url),
@@ -193,8 +193,8 @@ def test_tritonclient_over_both_protocols(server: Server) -> None:
                     "plain",
                     [tensor],
                     sequence_id=sequence,
-                    sequence_start=at == 0,
-                    sequence_end=at == 2,
+                    sequence_start=index == 0,
+                    sequence_end=index == 2,
                 )
                 sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
         assert sums == [2, 4, 6]
@@ -205,17 +205,17 @@ def test_a_grpc_stream(server: Server) -> None:
     answers: list[Any] = []
     with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.append((result, error)))
-        for at in range(3):
+        for index in range(3):
             for sequence in ("a", "b"):
                 tensor = tritonclient.grpc.InferInput("INPUT0", [1, 1], "INT32")
-                tensor.set_data_from_numpy(np.full((1, 1), at + 1, np.int32))
+                tensor.set_data_from_numpy(np.full((1, 1), index + 1, np.int32))
                 client.async_stream_infer(
                     "plain",
                     [tensor],
-                    request_id=f"{sequence}{at}",
+                    request_id=f"{sequence}{index}",
                     sequence_id=sequence,
-                    sequence_start=at == 0,
-                    sequence_end=at == 2,
+                    sequence_start=index == 0,
+                    sequence_end=index == 2,
                 )
         client.stop_stream()
     assert [error for _, error in answers] == [None] * 6
@@ -230,10 +230,10 @@ def test_the_native_client(server: Server) -> None:
             sums = [
                 int(
                     client.infer(
-                        "plain", INPUT0=array, sequence=sequence, start=at == 0, end=at == 2
+                        "plain", INPUT0=array, sequence=sequence, start=index == 0, end=index == 2
                     )["OUTPUT0"][0, 0]
                 )
-                for at in range(3)
+                for index in range(3)
             ]
             assert sums == [1, 2, 3]
             with pytest.raises(shmserve.client.InvalidArgument, match="must specify the START"):
@@ -273,7 +273,7 @@ def test_an_iterative_sequence_may_stream_responses(server: Server) -> None:
         for count in (3, 1):
             array = np.full((1, 1), count, np.int32)
             flags = [r["FLAGS"][0].tolist() for r in client.stream("again_streams", COUNT=array)]
-            assert flags == [[1, 0, 0][: at + 1] for at in range(count)]
+            assert flags == [[1, 0, 0][: index + 1] for index in range(count)]
 
 
 def test_generate_takes_the_parameters_of_a_sequence(http: Http) -> None:

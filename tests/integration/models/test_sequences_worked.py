@@ -199,16 +199,16 @@ def test_oldest_strategy_with_four_candidates_and_batches_of_two(
         replies.append(send_step(sequence, **flags))
         server.wait_pending("oldest", waiting)
     batches = [visit.message["CORRID"]]
-    ends = []
+    end_flags = []
     for _ in range(5):
         visit.release()
         visit = gate.next()
         batches.append(visit.message["CORRID"])
-        ends.append(visit.message["END"])
+        end_flags.append(visit.message["END"])
         assert all(visit.message["READY"])
     visit.release()
     # The oldest sequences run first, at most one request of each. An ended sequence frees its
     # slot.
     assert batches == [[1], [2, 3], [4, 1], [4], [4], [5]]
-    assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
+    assert end_flags == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
     assert sums_of_replies(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

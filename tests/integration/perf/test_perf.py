@@ -302,10 +302,10 @@ def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixtu
     repositories.add(repository, "identity")
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(repository, "--grpc-use-ssl=true", *flags, grpc=True) as server:
-        where = f"--url=grpcs://localhost:{server.grpc_port}"
+        server_option = f"--url=grpcs://localhost:{server.grpc_port}"
         large_flags = ("--shape=INPUT0:100000", "--concurrency=4", f"--root-cert={keys}/ca.pem")
-        assert main(["perf", "identity", where, *large_flags, *SHORT_FLAGS]) == 0
-        assert main(["perf", "identity", where, *large_flags[:-1], *SHORT_FLAGS]) == 1
+        assert main(["perf", "identity", server_option, *large_flags, *SHORT_FLAGS]) == 0
+        assert main(["perf", "identity", server_option, *large_flags[:-1], *SHORT_FLAGS]) == 1
         capsys.readouterr()
         # The server stops during the load.
         stopping = threading.Timer(1.0, server.stop)

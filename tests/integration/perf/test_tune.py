@@ -44,8 +44,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
     repository = tmp_path / "models"
     repository.mkdir()
     repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
-    with running(repository, "--model-control-mode=explicit", "--load-model=*") as started:
-        yield started
+    with running(repository, "--model-control-mode=explicit", "--load-model=*") as running_server:
+        yield running_server
 
 
 def effective_config(server: Server) -> dict[str, Any]:
@@ -59,11 +59,13 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     server: Server, tmp_path: Path, protocol: str
 ) -> None:
     config_before = effective_config(server)
-    where = f"--url=http://{server.url}" if protocol == "http" else f"--run-dir={server.run_dir}"
+    server_option = (
+        f"--url=http://{server.url}" if protocol == "http" else f"--run-dir={server.run_dir}"
+    )
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
     # Every configuration meets this target. The quality of the choice is tested by the
     # simulation.
-    assert main(["tune", "slow", "--p99=60s", where, *SHORT_FLAGS, *files]) == 0
+    assert main(["tune", "slow", "--p99=60s", server_option, *SHORT_FLAGS, *files]) == 0
     assert effective_config(server) == config_before
     recommended = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
     assert 1 <= recommended.max_batch_size <= 8

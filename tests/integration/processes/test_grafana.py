@@ -172,13 +172,13 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """Yield a Prometheus that has observed requests to all models for a while."""
-    started = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
+    prometheus_process = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
     try:
-        until(f"it scrapes:\n{started.log.read_text()}", started.scrapes)
+        until(f"it scrapes:\n{prometheus_process.log.read_text()}", prometheus_process.scrapes)
         with watched.send_under_load(server, generative=True):
-            yield started
+            yield prometheus_process
     finally:
-        started.stop()
+        prometheus_process.stop()
 
 
 @needs_prometheus
@@ -214,7 +214,7 @@ def test_the_alert_rules_are_valid(server: Server, prometheus: Prometheus) -> No
     until("a worker's death is alarming", lambda: state("ShmserveWorkersDie") == "firing")
 
 
-def rule_test(series: dict[str, str], at: str, *names: str) -> dict[str, Any]:
+def rule_test(series: dict[str, str], eval_time: str, *names: str) -> dict[str, Any]:
     """Return a promtool test in which exactly these alerts fire at a time."""
     expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
     return {
@@ -223,7 +223,7 @@ def rule_test(series: dict[str, str], at: str, *names: str) -> dict[str, Any]:
         "promql_expr_test": [
             {
                 "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-                "eval_time": at,
+                "eval_time": eval_time,
                 "exp_samples": expected,
             }
         ],

@@ -51,9 +51,9 @@ class Load:
         }
 
         def has_answered() -> bool:
-            now = self.found()
+            found_counts = self.found()
             return all(
-                sum(now[protocol].values()) - response_counts[protocol] > 5 * CLIENTS
+                sum(found_counts[protocol].values()) - response_counts[protocol] > 5 * CLIENTS
                 for protocol in response_counts
             )
 
@@ -182,8 +182,8 @@ def test_restarts_by_a_real_systemd(systemd: Systemd) -> None:
     repositories.add(systemd.path("/var/lib/shmserve/models"), "simple", "identity")
     systemd.run("systemctl", "daemon-reload")
     log = systemd.path("/var/lib/log")
-    started = systemd.run("systemctl", "enable", "--now", "shmserve.service")
-    assert "status" not in started, log.read_text() if log.exists() else started
+    start_output = systemd.run("systemctl", "enable", "--now", "shmserve.service")
+    assert "status" not in start_output, log.read_text() if log.exists() else start_output
 
     # Run as the server's user, whose shared memory the server may open.
     user = ("setpriv", "--reuid=shmserve", "--regid=shmclients", "--clear-groups")

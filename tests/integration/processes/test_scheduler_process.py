@@ -152,18 +152,18 @@ class Stage:
 
     def submit(self, timeout_ns: int = 0) -> int:
         """Submit a request; return its number."""
-        number, now = next(self.numbers), time.monotonic_ns()
-        deadline = now + timeout_ns if timeout_ns else 0
-        self.client.send(m.Submit(number, *WORK, now, deadline, 0, 0))
+        number, now_ns = next(self.numbers), time.monotonic_ns()
+        deadline = now_ns + timeout_ns if timeout_ns else 0
+        self.client.send(m.Submit(number, *WORK, now_ns, deadline, 0, 0))
         return number
 
     def finish(self, batch: m.Execute) -> None:
         """Send the worker's results of a batch."""
-        now = time.monotonic_ns()
+        now_ns = time.monotonic_ns()
         replies = [
             m.Reply(key, "", "", *NO_OUTPUTS) for key in (request.key for request in batch.requests)
         ]
-        self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
+        self.worker.send(m.BatchFinished(batch.batch, now_ns, now_ns, now_ns, now_ns, replies))
 
     def statistics(self) -> dict[str, Any]:
         self.client.send(m.ReportStatistics(0))

@@ -75,8 +75,8 @@ def installed_systemd(systemd: Systemd) -> Systemd:
 def run_beside(systemd: Systemd, unit: str, text: str) -> None:
     systemd.path(f"/etc/systemd/system/{unit}").write_text(text)
     systemd.run("systemctl", "daemon-reload")
-    started = systemd.run("systemctl", "start", unit)
-    assert "status" not in started, started
+    start_output = systemd.run("systemctl", "start", unit)
+    assert "status" not in start_output, start_output
 
 
 def log(systemd: Systemd, *options: str) -> str:
@@ -84,8 +84,8 @@ def log(systemd: Systemd, *options: str) -> str:
 
 
 def start(systemd: Systemd, *units: str) -> None:
-    started = systemd.run("systemctl", "enable", "--now", *units)
-    assert "status" not in started, started + log(systemd)
+    start_output = systemd.run("systemctl", "enable", "--now", *units)
+    assert "status" not in start_output, start_output + log(systemd)
 
 
 def processes(systemd: Systemd) -> dict[str, int]:
@@ -122,8 +122,12 @@ def status_of(systemd: Systemd, *curl_options: str, groups: str) -> str:
     cannot connect.
     """
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *curl_options)
-    where = ("--unix-socket", "/run/shmserve/http.sock", "http://host/v2/models/simple/config")
-    return systemd.run(*curl, *where, user=CLIENT_UID, groups=groups).split("\n")[0]
+    endpoint_arguments = (
+        "--unix-socket",
+        "/run/shmserve/http.sock",
+        "http://host/v2/models/simple/config",
+    )
+    return systemd.run(*curl, *endpoint_arguments, user=CLIENT_UID, groups=groups).split("\n")[0]
 
 
 def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -> None:
@@ -235,8 +239,8 @@ def test_a_server_of_a_user(systemd: Systemd) -> None:
     run_beside(systemd, "manager.service", USERS_MANAGER)
     assert "daemon-reload" in run(*COMMAND, "install", "--user")
     repositories.add(systemd.path(f"{HOME}/.local/share/shmserve/models"), "simple")
-    started = run("systemctl", "--user", "start", SERVICE)
-    assert "status" not in started, started
+    start_output = run("systemctl", "--user", "start", SERVICE)
+    assert "status" not in start_output, start_output
     completed = run("systemctl", "--user", "show", "-pStatusText", SERVICE)
     assert completed == "StatusText=1/1 models ready"
     path = f"{RUNTIME}/shmserve-http.sock"

@@ -76,8 +76,8 @@ def server(models: Path, start: Start) -> Server:
 @pytest.fixture
 def tracing_server(models: Path, tmp_path: Path) -> Iterator[Server]:
     file = f"--trace-config=triton,file={tmp_path / 'traces'}"
-    with running(models, "--trace-config=rate=1", file, grpc=True) as started:
-        yield started
+    with running(models, "--trace-config=rate=1", file, grpc=True) as running_server:
+        yield running_server
 
 
 def by_http(server: Server) -> Any:
@@ -520,15 +520,18 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     with shmserve.client.connect(tracing_server.run_dir) as native:
         native.infer("two", X=ROW, request_id="native")
     until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
-    traces = {(trace["model_name"], "parent_id" in trace): (trace, at) for trace, at in read(path)}
-    root, at = traces["both", False]
+    traces = {
+        (trace["model_name"], "parent_id" in trace): (trace, timestamps)
+        for trace, timestamps in read(path)
+    }
+    root, timestamps = traces["both", False]
     assert root["request_id"] == "me"
     assert root["model_version"] == 1
     first_step, second_step = traces["one", True], traces["two", True]
     # Either of the two calls of "one" may have been read last.
     assert second_step[0]["parent_id"] == root["id"]
-    assert list(at.values()) == sorted(at.values())
-    assert list(at) == [
+    assert list(timestamps.values()) == sorted(timestamps.values())
+    assert list(timestamps) == [
         *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START"),
         *("INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"),
     ]
@@ -536,12 +539,19 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
         *("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END"),
         *("COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END"),
     ]
-    assert at["QUEUE_START"] <= second_step[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
+    assert (
+        timestamps["QUEUE_START"]
+        <= second_step[1]["COMPUTE_START"]
+        <= timestamps["INFER_RESPONSE_COMPLETE"]
+    )
     assert "GRPC_SEND_END" in traces["one", False][1]
-    request_entry, at = traces["two", False]
+    request_entry, timestamps = traces["two", False]
     assert request_entry["request_id"] == "native"
-    assert list(at)[:2] == ["REQUEST_START", "QUEUE_START"] and list(at)[-1] == "REQUEST_END"
-    assert list(at.values()) == sorted(at.values())
+    assert (
+        list(timestamps)[:2] == ["REQUEST_START", "QUEUE_START"]
+        and list(timestamps)[-1] == "REQUEST_END"
+    )
+    assert list(timestamps.values()) == sorted(timestamps.values())
     assert "COMPUTE_START" in traces["boom", False][1]
 
 
@@ -572,8 +582,8 @@ def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
         trace_flags = (*flags, *(f"opentelemetry,{setting}" for setting in exporter))
         with running(
             models, *(f"--trace-config={setting}" for setting in trace_flags), grpc=True
-        ) as started:
-            yield started, collected_spans
+        ) as running_server:
+            yield running_server, collected_spans
 
 
 def spans_of(trace_collector: Collector, count: int) -> dict[str, Any]:
@@ -610,8 +620,14 @@ def test_spans_are_exported_of_a_request_and_its_steps(
     if protocol != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
         assert {entry.parent_span_id for entry in order} == {spans["InferRequest"].span_id}
-        ends = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
-        assert ends[0][1] == ends[1][0] <= ends[1][1] <= ends[2][0] <= ends[2][1]
+        time_ranges = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
+        assert (
+            time_ranges[0][1]
+            == time_ranges[1][0]
+            <= time_ranges[1][1]
+            <= time_ranges[2][0]
+            <= time_ranges[2][1]
+        )
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
     root, ensemble_span, first_span, second_span = (
         spans[name] for name in ("InferRequest", "both", "one", "two")

@@ -101,9 +101,9 @@ class Worker:
         with self.log.open("wb") as log:
             self.process = forker(WORKER).fork(encode_start(WorkerStart(**args)), log.fileno(), [])
         self.pid = self.process.pid
-        started = self.expect(m.WorkerStarted)
-        assert started.pid == self.pid
-        self.stacks_fd = started.stacks_fd
+        started_message = self.expect(m.WorkerStarted)
+        assert started_message.pid == self.pid
+        self.stacks_fd = started_message.stacks_fd
 
     def expect(self, kind: type[T], router: Router | None = None) -> T:
         """Return the next message, which must be of this type."""

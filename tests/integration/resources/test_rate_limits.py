@@ -48,8 +48,8 @@ def limiting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     folder = tmp_path_factory.mktemp("limiting") / "models"
     folder.mkdir()
     flags = ("--rate-limit=execution_count", "--rate-limit-resource=R:3")
-    with running(folder, *flags, "--model-control-mode=explicit") as started:
-        yield started, folder
+    with running(folder, *flags, "--model-control-mode=explicit") as running_server:
+        yield running_server, folder
 
 
 @pytest.fixture

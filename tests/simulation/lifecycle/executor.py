@@ -145,8 +145,14 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def instance_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
         """Return the version and the instance of a worker that is being started."""
-        version = next(each for each in self.live_versions if each.scheduler.number == start.number)
-        return version, next(each for each in version.all_instances if each.index == start.index)
+        version = next(
+            live_version
+            for live_version in self.live_versions
+            if live_version.scheduler.number == start.number
+        )
+        return version, next(
+            instance for instance in version.all_instances if instance.index == start.index
+        )
 
     def _record_action(self, *words: Any) -> None:
         self.actions += 1

@@ -288,7 +288,7 @@ class LifecycleOracles:
         waiting = [version]
         while waiting:
             name = waiting.pop().spec.name
-            new_users = {each for each in self._executor.live_versions if each.uses(name)} - users
+            new_users = {user for user in self._executor.live_versions if user.uses(name)} - users
             users |= new_users
             waiting += new_users
         return users
@@ -323,8 +323,8 @@ class LifecycleOracles:
         return all(self._step_can_serve(step.name, depth) for step in version.spec.steps)
 
     def _step_can_serve(self, name: str, depth: int) -> bool:
-        for (known, _), update in self._executor.audience.last_publications.items():
-            if known == name and isinstance(update, ModelPublished) and update.latest:
+        for (published_name, _), update in self._executor.audience.last_publications.items():
+            if published_name == name and isinstance(update, ModelPublished) and update.latest:
                 return self._can_serve(
                     self._executor.audience.versions_by_endpoint[update.endpoint], depth + 1
                 )
@@ -343,7 +343,7 @@ class LifecycleOracles:
                 self._executor.audience.last_publications.get((model.name, number)), ModelPublished
             ):
                 self.report_violation(f"10: {version} serves, and is not published")
-        shown: Any = model.published
+        published_versions: Any = model.published
         registry = self._executor.registry
         models = registry.models.values()
         is_moving = any(e.orders and e.orders[0].phase is OrderPhase.MOVING for e in models)
@@ -351,7 +351,7 @@ class LifecycleOracles:
         if not is_moving and registry._summaries.get(model.name) != ModelSummary.of(model):
             self.report_violation(f"12: the stored status of {model.name} is not the current one")
         for number, status in statuses(model).items():
-            can_serve = number in model.serving and self._can_serve(shown[number])
+            can_serve = number in model.serving and self._can_serve(published_versions[number])
             if (status.state is ModelState.READY) is not can_serve:
                 self.report_violation(
                     f"12: {model.name} {number} is {status.state}; it could serve: {can_serve}"
@@ -456,11 +456,13 @@ class LifecycleOracles:
     def _check_peers(self, serving: set[ObservedVersion]) -> None:
         expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}
         for gateway in self._executor.audience.gateways:
-            known = {
+            received_versions = {
                 key: (update.endpoint, update.ready) for key, update in gateway.publications.items()
             }
-            if known != expected:
-                self.report_violation(f"5: a gateway knows {known}, and {expected} is so")
+            if received_versions != expected:
+                self.report_violation(
+                    f"5: a gateway knows {received_versions}, and {expected} is so"
+                )
         latest = {(v.spec.name): v for v in sorted(serving, key=lambda v: v.spec.version)}
         for peer in self._executor.audience.ensembles:
             assert peer.ensemble is not None

@@ -53,8 +53,8 @@ class Starts:
     def instance_ended(self, instance: Instance | None) -> None:
         if instance not in self._rows:
             return
-        row, now = self._rows[instance], self._clock()
-        was_healthy = row.ready_at_s is not None and now - row.ready_at_s > _HEALTHY_LIFETIME_S
+        row, now_s = self._rows[instance], self._clock()
+        was_healthy = row.ready_at_s is not None and now_s - row.ready_at_s > _HEALTHY_LIFETIME_S
         row.exit_count = 1 if was_healthy else row.exit_count + 1
         row.failed_loads += row.ready_at_s is None
-        row.ended_at_s = now
+        row.ended_at_s = now_s

@@ -102,13 +102,13 @@ def _flood(
 
 def _acknowledge(data: bytes, replies: bytearray) -> bytes:
     """Acknowledge the frames in `data` that require it; return the incomplete frame at its end."""
-    at = 0
-    while len(data) >= at + 9:
-        end = at + 9 + int.from_bytes(data[at : at + 3], "big")
+    offset = 0
+    while len(data) >= offset + 9:
+        end = offset + 9 + int.from_bytes(data[offset : offset + 3], "big")
         if len(data) < end:
             break
-        kind, flags = data[at + 3], data[at + 4]
+        kind, flags = data[offset + 3], data[offset + 4]
         if kind in (SETTINGS, PING) and not flags & ACK:
-            replies += frame(kind, ACK, 0, data[at + 9 : end] if kind == PING else b"")
-        at = end
-    return data[at:]
+            replies += frame(kind, ACK, 0, data[offset + 9 : end] if kind == PING else b"")
+        offset = end
+    return data[offset:]

@@ -49,13 +49,13 @@ class Frame(NamedTuple):
 def frames_of(data: bytes) -> list[Frame]:
     """Return the frames in these bytes; the last one must be complete."""
     events = []
-    at = 0
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 3], "big")
-        kind, flags, stream = struct.unpack_from(">BBI", data, at + 3)
-        at += 9 + size
-        assert at <= len(data)
-        events.append(Frame(kind, flags, stream, data[at - size : at]))
+    offset = 0
+    while offset < len(data):
+        size = int.from_bytes(data[offset : offset + 3], "big")
+        kind, flags, stream = struct.unpack_from(">BBI", data, offset + 3)
+        offset += 9 + size
+        assert offset <= len(data)
+        events.append(Frame(kind, flags, stream, data[offset - size : offset]))
     return events
 
 

@@ -405,9 +405,9 @@ def test_a_port_of_grpc_is_no_port_of_http(capsys: pytest.CaptureFixture[str]) -
                 connection.sendall(b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0\x40\0")
                 connection.recv(1 << 16)
 
-        done = pool.submit(respond)
+        response_future = pool.submit(respond)
         listener.settimeout(10)
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert client.run(["models", f"--url={address}"]) == 1
-        done.result()
+        response_future.result()
     assert "is not HTTP/1.1 (gRPC needs --url grpc://" in capsys.readouterr().err

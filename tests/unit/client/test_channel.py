@@ -194,14 +194,14 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
 
 
 def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) -> None:
-    was_submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
+    was_submitted, at_work, may_continue = threading.Event(), threading.Event(), threading.Event()
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
         lost_connection = session._connection
 
         def callback(_: ClientRequest) -> None:
             at_work.set()
-            go_on.wait(60)
+            may_continue.wait(60)
 
         def submit(channel: RequestChannel) -> None:
             channel.submit(build_request(lost_connection), callback)
@@ -227,7 +227,7 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
             and not errors
             and session._connection is not lost_connection
         )
-    go_on.set()
+    may_continue.set()
     lost_connection._thread.join(10)
     session.close()
 

@@ -119,8 +119,10 @@ def client() -> Client:
     return Client()
 
 
-def failure_message(number: int = 1, code: str = "INVALID_ARG", *, early: bool = False) -> m.Failed:
-    return m.Failed(number, code, "why", 0, early)
+def failure_message(
+    number: int = 1, code: str = "INVALID_ARG", *, is_early: bool = False
+) -> m.Failed:
+    return m.Failed(number, code, "why", 0, is_early)
 
 
 def response_message(number: int = 1, *, final: bool = False) -> m.Responded:
@@ -163,7 +165,7 @@ def test_responses_before_the_last_free_nothing(client: Client) -> None:
 
 def test_an_early_failure_keeps_the_memory_until_it_is_settled(client: Client) -> None:
     request = Request(client)
-    client.receive(failure_message(early=True))
+    client.receive(failure_message(is_early=True))
     assert len(request.received) == 1 and client and request.freed == 0
     client.receive(lent_response())  # a later response of the worker is discarded
     assert client.links.of_type(m.Release) == [(OLD, m.Release(4321, [4096], 1))]
@@ -198,7 +200,7 @@ def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -
             return {WORKER.id}
 
     OwnerRequest(client)
-    client.receive(failure_message(early=True))
+    client.receive(failure_message(is_early=True))
     client.receive(lent_response())
     assert client.links.of_type(m.Release) == []
 
@@ -232,7 +234,7 @@ def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, cause: s
         client.receive(response_message())
     request.awaits_response = cause != "left"
     code = "INTERNAL" if cause == "another code" else "UNAVAILABLE"
-    client.receive(failure_message(code=code, early=cause == "early"))
+    client.receive(failure_message(code=code, is_early=cause == "early"))
     assert last_failure(request).code == code
     assert request.freed == (cause != "early")
 
@@ -310,7 +312,7 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
     other_request = Request(client, "ipc://other", number=7)
     client.receive(response_message(begun_request.submit.id))
     impatient_request.awaits_response = False
-    client.receive(failure_message(early_request.submit.id, early=True))
+    client.receive(failure_message(early_request.submit.id, is_early=True))
     client.links.last_messages[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
     settled_requests = (
@@ -405,7 +407,7 @@ def test_old_losses_are_removed() -> None:
 
 def test_withdrawing_all_frees_settling_requests(client: Client) -> None:
     first_request, second_request = Request(client, number=1), Request(client, number=2)
-    client.receive(failure_message(1, early=True))
+    client.receive(failure_message(1, is_early=True))
     assert client.withdraw_all() == [second_request]
     assert (first_request.freed, second_request.freed, bool(client)) == (1, 0, False)
 
@@ -431,7 +433,7 @@ def test_each_request_is_ended_once_and_its_memory_freed_once(
             case "responded" | "final":
                 client.handle(endpoint, response_message(number, final=event == "final"))
             case "failed" | "early":
-                client.handle(endpoint, failure_message(number, early=event == "early"))
+                client.handle(endpoint, failure_message(number, is_early=event == "early"))
             case "unavailable":
                 client.handle(endpoint, failure_message(number, "UNAVAILABLE"))
             case "settled":

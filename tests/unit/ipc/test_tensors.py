@@ -18,7 +18,9 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 
 EDGES = [0, 1, -1, 4095, 4096, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64]
-NEAR = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 2))
+NEAR = st.sampled_from(EDGES).flatmap(
+    lambda edge_value: st.integers(edge_value - 2, edge_value + 2)
+)
 
 
 @given(NEAR, NEAR, st.integers(0, 2**63 - 1))

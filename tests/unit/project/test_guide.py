@@ -134,17 +134,21 @@ def value_text(value: object) -> str:
 
 def test_the_defaults_of_the_engine_are_on_its_page() -> None:
     defaults = {**asdict(EngineSettings(target_itl_ms=50)), **asdict(SpeculationSettings())}
-    shown = {row[0]: row[1] for row in engine_rows() if len(row) == 3}
-    assert shown.keys() >= defaults.keys() - {"swap_blocks"}
+    documented_values = {row[0]: row[1] for row in engine_rows() if len(row) == 3}
+    assert documented_values.keys() >= defaults.keys() - {"swap_blocks"}
     derived = {"none", "the model's", "as many as fit", "by the template", "off"}
-    for name in shown.keys() & defaults.keys() - {"speculative_decoding"}:
+    for name in documented_values.keys() & defaults.keys() - {"speculative_decoding"}:
         is_derived = defaults[name] in ("", (), 0) and defaults[name] is not False
-        assert is_derived == (shown[name] in derived), name
-        assert is_derived or shown[name] == value_text(defaults[name]), name
+        assert is_derived == (documented_values[name] in derived), name
+        assert is_derived or documented_values[name] == value_text(defaults[name]), name
 
 
 def test_the_profiles_of_the_engine_are_on_its_page() -> None:
     header, *rows = (row for row in engine_rows() if len(row) == 4)
     for index, profile in enumerate(header[1:], start=1):
-        shown = {row[0]: row[index].split()[0] for row in rows if row[index] != "as above"}
-        assert shown == {name: value_text(value) for name, value in PROFILES[profile].items()}
+        documented_values = {
+            row[0]: row[index].split()[0] for row in rows if row[index] != "as above"
+        }
+        assert documented_values == {
+            name: value_text(value) for name, value in PROFILES[profile].items()
+        }

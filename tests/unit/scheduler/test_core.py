@@ -37,9 +37,9 @@ from tests.support.texts import EXPIRED_TEXT
 OTHER_PEER = b"7001.cd"
 
 
-def failure(number: int, code: str, message: str, early: bool = False) -> m.Failed:
+def failure(number: int, code: str, message: str, is_early: bool = False) -> m.Failed:
     """Return an error without a retry hint."""
-    return m.Failed(number, code, message, 0, early)
+    return m.Failed(number, code, message, 0, is_early)
 
 
 # --- default scheduling ---------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     assert rig.answers() == []
     rig.pass_time(6 * MS)
     assert rig.answers() == [
-        failure(first_id, "UNAVAILABLE", EXPIRED_TEXT, early=True),
+        failure(first_id, "UNAVAILABLE", EXPIRED_TEXT, is_early=True),
         m.Finished(second_id, b"done", [b"done"]),
     ]
 
@@ -409,7 +409,7 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
     rig, peer = ready_rig({})
     number, batch = rig.submit_and_take_batch(timeout_ns=5 * MS)
     rig.pass_time(5 * MS + 1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT, early=True)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT, is_early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, response_in_arena(100, 64)))
@@ -487,7 +487,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     assert rig.wake_ns == rig.now + 500 * MS
     rig.pass_time(500 * MS)
     text = "execution of the request exceeded the limit of 0.5 seconds"
-    assert rig.answers() == [failure(number, "INTERNAL", text, early=True)]
+    assert rig.answers() == [failure(number, "INTERNAL", text, is_early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance) and kill.process == 100
     (waiting_id,) = rig.submit()
@@ -513,7 +513,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
     rig.pass_time(2_000 * MS)
     text = "execution of the request exceeded the limit of 2 seconds"
-    assert rig.answers() == [failure(second_id, "INTERNAL", text, early=True)]
+    assert rig.answers() == [failure(second_id, "INTERNAL", text, is_early=True)]
     assert rig.report()["shmserve"]["overruns"] == 2
 
 
@@ -698,7 +698,7 @@ def test_a_worker_that_returns_an_unknown_batch_is_replaced() -> None:
     number, batch = rig.submit_and_take_batch()
     for wrong_value in (batch.batch + 1, -5, 0):
         rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
-    assert rig.answers() == [failure(number, "INTERNAL", "internal error", early=True)]
+    assert rig.answers() == [failure(number, "INTERNAL", "internal error", is_early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)
     rig.supervisor(ProcessExited(100, "signal 9"))

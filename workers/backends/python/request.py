@@ -35,7 +35,7 @@ from shmserve.workers.backends.python.errors import (
     to_server_error,
 )
 from shmserve.workers.backends.python.tensor import Lender, ReceivedTensor, Tensor
-from shmserve.workers.bls.calls import StreamBlsCall
+from shmserve.workers.bls.calls import StreamBlsCall, UnaryBlsCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
 # An Output, created without the Python function of named tuples.
@@ -469,10 +469,12 @@ class InferenceRequest:
         them, once the first has arrived. A signal handler must not call it, because it may have
         interrupted a thread that holds the locks of another call.
         """
+        api = server.current_server()
         try:
+            request = self._call_request()
             if not decoupled:
-                return from_call(server.current_server().call(self._call_request()))
-            call = server.current_server().open_stream(self._call_request())
+                return from_call(api.submit(UnaryBlsCall(api.calls, request)).wait())
+            call = api.submit(StreamBlsCall(api.calls, request))
         except ShmserveError as error:
             response = from_error(error)
             return ResponseIterator(None, response) if decoupled else response
@@ -487,33 +489,30 @@ class InferenceRequest:
         Raises:
             RuntimeError: No event loop is running.
         """
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[CallResponse]
+        loop, api = asyncio.get_running_loop(), server.current_server()
+        future: asyncio.Future[Any] = loop.create_future()
         try:
-            if decoupled:
-                first_response: asyncio.Future[None] = loop.create_future()
-                call = server.current_server().open_stream_soon(
-                    self._call_request(), first_response
-                )
-                task = loop.create_task(_iterator(call, first_response))
-
-                def on_done(task: asyncio.Future[Any]) -> None:
-                    if task.cancelled():
-                        call.abandon()
-
-                task.add_done_callback(on_done)
-                return task
-            reply = server.current_server().call_soon(self._call_request())
+            request = self._call_request()
+            if not decoupled:
+                api.submit(UnaryBlsCall(api.calls, request, future), future)
+                return loop.create_task(_response(future))
+            call = api.submit(StreamBlsCall(api.calls, request, future), future)
         except ShmserveError as error:
             response = from_error(error)
-            future = loop.create_future()
             future.set_result(ResponseIterator(None, response) if decoupled else response)
             return future
-        return loop.create_task(_response(reply))
+        task = loop.create_task(_iterator(call, future))
+
+        def on_done(task: asyncio.Future[Any]) -> None:
+            if task.cancelled():
+                call.abandon()
+
+        task.add_done_callback(on_done)
+        return task
 
     def _call_request(self) -> CallRequest:
-        version = self._model_version
-        trace = self._trace.message or server.current_server().trace()
+        version, api = self._model_version, server.current_server()
+        trace = self._trace.message or api.trace()
         return CallRequest(
             self._model_name,
             "" if version <= 0 else str(version),
@@ -524,11 +523,11 @@ class InferenceRequest:
             self._correlation_id,
             self._flags,
             self._timeout,
-            server.current_server().deadline_ns(),
+            api.deadline_ns(),
             self._priority,
             TraceContext.of(trace).child().message if trace else "",
-            server.current_server().origins(),
-            server.current_server().callers(),
+            api.origins(),
+            api.callers(),
         )
 
     # --- only for requests from a client

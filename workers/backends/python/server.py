@@ -24,9 +24,7 @@ from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, as_text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import StreamBlsCall, UnaryBlsCall
-from shmserve.workers.bls.request import CallRequest, CallResponse
-from shmserve.workers.bls.router import CallRouter, unsubmitted_error
+from shmserve.workers.bls.router import C, CallRouter, unsubmitted_error
 from shmserve.workers.links.workspace import LeasedWorkspace
 
 logger = logging.getLogger(__name__)
@@ -87,69 +85,29 @@ class ServerApi:
             lines.append(Caller(os.getpid(), self.executing_requests[0].work.key, name).line)
         return "\n".join(dict.fromkeys(lines))
 
-    def call(self, request: CallRequest) -> CallResponse:
-        """Run an inference of another model.
-
-        Raises:
-            ShmserveError: The inference has failed.
-        """
-        with self._submitting(request):
-            call = self.calls.submit_now(UnaryBlsCall(self.calls, request))
-        return call.wait()
-
-    def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
-        """Start an inference from the running event loop.
-
-        Returns:
-            A future of the response or error. Cancelling the future cancels the inference.
-
-        Raises:
-            ShmserveError: The inference cannot be started.
-        """
-        future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
-        with self._submitting(request):
-            self.calls.submit_soon(UnaryBlsCall(self.calls, request, future), future)
-        return future
-
-    def open_stream(self, request: CallRequest) -> StreamBlsCall:
-        """Start an inference that may have any number of responses.
-
-        Raises:
-            ShmserveError: The inference cannot be started.
-        """
-        with self._submitting(request):
-            return self.calls.submit_now(StreamBlsCall(self.calls, request))
-
-    def open_stream_soon(
-        self, request: CallRequest, first_response: asyncio.Future[None]
-    ) -> StreamBlsCall:
-        """Start an inference with any number of responses from the running event loop.
+    def submit(self, call: C, future: asyncio.Future[Any] | None = None) -> C:
+        """Submit a call of another model.
 
         Args:
-            request: The request.
-            first_response: A future that is completed when the first response arrives.
+            call: The call.
+            future: The call's future if a coroutine of the running event loop awaits the call.
+                Cancelling the future cancels the call.
 
         Raises:
-            ShmserveError: The inference cannot be started.
+            ShmserveError: The call cannot be submitted.
         """
-        call = StreamBlsCall(self.calls, request, first_response)
-        with self._submitting(request):
-            self.calls.submit_soon(call, first_response)
-        return call
-
-    @contextlib.contextmanager
-    def _submitting(self, request: CallRequest) -> Iterator[None]:
         try:
-            self._check(request)
-            yield
+            if not self.can_call:
+                raise Internal("BLS is only supported during the 'execute' function.")
+            if call.request.cancelled:
+                raise Cancelled("request cancelled")
+            if future is None:
+                self.calls.submit_now(call)
+            else:
+                self.calls.submit_soon(call, future)
         except ShmserveError as error:
-            raise unsubmitted_error(request.model, error) from None
-
-    def _check(self, request: CallRequest) -> None:
-        if not self.can_call:
-            raise Internal("BLS is only supported during the 'execute' function.")
-        if request.cancelled:
-            raise Cancelled("request cancelled")
+            raise unsubmitted_error(call.request.model, error) from None
+        return call
 
     def load_model(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """Load or reload a model.

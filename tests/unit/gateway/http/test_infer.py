@@ -106,12 +106,12 @@ class WaitingClient(threading.Thread):
 
 
 def fail_first(
-    scheduler: Scheduler, message: str = "no", *, early: bool = False, **fields: Any
+    scheduler: Scheduler, message: str = "no", *, is_early: bool = False, **fields: Any
 ) -> Submit:
     """Fail the first request that is kept."""
     peer, submit = scheduler.unanswered_submits.pop(0)
     code, retry_after_s = fields.get("code", "UNAVAILABLE"), fields.get("retry_after_s", 0)
-    scheduler.send(peer, Failed(submit.id, code, message, retry_after_s, early))
+    scheduler.send(peer, Failed(submit.id, code, message, retry_after_s, is_early))
     return submit
 
 
@@ -484,7 +484,7 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Sc
     caller = WaitingClient(gateway.port, "large", *large_body(ARENA - 12 * MIB))
     until("the request is there", lambda: any_size.unanswered_submits)
     peer = any_size.unanswered_submits[0][0]
-    submit = fail_first(any_size, "Request timeout expired", early=True)
+    submit = fail_first(any_size, "Request timeout expired", is_early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
     any_size.holds_responses = False
     refusal = http.infer("large", *large_body(ARENA - 12 * MIB))
@@ -832,7 +832,7 @@ def test_a_region_is_in_use_until_the_scheduler_responds(
     caller = WaitingClient(gateway.port, "m", region_request())
     until("the request is there", lambda: region_scheduler.unanswered_submits)
     peer = region_scheduler.unanswered_submits[0][0]
-    submit = fail_first(region_scheduler, early=True)
+    submit = fail_first(region_scheduler, is_early=True)
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert not gateway.received_of(RegionReleased)

@@ -28,12 +28,12 @@ def trailers_frame(*fields: tuple[bytes, bytes]) -> bytes:
     return frame(HEADERS, END_HEADERS | END_STREAM, 1, encode_block(fields))
 
 
-def valid_case(section: str, title: str, sent: bytes, size: int = 0) -> Case:
-    return Case(section, title, sent, served=((1, bytes(size)),))
+def valid_case(section: str, title: str, sent_bytes: bytes, size: int = 0) -> Case:
+    return Case(section, title, sent_bytes, served=((1, bytes(size)),))
 
 
-def malformed_case(section: str, title: str, sent: bytes) -> Case:
-    return Case(section, title, sent, resets=MALFORMED)
+def malformed_case(section: str, title: str, sent_bytes: bytes) -> Case:
+    return Case(section, title, sent_bytes, resets=MALFORMED)
 
 
 def content_length(value: bytes) -> tuple[bytes, bytes]:

@@ -26,12 +26,12 @@ from tests.rigs.process_rig import CONFIG, Processes, run_loop_turns
 from tests.support.waiting import until_async
 
 
-def make_config(name: str, steps: list[str], note: str) -> ModelSpec:
-    """Return a model, or an ensemble of models; `note` makes configurations differ."""
+def make_config(name: str, steps: list[str], marker: str) -> ModelSpec:
+    """Return a model, or an ensemble of models; `marker` makes configurations differ."""
     config: dict[str, Any] = {
         **CONFIG,
         "name": name,
-        "parameters": {"note": {"string_value": note}},
+        "parameters": {"note": {"string_value": marker}},
     }
     if steps:
         config["instance_group"] = []
@@ -64,8 +64,8 @@ class Repository:
     def _config(self, name: str, override: str) -> ModelSpec:
         if name not in self.models:
             raise NotFound("there is no such model folder")
-        steps, note = json.loads(override) if override else (self.models[name], "")
-        return make_config(name, steps, note)
+        steps, marker = json.loads(override) if override else (self.models[name], "")
+        return make_config(name, steps, marker)
 
     def steps(self, name: str) -> list[StepModel]:
         if name not in self.models:
@@ -123,9 +123,9 @@ class Server(Processes):
         self.silent = False
         self.acknowledgements.exited("gateway")
 
-    async def load(self, name: str, steps: list[str] | None = None, note: str = "") -> None:
+    async def load(self, name: str, steps: list[str] | None = None, marker: str = "") -> None:
         """Load a model, by an override if it has a note."""
-        override = json.dumps([steps or [], note]) if note else ""
+        override = json.dumps([steps or [], marker]) if marker else ""
         await self.models.load_on_request(name, override, {})
 
     async def unload(self, name: str) -> None:
@@ -565,7 +565,7 @@ def test_equal_queued_loads_are_merged() -> None:
     async def scenario() -> None:
         server = Server(s=[])
         server.loads_hang = True
-        loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "abbcb"]
+        loads = [asyncio.ensure_future(server.load("s", [], marker)) for marker in "abbcb"]
         await until_async(lambda: len(server.children) == 2)
         server.finish_hanging_loads()
         await asyncio.gather(*loads)
@@ -608,7 +608,7 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
     async def scenario() -> None:
         server = Server(s=[])
         server.loads_hang = True
-        earlier_loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "ab"]
+        earlier_loads = [asyncio.ensure_future(server.load("s", [], marker)) for marker in "ab"]
         await until_async(lambda: server._hanging_loads)
         unload = asyncio.ensure_future(server.unload("s"))
         later_load = asyncio.ensure_future(server.load("s", [], "c"))

@@ -326,6 +326,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     model, add_prefix = tokenizer.model, settings.get("add_prefix_space")
     is_spm = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model.ignore_merges, model.fuse_unk, model.byte_fallback = False, is_spm, is_spm
+    model.continuing_subword_prefix = model.end_of_word_suffix = ""
     unknown = _content(settings["unk_token"])
     unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
     model.unk_token = None if unknown_id in (None, False) else unknown

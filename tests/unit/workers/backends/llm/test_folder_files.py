@@ -173,6 +173,12 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
             "model": {**json.loads(tokenizer_text())["model"], "ignore_merges": True}
         },
     },
+    "GPT2Tokenizer has no suffix of words": {
+        SETTINGS: {"tokenizer_class": "GPT2Tokenizer"},
+        "tokenizer.json": {
+            "model": {**json.loads(tokenizer_text())["model"], "end_of_word_suffix": "</w>"}
+        },
+    },
     "CohereTokenizer": {SETTINGS: {"tokenizer_class": "CohereTokenizerFast"}},
     "a class of config.json": {"config.json": {"tokenizer_class": "CohereTokenizer"}},
     "an unknown class": {SETTINGS: {"tokenizer_class": "OwnTokenizerFast"}},
