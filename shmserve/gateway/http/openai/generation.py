@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
@@ -32,8 +33,9 @@ from shmserve.gateway.http.openai.bodies import (
     encode_openai_error,
     response_name,
 )
-from shmserve.gateway.inference.inference import find_error, log_failure
+from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
 _NO_STOP_REASON = (b"", b"null")
@@ -520,11 +522,7 @@ class _Generation:
         return choices, queue.remove_first(inferred)
 
     def _decode_deltas(self, inferred: Inferred) -> list[Delta]:
-        gateway, model = self._gateway, self._text_request.model.name
-        values: dict[str, list[Any]] = {
-            tensor.name: bodies.output_array(gateway, tensor, model).ravel().tolist()
-            for tensor in inferred.outputs
-        }
+        values = {tensor.name: self._decode_values(tensor) for tensor in inferred.outputs}
         texts = values[TEXT_OUTPUT]
         absent = [b""] * len(texts)
         columns = (
@@ -577,3 +575,11 @@ class _Generation:
                 message = orjson.loads(messages[index])
                 delta = delta._replace(text=message.get("content", ""), message=message)
             yield delta
+
+    def _decode_values(self, tensor: Any) -> list[Any]:
+        data = output_bytes(self._gateway, tensor)
+        if tensor.datatype == "BYTES":
+            array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)
+            return list(array.ravel())
+        values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
+        return values

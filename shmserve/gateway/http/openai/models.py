@@ -44,11 +44,12 @@ from shmserve.gateway.http.openai.fields import (
     EMBEDDING_FIELDS,
     TOKENIZE_FIELDS,
 )
-from shmserve.gateway.inference.inference import find_error
+from shmserve.gateway.inference.inference import find_error, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 
 _ENCODING_FORMATS = ("float", "base64")
 _FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
@@ -300,6 +301,10 @@ async def _arrays(
     inferred = queue.request.outputs(queue.first_response)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for tensor in () if inferred is None else inferred.outputs:
-        arrays[tensor.name] = bodies.output_array(gateway, tensor, model.name)
+        data = output_bytes(gateway, tensor)
+        if tensor.datatype == "BYTES":
+            arrays[tensor.name] = decode_bytes(data, tensor.shape, tensor.name, model.name)
+        else:
+            arrays[tensor.name] = np.frombuffer(bytes(data), STORAGE_DTYPES[tensor.datatype])
     queue.remove_first(inferred)
     return arrays
