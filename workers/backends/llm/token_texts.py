@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import codecs
 import functools
-import json
+import itertools
+import json.decoder
+import json.scanner
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 from shmserve.workers.backends.llm.message_parsers import overlap
 
 _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
+_LONG_JSON = 1 << 16  # number of characters of a long JSON text
 _MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
@@ -44,6 +47,44 @@ def with_pauses(values: Iterable[T]) -> Iterator[T]:
         yield value
         if not number % 64:
             time.sleep(0)
+
+
+class _PausingDecoder(json.JSONDecoder):
+    """A decoder of JSON that releases the GIL after every 64 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = itertools.count(1)
+
+        def with_pause(scan: Callable[[str, int], Any]) -> Callable[[str, int], Any]:
+            def scan_once(text: str, index: int) -> Any:
+                if not next(count) % 64:
+                    time.sleep(0)
+                return scan(text, index)
+
+            return scan_once
+
+        def parse_object(start: Any, strict: bool, scan: Any, *options: Any) -> Any:
+            return python.JSONObject(start, strict, with_pause(scan), *options)
+
+        # The type hints lack the parser in Python.
+        python: Any = json.decoder
+        scanner: Any = json.scanner
+        self.parse_object = parse_object
+        self.parse_array = lambda start, scan: python.JSONArray(start, with_pause(scan))
+        self.scan_once = scanner.py_make_scanner(self)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. A long text is parsed in Python, since the C parser would hold the GIL.
+
+    Raises:
+        ValueError: The text is not JSON, or nested too deeply.
+    """
+    try:
+        return _PausingDecoder().decode(text) if len(text) > _LONG_JSON else json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def token_entry(
