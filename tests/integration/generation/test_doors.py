@@ -3,6 +3,7 @@ client.
 """
 
 import json
+import math
 import queue
 import socket
 import subprocess
@@ -564,6 +565,24 @@ def test_large_and_small_bodies_have_the_same_errors(
     ]
     assert answers[0][0] >= 400
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_large_fields_have_the_effect_of_small_ones(generative: Server, chat: bool) -> None:
+    schema = {"const": 57, "description": "a" * 600_000}
+    body = {"model": "tiny", "metadata": [{}] * 70_000, "extra": math.nan, "max_tokens": 9}
+    body |= {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    status, answer = post_body(generative, path, json.dumps({**body, **prompt}))
+    assert (status, answer["error"]["param"]) == (400, "extra")
+    del body["extra"]
+    status, answer = post_body(generative, path, json.dumps({**body, **prompt}))
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"] if chat else choice["text"]) == "57"
+    status, answer = post_body(generative, path, json.dumps({**body, **prompt, "n": [0] * 70_000}))
+    assert (status, answer["error"]["param"]) == (400, "n")
 
 
 def test_large_texts_are_embedded(generative: Server) -> None:

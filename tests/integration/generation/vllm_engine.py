@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 512,
+    "override_generation_config": {"max_new_tokens": 490},
     "max_num_seqs": 64,
     "enable_lora": True,
     "max_lora_rank": 8,
@@ -141,7 +142,8 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (port_socket,) = hold_ports(1)
     port = port_of(port_socket)
     flags = [f"--{name.replace('_', '-')}" for name in ARGUMENTS]
-    values = [[] if value is True else [str(value)] for value in ARGUMENTS.values()]
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in ARGUMENTS.values()]
+    values = [[] if text == "true" else [text] for text in texts]
     process = subprocess.Popen(
         [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(folder / "weights")),
@@ -175,6 +177,12 @@ def test_texts_equal_those_of_vllms_server(
     for prompt in PROMPTS:
         arguments = chat, prompt, kind
         assert text_of(server.http_port, *arguments) == text_of(vllm_port, *arguments)
+
+
+def test_the_arguments_limit_all_requests(server: Server, vllm_port: int) -> None:
+    for port in (vllm_port, server.http_port):
+        response = complete(port, max_tokens=505, ignore_eos=True, temperature=0)
+        assert json.loads(response)["usage"]["completion_tokens"] == 490
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:

@@ -26,7 +26,12 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
-from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine
+from shmserve.workers.backends.vllm.engine import (
+    Arguments,
+    VllmCall,
+    VllmEngine,
+    max_tokens_cap,
+)
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
@@ -183,6 +188,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 # --- requests
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "cap"),
+    [("auto", {}, None), ("vllm", {"max_new_tokens": 7}, 7), ("/a/folder", {}, 9)],
+)
+def test_arguments_limit_the_tokens_as_in_vllms_server(
+    source: str, overrides: dict[str, Any], cap: int | None
+) -> None:
+    config = SimpleNamespace(generation_config=source, override_generation_config=overrides)
+    assert max_tokens_cap(config, {"max_tokens": 9}) == cap
 
 
 def test_a_stream_has_the_text_of_each_output(model: Model) -> None:

@@ -7,6 +7,7 @@ llguidance lacks.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from urllib.parse import unquote
 import torch
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.token_texts import TokenTexts
+from shmserve.workers.backends.llm.token_texts import TokenTexts, with_pauses
 
 NO_FORCING = '%llguidance {"no_forcing": true}'  # the model selects the tokenization
 
@@ -215,6 +216,8 @@ def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
 # The keywords of JSON schemas whose values are objects of schemas.
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUE_KEYS = ("enum", "const", "default", "examples")
+_MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_MAX_LIMIT = 2**63 - 1024  # the largest limit of llguidance, which reads numbers as float64
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-][0-9]{2}:[0-9]{2})?"
@@ -224,27 +227,44 @@ _FORMATS = {
     "date-time": f"^{_DATE}T{_TIME}$",
     "uuid": "^[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
 }
+_UUID_FORMATS = {
+    f"uuid{version}": (
+        f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+    )
+    for version in range(1, 9)
+}
 
 
 def with_patterns(schema: Any, root: Any) -> Any:
-    """Replace `propertyNames`, which llguidance lacks, by `patternProperties` where possible.
+    """Replace keywords that llguidance lacks by other keywords where possible.
 
-    Keywords whose value is null are removed.
+    They are `propertyNames`, pydantic's formats of UUIDs, and limits that are not float64. Keywords
+    whose value is null are removed.
 
     Args:
         schema: The schema, or a part of it.
         root: The whole schema, which contains the targets of references.
+
+    Raises:
+        ValueError: A number cannot be represented.
     """
     if isinstance(schema, list):
-        return [with_patterns(subschema, root) for subschema in schema]
+        return [with_patterns(subschema, root) for subschema in with_pauses(schema)]
     if not isinstance(schema, dict):
         return schema
     extended: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMA_MAPS and isinstance(value, dict):
-            extended[key] = {name: with_patterns(schema, root) for name, schema in value.items()}
+            members = with_pauses(value.items())
+            extended[key] = {name: with_patterns(schema, root) for name, schema in members}
         elif key in _VALUE_KEYS:
+            if key in ("enum", "const"):
+                _check_integers(key, value)
             extended[key] = value
+        elif key in _MINIMA or key in _MAXIMA:
+            extended[key] = _representable_limit(key, value)
+        elif key == "format" and value in _UUID_FORMATS and "pattern" not in schema:
+            extended["pattern"] = _UUID_FORMATS[value]
         elif value is not None:
             extended[key] = with_patterns(value, root)
     pattern = _names_pattern(extended.get("propertyNames"), root)
@@ -255,6 +275,31 @@ def with_patterns(schema: Any, root: Any) -> Any:
         extended["patternProperties"] = {pattern: extended.get("additionalProperties", {})}
         extended["additionalProperties"] = False
     return extended
+
+
+def _check_integers(key: str, value: Any) -> None:
+    """Raise ValueError if a value has an integer that llguidance would round to another one."""
+    if isinstance(value, list | dict):
+        for item in with_pauses(value if isinstance(value, list) else value.values()):
+            _check_integers(key, item)
+    elif type(value) is int and (value.bit_length() > 1000 or int(float(value)) != value):
+        raise ValueError(f"{key}: {clip(str(value))} has too many digits")
+
+
+def _representable_limit(key: str, value: Any) -> Any:
+    """Return a limit of integers as a float64 that excludes no less than the limit does.
+
+    Raises:
+        ValueError: The limit excludes all integers of 64 bits.
+    """
+    if type(value) is not int or abs(value) <= 2**53:
+        return value
+    sign = 1 if key in _MINIMA else -1
+    distance = max(sign * value, -_MAX_LIMIT)
+    if distance > _MAX_LIMIT:
+        raise ValueError(f"{key}: {clip(str(value))} exceeds {sign * _MAX_LIMIT}")
+    rounded = float(distance)
+    return sign * int(rounded if rounded >= distance else math.nextafter(rounded, math.inf))
 
 
 def _names_pattern(names: Any, root: Any) -> str | None:

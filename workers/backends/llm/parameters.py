@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+import torch
+
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
 from shmserve.logs import warn_once
-from shmserve.workers.backends.llm.token_texts import with_pauses
+from shmserve.workers.backends.llm.token_texts import parse_json, with_pauses
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +146,20 @@ class GenerationParameters:
     def restricted(self) -> bool:
         """Return whether single tokens are forbidden or favoured."""
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
+
+    @cached_property
+    def bias_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of `logit_bias`, and the numbers to add to their logits."""
+        biases, count = self.logit_bias, len(self.logit_bias)
+        tokens = np.fromiter(biases.keys(), np.int64, count)
+        return torch.from_numpy(tokens), torch.from_numpy(
+            np.fromiter(biases.values(), np.float32, count)
+        )
+
+    @cached_property
+    def allowed_tensor(self) -> torch.Tensor:
+        """Return `allowed_token_ids` as a tensor."""
+        return torch.from_numpy(np.array(self.allowed_token_ids, np.int64))
 
     @property
     def samples(self) -> int:
@@ -323,7 +340,7 @@ def _decode_json(value: Any, allowed: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError:
         raise ValueError(allowed) from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import itertools
-import json
 import os
 import re
 import time
@@ -32,7 +31,12 @@ from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
-from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts, with_pauses
+from shmserve.workers.backends.llm.token_texts import (
+    BadWords,
+    TokenTexts,
+    parse_json,
+    with_pauses,
+)
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 
 MAX_OBJECTS = 4096  # number of objects of a conversation that is rendered in 20 ms
@@ -249,6 +253,8 @@ class PromptReader:
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
+        if parameters.restricted:  # a step of the engine would otherwise build the tensors
+            _ = parameters.bias_tensors, parameters.allowed_tensor
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens
@@ -304,9 +310,10 @@ class PromptReader:
             text = read_whole("prompt", text)
             self._check_length("prompt", text, max(self._max_length, _MAX_TOKENIZED))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
-            outputs["token_ids"] = "INT32", encoding.ids
+            ids = encoding.ids
+            outputs["token_ids"] = "INT32", ids
             if "text_output" in requested:
-                pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(encoding.ids)]
+                pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(ids)]
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
                 encoded = b",".join(orjson.dumps(part)[1:-1] for part in parts)
                 outputs["text_output"] = "BYTES", [b"[%b]" % encoded]
@@ -462,7 +469,7 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     text = inputs.get("sampling_parameters") or merged.pop("sampling_parameters", None)
     if text:
         try:
-            merged |= json.loads(text)
+            merged |= parse_json(text)
         except (TypeError, ValueError):
             problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
             raise InvalidArgument(problem) from None

@@ -158,10 +158,10 @@ def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
     """Apply `logit_bias`, `allowed_token_ids` and `bad_words` to logits [vocabulary], in place."""
     parameters = row.parameters
     if parameters.logit_bias:
-        ids = torch.tensor(list(parameters.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(parameters.logit_bias.values()), device=logits.device)
+        ids, biases = (tensor.to(logits.device) for tensor in parameters.bias_tensors)
+        logits[ids] += biases
     if parameters.allowed_token_ids:
-        allowed = torch.tensor(parameters.allowed_token_ids, device=logits.device)
+        allowed = parameters.allowed_tensor.to(logits.device)
         allowed_logits = logits[allowed]
         logits.fill_(-math.inf)
         logits[allowed] = allowed_logits

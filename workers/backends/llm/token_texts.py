@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import codecs
 import functools
-import json
+import itertools
+import json.decoder
+import json.scanner
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 from shmserve.workers.backends.llm.message_parsers import overlap
 
 _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
+_LONG_JSON = 1 << 16  # number of characters of a long JSON text
 _MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
@@ -44,6 +47,44 @@ def with_pauses(values: Iterable[T]) -> Iterator[T]:
         yield value
         if not number % 64:
             time.sleep(0)
+
+
+class _PausingDecoder(json.JSONDecoder):
+    """A decoder of JSON that releases the GIL after every 64 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        count = itertools.count(1)
+
+        def with_pause(scan: Callable[[str, int], Any]) -> Callable[[str, int], Any]:
+            def scan_once(text: str, index: int) -> Any:
+                if not next(count) % 64:
+                    time.sleep(0)
+                return scan(text, index)
+
+            return scan_once
+
+        def parse_object(start: Any, strict: bool, scan: Any, *options: Any) -> Any:
+            return python.JSONObject(start, strict, with_pause(scan), *options)
+
+        # The type hints lack the parser in Python.
+        python: Any = json.decoder
+        scanner: Any = json.scanner
+        self.parse_object = parse_object
+        self.parse_array = lambda start, scan: python.JSONArray(start, with_pause(scan))
+        self.scan_once = scanner.py_make_scanner(self)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. A long text is parsed in Python, since the C parser would hold the GIL.
+
+    Raises:
+        ValueError: The text is not JSON, or nested too deeply.
+    """
+    try:
+        return _PausingDecoder().decode(text) if len(text) > _LONG_JSON else json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def token_entry(
@@ -214,7 +255,7 @@ class Detokenizer:
         self, texts: TokenTexts, skip_special_tokens: bool, prompt: Sequence[int] = ()
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
-        self._ends_word = texts.ends_word
+        self._ends_word, self._begins_inside = texts.ends_word, texts.begins_inside_character
         self._skipped = texts.special if skip_special_tokens else frozenset()
         context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
         context = context[-_MAX_HELD_TOKENS:]
@@ -223,16 +264,17 @@ class Detokenizer:
         self._tokens = context  # the tokens of the context, followed by those held back
         self._context_count = texts.count_complete(self._tokens)  # number of tokens
         self._context_text = self._decode(self._tokens[: self._context_count])
-        self._emitted_length = self._held_length = 0
+        self._emitted_length = self._held_length = self._replaced_length = 0
 
-    @property
-    def position(self) -> int:
-        """Return the number of complete characters, including those of tokens held back.
+    def position_of(self, token: int) -> int:
+        """Return the index of the character in which the next token begins.
 
-        A space that the decoder writes only before another token is counted, too.
+        A space that the decoder writes only before another token is counted. So is an incomplete
+        character that the token does not continue, since it is replaced by U+FFFD.
         """
         delayed_spaces = bool(self._tokens) and self._ends_word(self._tokens[-1])
-        return self._emitted_length + self._held_length + delayed_spaces
+        replaced = 0 if self._begins_inside(token) else self._replaced_length
+        return self._emitted_length + self._held_length + delayed_spaces + replaced
 
     def add(self, token: int) -> str:
         """Append a token; return the text that it completes."""
@@ -241,7 +283,9 @@ class Detokenizer:
         self._tokens.append(token)
         text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count
         if text.endswith(_REPLACEMENT) and held_tokens < _MAX_HELD_TOKENS:
-            self._held_length = max(len(text.rstrip(_REPLACEMENT)) - len(self._context_text), 0)
+            complete = text.rstrip(_REPLACEMENT)
+            self._held_length = max(len(complete) - len(self._context_text), 0)
+            self._replaced_length = len(text) - len(complete)
             return ""
         return self._advance(text)
 
@@ -258,7 +302,7 @@ class Detokenizer:
         self._tokens, self._context_count = pending, len(pending)
         self._context_text = self._decode(pending)
         self._emitted_length += len(new_text)
-        self._held_length = 0
+        self._held_length = self._replaced_length = 0
         return new_text
 
 

@@ -99,7 +99,11 @@ class Lark:
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
         options = {**_JSON_OPTIONS, **schema.get("x-guidance", {})}
-        return f"%json {json.dumps({**with_patterns(schema, schema), 'x-guidance': options})}"
+        try:
+            extended = with_patterns(schema, schema)
+        except ValueError as error:
+            raise InvalidArgument(f"tools: cannot be compiled: {error}") from None
+        return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
         """Return a rule for one of several expressions."""

@@ -189,6 +189,7 @@ class VllmEngine:
         self._config = client.model_config
         self._tokenizer = client.renderer.tokenizer
         self._defaults = self._config.get_diff_sampling_param()
+        self._max_tokens = max_tokens_cap(self._config, self._defaults)
         numbered = enumerate(arguments.adapters.items(), 1)
         self._adapters = {
             name: LoRARequest(name, number, path) for number, (name, path) in numbered
@@ -281,7 +282,9 @@ class VllmEngine:
         limit = getattr(request, "max_completion_tokens", None)
         limit = request.max_tokens if limit is None else limit
         prompt_length = len(prompt["prompt_token_ids"])
-        limit = get_max_tokens(self._config.max_model_len, limit, prompt_length, defaults)
+        max_tokens = self._max_tokens if defaults else None
+        limits = self._config.max_model_len, limit, prompt_length, defaults, max_tokens
+        limit = get_max_tokens(*limits)
         sampling = request.to_sampling_params(limit, defaults)
         call = VllmCall(request, prompt, sampling, self._tokenizer.decode)
         if echo:
@@ -337,6 +340,13 @@ class VllmEngine:
         result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))
         strings = orjson.dumps(result.token_strs)
         return {"token_ids": ("INT32", result.tokens), "text_output": ("BYTES", [strings])}
+
+
+def max_tokens_cap(config: Any, defaults: Mapping[str, Any]) -> int | None:
+    """Return the maximum of `max_tokens`, which the arguments of vLLM's server may set."""
+    if config.generation_config in ("auto", "vllm"):
+        return (config.override_generation_config or {}).get("max_new_tokens")
+    return defaults.get("max_tokens")
 
 
 def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ _COUNTS = {
     "input": (2048, "input: {} strings exceed the limit of {}"),
 }
 _MAX_PACKED_PROMPTS = 2048
+OTHER_FIELDS = "*"  # stands for the fields of a body that only the model reads
 _MAX_TOKEN_ID = (1 << 31) - 1
 _PIECE = 1 << 16
 _one_at_a_time = asyncio.Semaphore(1)
@@ -54,7 +55,8 @@ class Packed:
 
     Attributes:
         kind: "text": a string. "tokens": a list of integers. "messages": a list of messages, whose
-            bytes are JSON without the length that precedes an element of a tensor.
+            bytes are JSON without the length that precedes an element of a tensor. "json": a field
+            that is no prompt, as JSON.
         count: The number of elements of the tensor.
         byte_size: The number of bytes.
         fault: The index of the first message without a role, or None.
@@ -74,7 +76,14 @@ class Packed:
 
     def __repr__(self) -> str:
         """Return the text by which errors show the prompt."""
-        return repr(self.value())
+        return (
+            self.pieces[0][:_PIECE].decode(errors="replace") if self.is_json else repr(self.value())
+        )
+
+    @property
+    def is_json(self) -> bool:
+        """Return whether this is a field that is no prompt."""
+        return self.kind == "json"
 
     def value(self) -> Any:
         """Return the prompt as in the parsed body."""
@@ -96,7 +105,8 @@ async def parse_large(
     Args:
         pieces: The body.
         longest: The maximum number of tokens of each model.
-        packed: The fields with prompts.
+        packed: The fields with prompts. `OTHER_FIELDS` stands for other large fields, which become
+            JSON that this process does not parse.
         model: The model, unless the body has its name.
         convert: The function that converts the parsed body, if any; a public one of a module.
 
@@ -252,6 +262,17 @@ class _Packer:
             for index, item in enumerate(value)
         ]
 
+    def pack_others(self, body: dict[str, Any], prompts: Sequence[str]) -> list[str]:
+        """Pack large fields that are no prompts, and return their names."""
+        names = []
+        for name, value in body.items():
+            if name not in prompts and isinstance(value, dict | list):
+                text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+                if len(text) > _PIECE:
+                    body[name] = self._pack("json", 1, text)
+                    names.append(name)
+        return names
+
     def _pack(self, kind: str, count: int, data: bytes, fault: int | None = None) -> str:
         name = f"{self._token}.{len(self.prompts)}"
         self.prompts[name] = kind, count, len(data), fault
@@ -273,6 +294,8 @@ def main(convert: Convert | None = None) -> None:
         for holder in _holders(body):
             for name in holder.keys() & {*packed}:
                 holder[name] = packer.packed(name, holder[name])
+        if OTHER_FIELDS in packed and isinstance(body, dict):
+            packed += packer.pack_others(body, packed)
         header = {"body": body, "prompts": packer.prompts, "packed": packed}
     except ShmserveError as fault:
         header = {"error": fault.message, "malformed": isinstance(fault, JsonFault)}

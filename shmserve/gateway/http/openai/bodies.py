@@ -6,6 +6,7 @@ As in vLLM, requests may use any of these names, and responses contain the first
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -163,7 +164,7 @@ class TextRequest(NamedTuple):
             names.append(_STOP_REASON)
         if wants_logprobs(self.parameters) and "logprobs" not in names:
             names.append("logprobs")
-        encoded_parameters = orjson.dumps(self.parameters).decode()
+        encoded_parameters = orjson.dumps(self.parameters, *_WITH_PACKED).decode()
         return [
             InferRequest(
                 "",
@@ -195,6 +196,14 @@ def wants_logprobs(parameters: dict[str, Any]) -> bool:
     """Return whether the response contains the probabilities of tokens."""
     count = parameters.get("logprobs")  # a `logprobs` of 0 also requests the log probabilities
     return count is not None and count is not False
+
+
+def _as_fragment(packed: Packed) -> orjson.Fragment:
+    return orjson.Fragment(b"".join(packed.pieces))
+
+
+# Arguments of `orjson.dumps` that encode a `Packed` field, which is a dataclass.
+_WITH_PACKED = _as_fragment, orjson.OPT_PASSTHROUGH_DATACLASS
 
 
 def create_input(
@@ -300,7 +309,8 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
     value = body[name]
     if member_type is int and type(value) is float and value.is_integer():
         return int(value)
-    is_packed = type(value) is Packed and member_type is (str if value.kind == "text" else list)
+    is_prompt = type(value) is Packed and not value.is_json
+    is_packed = is_prompt and member_type is (str if value.kind == "text" else list)
     if type(value) is not member_type and not is_packed:
         nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
         allowed = nouns.get(member_type, "an integer")
@@ -314,7 +324,9 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
         body, COMPLETION_FIELDS, gateway.settings.refuse_unknown_fields
     )
     model = await resolve_generative_model(gateway, fields)
-    prompts = _prompt_inputs(model, fields.get("prompt"))
+    value: Any = fields.get("prompt")
+    is_single = type(value) is not list or are_tokens(value)
+    prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
     return _text_request(
         model, prompts, {**fields, "echo": check_member(fields, "echo", bool, False)}
     )
@@ -358,12 +370,12 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
         raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
     if is_packed:
         prefix = b'{"messages":' if variables else b""
-        behind = b"," + orjson.dumps(variables)[1:] if variables else b""
+        behind = b"," + orjson.dumps(variables, *_WITH_PACKED)[1:] if variables else b""
         size = len(prefix) + messages.byte_size + len(behind)
         pieces = [size.to_bytes(4, "little") + prefix, *messages.pieces, behind]
         return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
-    return create_input("messages", "BYTES", [orjson.dumps(chat).decode()])
+    return create_input("messages", "BYTES", [orjson.dumps(chat, *_WITH_PACKED).decode()])
 
 
 async def resolve_generative_model(
@@ -397,14 +409,18 @@ def _text_request(
     return TextRequest(model, prompts, fields, samples, stream, usage, details, continuous)
 
 
-def _prompt_inputs(model: GatewayModel, value: Any) -> list[InferInput]:
-    """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    if type(value) is not list or are_tokens(value):
-        return [prompt(value)]
+async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInput]:
+    """Return the inputs of a list of texts, or of a list of lists of tokens.
+
+    Other requests are handled between the conversions of many prompts.
+    """
     if not value:
         raise InvalidArgument("prompt: the list is empty; at least one prompt is required")
     check_count("prompt", value)
-    prompts = [prompt(item, f"prompt[{index}]") for index, item in enumerate(value)]
+    prompts: list[InferInput] = []
+    for index, item in enumerate(value):
+        prompts.append(prompt(item, f"prompt[{index}]"))
+        await asyncio.sleep(0)
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
     return prompts

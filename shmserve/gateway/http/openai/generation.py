@@ -18,6 +18,7 @@ import orjson
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.infer import ResponseQueue
+from shmserve.gateway.http.json.large_bodies import OTHER_FIELDS
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
     ChunkedResponse,
@@ -358,7 +359,7 @@ class Choices:
 async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/completions: respond with the continuations of prompts."""
     text_request = await bodies.parse_completion(
-        gateway, await bodies.read_body(gateway, request, ["prompt"])
+        gateway, await bodies.read_body(gateway, request, ["prompt", OTHER_FIELDS])
     )
     return await respond(
         gateway, request, text_request, _create_choices(gateway, COMPLETION_FORMAT, text_request)
@@ -368,7 +369,7 @@ async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpRespo
 async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
     text_request = await bodies.parse_chat(
-        gateway, await bodies.read_body(gateway, request, ["messages"])
+        gateway, await bodies.read_body(gateway, request, ["messages", OTHER_FIELDS])
     )
     return await respond(
         gateway, request, text_request, _create_choices(gateway, CHAT_FORMAT, text_request)
@@ -464,6 +465,8 @@ class _Generation:
             built = await build_in_turns(gateway, model, infer_request)
             queue = ResponseQueue(gateway, self._request, built, arrived_ns, self._response_event)
             self._queues.append(queue)
+            if len(self._text_request.prompts) > 1:
+                await asyncio.sleep(0)  # other requests are handled in between
         first_queue = self._queues[0]
         await first_queue.wait()
         error = find_error(first_queue.first_response)

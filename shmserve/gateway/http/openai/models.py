@@ -25,7 +25,7 @@ import orjson
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
-from shmserve.gateway.http.json.large_bodies import Packed, check_count
+from shmserve.gateway.http.json.large_bodies import OTHER_FIELDS, Packed, check_count
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -149,6 +149,7 @@ def _encode_vector(vector: np.ndarray[Any, Any], encoding: str) -> Any:
 
 _STARTED_AT_S = int(time.time())
 _MAX_TOKEN_ID = (1 << 31) - 1
+_TOKENIZED = ("prompt", "messages", OTHER_FIELDS)
 
 
 async def list_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -202,7 +203,7 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
-    fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
+    fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, _TOKENIZED)
     model = await bodies.resolve_generative_model(
         gateway, fields, default=await _default_model(gateway, fields)
     )

@@ -2,12 +2,18 @@
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.json.large_bodies import Packed, long_prompt, parse_large
+from shmserve.gateway.http.json.large_bodies import (
+    OTHER_FIELDS,
+    Packed,
+    long_prompt,
+    parse_large,
+)
 from shmserve.gateway.http.json.parser import LARGE, JsonFault
 
 MAX_PROMPT_LENGTHS = {"m": 100, "vast": 1 << 24}
@@ -132,6 +138,17 @@ def test_messages_are_json_with_the_first_one_without_a_role(
     packed_messages = parse({"messages": messages}, "messages")["messages"]
     assert (packed_messages.kind, packed_messages.fault) == ("messages", fault_index)
     assert json.loads(b"".join(packed_messages.pieces)) == packed_messages.value() == messages
+
+
+def test_other_large_fields_stay_json() -> None:
+    biases, items = {str(token): math.nan for token in range(9000)}, [{"": 0}] * 20_000
+    fields = {"prompt": ["a"] * 1000, "logit_bias": biases, "x": items, "stop": ["b"] * 9, "n": 2}
+    body = parse(fields, "prompt", OTHER_FIELDS)
+    assert (body["stop"], body["n"]) == (["b"] * 9, 2)
+    assert (body["logit_bias"].is_json, body["prompt"][0].is_json) == (True, False)
+    assert json.loads(b"".join(body["x"].pieces)) == items
+    assert repr(body["logit_bias"]).startswith('{"0":NaN,"1":NaN')
+    assert parse(fields, "prompt")["x"] == items
 
 
 def test_tokens_are_the_bytes_of_a_tensor() -> None:

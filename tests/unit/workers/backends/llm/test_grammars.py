@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.grammars import Grammars, with_patterns
 from shmserve.workers.backends.llm.token_texts import Detokenizer, TokenTexts
+from shmserve.workers.backends.llm.tool_formats import Lark
 from tests.support.hf_folders import tokenizer_text
 
 BYTES = Tokenizer.from_str(tokenizer_text())
@@ -75,6 +76,47 @@ def test_names_of_properties_follow_their_schema(
 def test_other_schemas_of_names_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="propertyNames"):
         accepts({"type": "object", **schema}, {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid_values", "invalid_values"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, [-(2**60), 0, 2**60], [2**63, -(2**63) - 1]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**62], [-1, 2**64]),
+        ({"minimum": 2**53 + 1, "maximum": 2**54}, [2**53 + 2, 2**54], [2**53, 2**54 + 1]),
+        ({"exclusiveMaximum": 2**53 + 1, "minimum": 0}, [2**53 - 1], [2**53 + 1]),
+        ({"minimum": -(2**53) - 1, "maximum": 0}, [-(2**53)], [-(2**53) - 2]),
+    ],
+)
+def test_limits_of_large_integers_hold(
+    schema: dict[str, Any], valid_values: list[int], invalid_values: list[int]
+) -> None:
+    assert all(accepts({"type": "integer", **schema}, value) for value in valid_values)
+    assert not any(accepts({"type": "integer", **schema}, value) for value in invalid_values)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minimum": 10**20, "maximum": 10**20 + 5},
+        {"exclusiveMaximum": -(10**20)},
+        {"const": 2**53 + 1},
+        {"enum": [3, {"id": [1234567890123456789]}]},
+        {"const": 10**400},
+    ],
+)
+def test_integers_that_would_be_rounded_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"cannot be compiled: .*(exceeds|too many digits)"):
+        accepts({"type": "object", "properties": {"a": schema}}, {})
+    with pytest.raises(InvalidArgument, match="tools: cannot be compiled"):
+        Lark({}).json(schema)
+
+
+def test_a_uuid_has_its_version() -> None:
+    identifier = "123e4567-e89b-42d3-a456-426614174000"
+    assert accepts({"type": "string", "format": "uuid4"}, identifier)
+    assert not accepts({"type": "string", "format": "uuid7"}, identifier)
+    assert not accepts({"type": "string", "format": "uuid4"}, "some text")
 
 
 def test_nulls_are_absent_except_in_values() -> None:

@@ -2,12 +2,20 @@
 fallback.
 """
 
+import json
 import random
+import time
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from shmserve.workers.backends.llm.token_texts import BadWords, Detokenizer, TokenTexts
+from shmserve.workers.backends.llm.token_texts import (
+    BadWords,
+    Detokenizer,
+    TokenTexts,
+    parse_json,
+)
 from tests.support.hf_folders import tokenizer_text
 
 
@@ -91,9 +99,21 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     assert texts.offsets(tokens, text, True) == expected
     detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
-        pieces.append(detokenizer.position)
+        pieces.append(detokenizer.position_of(token_id))
         detokenizer.add(token_id)
     assert pieces == expected
+
+
+def test_an_incomplete_character_has_a_position_of_its_own(tokenizer: Tokenizer) -> None:
+    texts = TokenTexts(tokenizer)
+    comma, (first, *_) = token(tokenizer, ","), tokenize(tokenizer, "😀")
+    tokens = [comma, first, comma, first, first, comma]
+    detokenizer, positions, pieces = Detokenizer(texts, True), [], []
+    for token_id in tokens:
+        positions.append(detokenizer.position_of(token_id))
+        pieces.append(detokenizer.add(token_id))
+    text = "".join([*pieces, detokenizer.flush()])
+    assert (text, positions) == (",\ufffd,\ufffd\ufffd,", [0, 1, 2, 3, 4, 5])
 
 
 def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
@@ -126,9 +146,32 @@ def test_a_word_ends_with_a_space_that_follows_with_the_next_token() -> None:
         assert texts.offsets(tokens, text, False) == [min(start, len(text)) for start in starts]
         detokenizer, pieces, positions = Detokenizer(texts, False), [], []
         for token_id in tokens:
-            positions.append(detokenizer.position)
+            positions.append(detokenizer.position_of(token_id))
             pieces.append(detokenizer.add(token_id))
         assert ("".join([*pieces, detokenizer.flush()]), positions) == (text, starts)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, -2.5e3, None, {"b": {}, "é\n": [[], True, [False]]}], "c": "x" * 70_000},
+        ["x", {"a": {str(number): number / 3 for number in range(9000)}}],
+        "x" * 70_000,
+    ],
+)
+def test_long_json_is_parsed_like_short_json(value: Any) -> None:
+    text = json.dumps(value)
+    assert parse_json(text) == parse_json(f" {text} ") == value
+    for wrong in (text[:-1], f"{text},", text.replace('"', "'"), "[" * 100_000):
+        with pytest.raises(ValueError, match=r"."):
+            parse_json(wrong)
+
+
+def test_long_json_is_parsed_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert len(parse_json(json.dumps({str(number): [number] for number in range(6400)}))) == 6400
+    assert pauses == [0] * 200
 
 
 def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
