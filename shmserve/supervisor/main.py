@@ -234,11 +234,9 @@ def compose(
     def objection() -> str:
         if manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
-        return (
-            ""
-            if health.has_started and not health.exiting
-            else "the server is starting or stopping"
-        )
+        if health.exiting or not health.has_started:
+            return "the server is starting or stopping"
+        return ""
 
     end_signals: asyncio.Queue[int] = asyncio.Queue()
     handover = Handover(

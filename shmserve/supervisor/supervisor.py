@@ -13,6 +13,7 @@ import math
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shmserve.common.tasks import end_all
 from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
@@ -91,6 +92,7 @@ class Supervisor:
     handover: Handover
     watchdog: Watchdog
     reload: Reload | None
+    _lost_run_dir: bool = field(init=False, default=False)
     _had_terminal: bool = field(init=False, default_factory=has_terminal)
     _signalled_at: float = field(init=False, default=-math.inf)
     _stopped_exits: list[ProcessExited] = field(init=False, default_factory=list)
@@ -114,7 +116,7 @@ class Supervisor:
             await end_all(start)
         end_signal.cancel()
         await self.end(status)
-        return status
+        return status or int(self._lost_run_dir)
 
     def _signal(self, number: int) -> None:
         # A closed terminal sends SIGHUP, too.
@@ -265,6 +267,20 @@ class Supervisor:
             self._stopped_exits.append(exited)
             if len(self._stopped_exits) == 1:
                 asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)
+        elif not (self._lost_run_dir or self.handover.has_successor):
+            self._check_run_dir()
+
+    def _check_run_dir(self) -> None:
+        """Stop the server if its run directory was removed, because no process can be replaced."""
+        run_dir = self.context.run_dir
+        self._lost_run_dir = not Path(endpoints.control(run_dir).removeprefix("ipc://")).exists()
+        if self._lost_run_dir:
+            logger.error(
+                "the server stops, because the sockets in its run directory '%s' were removed: "
+                "start it again, and exclude the folder from programs that clean up",
+                run_dir,
+            )
+            self.end_signals.put_nowait(signal.SIGTERM)
 
     def _report_stopped(self) -> None:
         """Broadcast the exits of stopped processes together.

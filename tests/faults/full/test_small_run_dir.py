@@ -1,5 +1,6 @@
-"""A run directory on a full file system, and processes with a very low descriptor limit."""
+"""A run directory that is full or removed, and processes with a very low descriptor limit."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -87,6 +88,21 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
         with scene(server) as stage:
             assert_recovers(stage, time.monotonic())
         server.stop()
+
+
+@pytest.mark.parametrize("title", ["worker identity", "gateway http"])
+def test_a_removed_run_directory(repository: Path, tmp_path: Path, title: str) -> None:
+    """The server cannot replace a process, and exits as soon as one dies."""
+    server = Server([repository], run_dir=tmp_path / "run")
+    try:
+        server.wait_ready()
+        shutil.rmtree(server.run_dir)
+        assert server.answers("/v2/models/identity/ready")
+        server.find_one(title).kill()
+        assert server.wait_exit(30) == 1
+        assert f"the sockets in its run directory '{server.run_dir}' were removed" in server.log()
+    finally:
+        server.discard()
 
 
 def fill(folder: Path) -> Iterator[Path]:
