@@ -114,7 +114,7 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
         return np.asarray(value, dtype_of(expected_datatype) if expected_datatype else None), ""
     array = np.asarray(value)
     if array.size and array.dtype.kind not in "biuf":
-        raise ValueError("its elements are not all numbers")
+        raise ValueError("some of its elements are not numbers of at most 64 bits")
     with np.errstate(over="ignore"):
         if expected_datatype == "BF16":
             return to_bf16(np.asarray(array, np.float32)), expected_datatype

@@ -291,7 +291,8 @@ class StreamingInference(GatewayRequest):
         # Each response in a region overwrites the previous one, so only one may be unread.
         outputs = self.built_request.infer_request.outputs
         self._window = ReadWindow(any(output.memory_range is not None for output in outputs))
-        self.templates = BoundedCache(_MAX_TEMPLATES)
+        responses = self.built_request.responses
+        self.templates = BoundedCache(_MAX_TEMPLATES) if responses is None else responses
 
     def handle_response(self, message: Response) -> None:
         if isinstance(message, m.Finished):

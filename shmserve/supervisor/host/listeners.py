@@ -183,9 +183,8 @@ class Listeners:
     grpc: list[socket.socket] = field(default_factory=list)
     # Listeners for local clients, which `LocalClientConnections` closes.
     local: list[socket.socket] = field(default_factory=list)
-    shared_sockets: list[socket.socket] = field(
-        default_factory=list
-    )  # sockets that other servers use, too
+    # Sockets that other servers use, too.
+    shared_sockets: list[socket.socket] = field(default_factory=list)
     # The descriptors of the regions of a previous server, by the names of their registrations.
     stored_fds: dict[str, list[int]] = field(default_factory=dict)
 

@@ -141,7 +141,7 @@ class SampleText:
             self.token_count += 1
             self.pending_tokens.append(token)
             if logprobs:
-                offset = self._echo_length + self._detokenizer.position
+                offset = self._echo_length + self._detokenizer.position_of(token)
                 self.pending_logprobs.append(ScoredToken(logprobs[position], offset))
             ending = reason if position == len(tokens) - 1 else ""
             start = len(self.pending_text)
