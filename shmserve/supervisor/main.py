@@ -6,6 +6,7 @@ listening sockets -> run directory -> compose -> Supervisor.run -> the run direc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import secrets
@@ -94,14 +95,11 @@ def _serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None)
     table.check_at_start(config)
     faulthandler.enable()  # prints the stacks if the server crashes or a service manager aborts it
     offer = Offer.of(configured_run_directory(config)) if config.take_over else None
-    listeners = Listeners(offer)
-    try:
+    with contextlib.closing(Listeners(offer)) as listeners:
         _open_listeners(config, listeners)
         signals = defer_signals()
         run_dir = _run_directory(config)
         return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
-    finally:
-        listeners.close()
 
 
 def _run_directory(config: ServerConfig) -> RunDirectory:
@@ -143,15 +141,15 @@ def defer_signals() -> list[int]:
     Returns:
         A list to which the numbers of received signals are appended.
     """
-    pending: list[int] = []
+    pending_signals: list[int] = []
 
     def defer_signal(number: int, _: object) -> None:
-        pending.append(number)
+        pending_signals.append(number)
 
     # If these signals were blocked here, they would end the server in another thread.
     for number in handled_signals():
         signal.signal(number, defer_signal)
-    return pending
+    return pending_signals
 
 
 def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
@@ -236,11 +234,9 @@ def compose(
     def objection() -> str:
         if manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
-        return (
-            ""
-            if health.has_started and not health.exiting
-            else "the server is starting or stopping"
-        )
+        if health.exiting or not health.has_started:
+            return "the server is starting or stopping"
+        return ""
 
     end_signals: asyncio.Queue[int] = asyncio.Queue()
     handover = Handover(

@@ -3,8 +3,8 @@
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def run_group(product: servers.Product, group: Group) -> dict[str, Record | str]
         path = Path(folder)
         models = [model for script in group.scripts for model in script.models]
         folders = [write(path / "models", model) for model in models]
-        with _gate(path / "gate") as gate:
+        with closing(Gate(path / "gate")) as gate:
             watched = Watched(product, {**group.environment, "GATE": str(gate.path)})
             flags = [*group.flags, *_own_flags(product)]
             with servers.running(watched, folders, flags, notes=[]) as server:
@@ -91,15 +91,6 @@ def write(repository: Path, model: Model) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
-
-
-@contextmanager
-def _gate(path: Path) -> Iterator[Gate]:
-    gate = Gate(path)
-    try:
-        yield gate
-    finally:
-        gate.close()
 
 
 __all__ = ["Missing", "products", "run_group", "triton", "write"]

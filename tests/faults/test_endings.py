@@ -57,14 +57,11 @@ def test_kill_the_supervisor_while_a_model_runs(serve: Callable[..., Server]) ->
 
 
 def test_kill_the_supervisor_while_loading(repository: Path) -> None:
-    server = Server([repository])
-    try:
+    with Server([repository]) as server:
         server.wait_log("loading")
         members = server.tree()
         server.kill()
         assert_nothing_is_left(server, members, _IMPORT_S)
-    finally:
-        server.discard()
 
 
 def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:

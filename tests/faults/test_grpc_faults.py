@@ -69,14 +69,11 @@ def test_the_supervisor_dies(tmp_path: Path) -> None:
     repository = tmp_path / "models"
     repository.mkdir()
     repositories.add(repository, "simple")
-    server = Server([repository], grpc=True)
-    try:
+    with Server([repository], grpc=True) as server:
         server.wait_ready().wait_listening()
         members = server.tree()
         server.kill()
         server.assert_exited(members)
-    finally:
-        server.discard()
 
 
 def test_clients_that_speak_no_grpc(server: Server) -> None:

@@ -131,8 +131,7 @@ def ask_slow(server: Server, pool: RequestPool, value: int) -> list[int]:
 def test_while_draining(repository: Path, victim: str) -> None:
     """The server exits in time with status 0 and leaves no resources."""
     flags = ("--model-control-mode=explicit", "--load-model=simple", "--load-model=gated")
-    server = Server([repository], flags)
-    try:
+    with Server([repository], flags) as server:
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
@@ -151,14 +150,11 @@ def test_while_draining(repository: Path, victim: str) -> None:
         assert server.wait_exit(20) == 0, server.log()
         server.assert_exited(members)
         assert "Traceback" not in server.log()
-    finally:
-        server.discard()
 
 
 def test_the_supervisor_while_draining(repository: Path) -> None:
     """The draining processes exit, too."""
-    server = Server([repository], ("--model-control-mode=explicit", "--load-model=gated"))
-    try:
+    with Server([repository], ("--model-control-mode=explicit", "--load-model=gated")) as server:
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
@@ -168,5 +164,3 @@ def test_the_supervisor_while_draining(repository: Path) -> None:
             until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
             server.kill()
             server.assert_exited(members)
-    finally:
-        server.discard()

@@ -206,12 +206,12 @@ def region_case(region: worker_rig.Region) -> Case:
 
     def http(step: int, request: int) -> dict[str, Any]:
         def tensor(name: str, index: int, **fields: Any) -> dict[str, Any]:
-            memory_range = {
+            region_parameters = {
                 "shared_memory_region": _REGION,
                 "shared_memory_byte_size": _REGION_BYTES,
             }
-            memory_range["shared_memory_offset"] = index * _REGION_BYTES
-            return {"name": name, **fields, "parameters": memory_range}
+            region_parameters["shared_memory_offset"] = index * _REGION_BYTES
+            return {"name": name, **fields, "parameters": region_parameters}
 
         input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
         return {"inputs": [input_tensor], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
@@ -427,9 +427,9 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     )
     published = MagicMock(endpoint=schedulers.endpoint)
     counted_gateway.models.publish(gateway_rig.publication(case.config, published))
-    memory_range = pack_range(region.memory_range(0, region.memory.byte_size))
+    packed_range = pack_range(region.memory_range(0, region.memory.byte_size))
     counted_gateway.regions.publish(
-        RegionPublished(_REGION, "/key", list(memory_range), os.getuid(), -1, 0)
+        RegionPublished(_REGION, "/key", list(packed_range), os.getuid(), -1, 0)
     )
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
     server = Acceptor(_grpc(counted_gateway) if grpc else _http(counted_gateway), rules, 1000)

@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -263,15 +263,10 @@ class Rig:
         self._scrapes.close()
 
 
-@contextlib.contextmanager
 def rig(
     run_dir: Path, listener: socket.socket | None = None, *, grpc: bool = False, **settings: Any
-) -> Iterator[Rig]:
-    gateway_rig = Rig(run_dir, listener, grpc=grpc, **settings)
-    try:
-        yield gateway_rig
-    finally:
-        gateway_rig.close()
+) -> contextlib.closing[Rig]:
+    return contextlib.closing(Rig(run_dir, listener, grpc=grpc, **settings))
 
 
 def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:

@@ -91,16 +91,16 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a server that receives these descriptors from number 3 on."""
 
-    def memory_range() -> None:
+    def renumber_descriptors() -> None:
         # Above the numbers that the server expects.
         copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in inherited_fds]
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
-    place_pid = 'LISTEN_PID=$$ exec "$@"'
+    exec_with_own_pid = 'LISTEN_PID=$$ exec "$@"'
     return subprocess.Popen(
         [
-            *("sh", "-c", place_pid, "sh", sys.executable, "-m", "shmserve", "serve"),
+            *("sh", "-c", exec_with_own_pid, "sh", sys.executable, "-m", "shmserve", "serve"),
             *(f"--model-repository={repository}", f"--run-dir={folder / 'run'}"),
             *("--metrics-port=0",),
         ],
@@ -112,5 +112,5 @@ def start(
             "LISTEN_FDNAMES": names,
         },
         pass_fds=range(3, 3 + len(inherited_fds)),
-        preexec_fn=memory_range,
+        preexec_fn=renumber_descriptors,
     )

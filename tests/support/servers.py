@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -100,6 +100,12 @@ class Server:
             )
         watchdog.register(self.pid, str(self.folder))
         RUNNING_SERVERS.append(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
     @property
     def pid(self) -> int:

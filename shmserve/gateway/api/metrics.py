@@ -1,18 +1,22 @@
 """The Prometheus exporter: a page of metrics, created for each scrape from the schedulers' reports.
 
-No state is kept on disk or in a gateway. The families of models are tables of counters, gauges,
-histograms, and summaries with the quantiles of the last minute. Names and labels of nv_* are
-Triton's. Other metrics are called shmserve_*, and those of generative models shmserve_llm_*
-(shmserve/scheduler/statistics.py documents the counters).
+No state is kept on disk or in a gateway. The families of models are listed in metrics.txt:
+counters, gauges, histograms, and summaries with the quantiles of the last minute. Names and labels
+of nv_* are Triton's. Other metrics are called shmserve_*, and those of generative models
+shmserve_llm_* (shmserve/scheduler/statistics.py documents the counters).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import reduce
+from itertools import accumulate, pairwise
+from operator import getitem
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import model_metrics
@@ -49,6 +53,20 @@ class ExpositionFamily:
         ordered = sorted(labels.items(), key=_label_sort_key)
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 
+    def add_histogram(
+        self, labels: dict[str, str], histogram: dict[str, Any], *, integers: bool = False
+    ) -> None:
+        """Record the samples of a histogram; `integers`: its bounds are written without a point."""
+        texts = [str(float(bound)) for bound in histogram["buckets"]]
+        bounds = [text.removesuffix(".0") if integers else text for text in texts]
+        cumulative = 0
+        for bound, cumulative in zip(
+            [*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True
+        ):
+            self.add({**labels, "le": bound}, cumulative, "_bucket")
+        self.add(labels, cumulative, "_count")
+        self.add(labels, histogram["sum"], "_sum")
+
     def lines(self) -> Iterator[str]:
         """Yield the lines of the page."""
         yield from model_metrics.head(self.name, self.help_text, self.kind)
@@ -56,153 +74,62 @@ class ExpositionFamily:
 
 
 class ReportFamily(NamedTuple):
-    """A metric family with a sample for each model, read from the schedulers' reports.
-
-    Attributes:
-        kind: The Prometheus type.
-        name: The family's name.
-        path: The path of the number in a report ("cache.bytes"); nanoseconds become microseconds.
-        help_text: The help text.
-        label: The label whose values the numbers are keyed by; "": a single number.
-    """
+    """A metric family of `metrics.txt`, with samples read from the schedulers' reports."""
 
     kind: str
     name: str
     path: str
+    key: str
     help_text: str
-    label: str = ""
 
     @property
     def is_latency(self) -> bool:
         """Return whether the family is a latency, which settings can disable."""
         return self.path.endswith("_ns")
 
+    def find(self, report: dict[str, Any]) -> Any:
+        """Return the number, the numbers by their label, or the histogram of a report."""
+        paths = [path.split(".") for path in self.path.split("+")]
+        found: list[Any] = [reduce(getitem, path, report) for path in paths]
+        return found[0] if len(found) == 1 else sum(found)
+
     def to_exposition(self, reports: Reports) -> ExpositionFamily:
         """Return the family with its samples."""
-        keeps_name = self.kind != "counter" or self.name.startswith("nv_")
-        name = self.name if keeps_name else f"{self.name}_total"
-        family = ExpositionFamily(name, self.help_text, self.kind)
+        family = ExpositionFamily(self.name, self.help_text, self.kind)
         for labels, report in reports:
-            measurement = _find(report, self.path)
-            if self.label:
+            measurement = self.find(report)
+            if self.kind == "histogram":
+                family.add_histogram(labels, measurement)
+            elif self.key:
                 for label_value, count in measurement.items():
-                    family.add({**labels, self.label: label_value}, count)
+                    family.add({**labels, self.key: label_value}, count)
             else:
                 family.add(labels, measurement // 1000 if self.is_latency else measurement)
         return family
 
 
-def _find(report: dict[str, Any], path: str) -> Any:
-    """Return the entry of a report at a path of keys, which are separated by dots."""
-    entry: Any = report
-    for key in path.split("."):
-        entry = entry[key]
-    return entry
+_ROW = re.compile(r"(\w+) (\w+)(?: = (\S+))?(?: by (\w+))?")
 
 
-def _report_families(prefix: str, *rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
-    """Return a `ReportFamily` for each row; an empty path means the name without the prefix."""
-    return tuple(
-        ReportFamily(kind, prefix + name, path or name, *labels)
-        for kind, name, path, *labels in rows
-    )
+def _read_table() -> dict[str, list[ReportFamily]]:
+    groups: dict[str, list[ReportFamily]] = {}
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    for line, next_line in pairwise(lines):
+        if line.startswith("["):
+            families = groups[line.strip("[]")] = []
+        elif row := _ROW.fullmatch(line):
+            kind, name, path, key = row.groups(default="")
+            field_name = name.removeprefix("shmserve_").removeprefix("llm_").removesuffix("_total")
+            families.append(ReportFamily(kind, name, path or field_name, key, next_line.strip()))
+    return groups
 
 
-_ALL_REQUESTS = "inference requests, all batch sizes"
-_EXCLUDES_CACHED = "(does not include cached requests)"
-_INCLUDES_CACHED = "(includes cached requests)"
-_LATENCIES = (
-    # each row: name, help text, and the counter of requests with the same duration
-    ("request", f"inference request duration in microseconds {_INCLUDES_CACHED}", "success"),
-    ("queue", f"inference queuing duration in microseconds {_INCLUDES_CACHED}", "queue"),
-    (
-        "compute_input",
-        f"compute input duration in microseconds {_EXCLUDES_CACHED}",
-        "compute_input",
-    ),
-    (
-        "compute_infer",
-        f"compute inference duration in microseconds {_EXCLUDES_CACHED}",
-        "compute_infer",
-    ),
-    (
-        *(
-            "compute_output",
-            f"inference compute output duration in microseconds {_EXCLUDES_CACHED}",
-        ),
-        "compute_output",
-    ),
-)
-_TRITON_FAMILIES = _report_families(
-    "",
-    ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL_REQUESTS}"),
-    (
-        *("counter", "nv_inference_count", "inference_count"),
-        f"Number of inferences performed {_EXCLUDES_CACHED}",
-    ),
-    (
-        *("counter", "nv_inference_exec_count", "execution_count"),
-        f"Number of model executions performed {_EXCLUDES_CACHED}",
-    ),
-    *(
-        ("counter", f"nv_inference_{name}_duration_us", f"{counter}_ns", f"Cumulative {text}")
-        for name, text, counter in _LATENCIES
-    ),
-    (
-        *("gauge", "nv_inference_pending_request_count", "pending"),
-        "Instantaneous number of pending requests awaiting execution per-model.",
-    ),
-)
-# Families of models with a response cache.
-_CACHE_FAMILIES = _report_families(
-    "",
-    ("counter", "nv_cache_num_hits_per_model", "cache_hit", "Number of cache hits per model"),
-    ("counter", "nv_cache_num_misses_per_model", "cache_miss", "Number of cache misses per model"),
-    *(
-        (
-            *("counter", f"nv_cache_{kind}_duration_per_model", f"cache_{kind}_ns"),
-            f"Total cache {kind} duration per model, in microseconds",
-        )
-        for kind in ("hit", "miss")
-    ),
-    ("gauge", "shmserve_cache_bytes", "cache.bytes", "Bytes of responses in the cache of a model"),
-    ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
-)
-# Gauges of the whole response cache: each is the sum over the models with a cache.
-_TOTAL_CACHE_GAUGES = (
-    # each row: name, help text, and the paths of the summands in a report
-    ("entries", "Number of responses stored in response cache", ("cache.entries",)),
-    ("lookups", "Number of cache lookups in response cache", ("cache_hit", "cache_miss")),
-    ("hits", "Number of cache hits in response cache", ("cache_hit",)),
-    ("misses", "Number of cache misses in response cache", ("cache_miss",)),
-    ("evictions", "Number of cache evictions in response cache", ("cache.evicted",)),
-)
-_OWN_FAMILIES = _report_families(
-    "shmserve_",
-    ("counter", "workers_lost", "", "Deaths of instance processes that were serving"),
-    ("counter", "retried", "", "Requests retried alone after their worker died"),
-    ("counter", "overruns", "", "Executions that exceeded their time limit"),
-    ("counter", "malformed", "", "Messages that were dropped because they were malformed"),
-    (
-        *("counter", "batches_closed", ""),
-        *("Executions by the reason that limited their batch", "reason"),
-    ),
-    ("gauge", "instances", "", "Instances by state", "state"),
-    ("counter", "instance_changes", "", "Instances added or removed by autoscaling", "change"),
-    ("gauge", "executing_requests", "executing", "Requests in execution"),
-    ("gauge", "open_sequences", "", "Open sequences"),
-    ("counter", "copied_bytes", "", "Bytes of tensors that workers copied", "direction"),
-)
-_OWN_HISTOGRAMS = (
-    ("request_seconds", "Time from arrival to response of a successful request"),
-    ("queue_seconds", "Queue time of a successful request"),
-    ("compute_seconds", "Duration of an execution, including input and output"),
-    ("batch_size", "Batch size of an execution"),
-)
+_FAMILIES = _read_table()
 _PADDING_COUNTERS = (
     ("shmserve_padded_elements", "Elements of padded inputs that models received"),
     ("shmserve_padding_elements", "Padding elements of padded inputs"),
 )
+_CACHE_COUNTERS = ("cache_hit", "cache_miss")
 _FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
@@ -211,12 +138,11 @@ def triton_families(reports: Reports, *, latencies: bool) -> Iterator[Exposition
 
     The families of the response cache are included if a model has one.
     """
-    for family in _TRITON_FAMILIES:
+    for family in _FAMILIES["triton"]:
         if latencies or not family.is_latency:
             yield family.to_exposition(reports)
-    failures = ExpositionFamily(
-        "nv_inference_request_failure", f"Number of failed {_ALL_REQUESTS}", "counter"
-    )
+    help_text = "Number of failed inference requests, all batch sizes"
+    failures = ExpositionFamily("nv_inference_request_failure", help_text, "counter")
     for labels, report in reports:
         for reason in _FAILURE_REASONS:
             # Triton counts the failure of a step and the resulting failure of the ensemble.
@@ -225,7 +151,7 @@ def triton_families(reports: Reports, *, latencies: bool) -> Iterator[Exposition
             failures.add({**labels, "reason": reason}, number)
     yield failures
     cached_reports = _select_cached(reports)
-    for family in _CACHE_FAMILIES if cached_reports else ():
+    for family in _FAMILIES["cache"]:
         if latencies or not family.is_latency:
             yield family.to_exposition(cached_reports)
     if cached_reports:
@@ -234,9 +160,8 @@ def triton_families(reports: Reports, *, latencies: bool) -> Iterator[Exposition
 
 def _total_cache_families(reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
     """Yield Triton's gauges of the server's response cache."""
-    for name, text, paths in _TOTAL_CACHE_GAUGES:
-        count = sum(_find(report, path) for report in reports for path in paths)
-        yield _create_gauge(f"nv_cache_num_{name}", text, count)
+    for family in _FAMILIES["cache totals"]:
+        yield _create_gauge(family.name, family.help_text, sum(map(family.find, reports)))
     used, size = (sum(report["cache"][key] for report in reports) for key in ("bytes", "bound"))
     utilization = used / size if size else 0.0
     yield _create_gauge("nv_cache_util", "Cache utilization [0.0 - 1.0]", utilization)
@@ -244,9 +169,7 @@ def _total_cache_families(reports: list[dict[str, Any]]) -> Iterator[ExpositionF
 
 def own_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield histograms, counters and gauges that Triton does not have."""
-    for name, text in _OWN_HISTOGRAMS:
-        yield histogram_family(f"shmserve_{name}", name, text, reports)
-    for family in _OWN_FAMILIES:
+    for family in _FAMILIES["own"]:
         yield family.to_exposition(reports)
     yield from _padding_families(reports)
 
@@ -259,13 +182,9 @@ def summary_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """
     cached_reports = _select_cached(reports)
     uncached_reports = [entry for entry in reports if not entry[1].get("cache")]
-    for name, text, counter in _LATENCIES:
-        full_name = f"nv_inference_{name}_summary_us"
-        summarised_reports = uncached_reports if name == "request" else reports
-        yield _summary_family(full_name, f"Summary of {text}", summarised_reports, name, counter)
-    for name in ("cache_hit", "cache_miss") if cached_reports else ():
-        text = f"Summary of {name.replace('_', ' ')} duration in microseconds"
-        yield _summary_family(f"nv_{name}_summary_per_model", text, cached_reports, name, name)
+    reports_by_key = {"request": uncached_reports} | dict.fromkeys(_CACHE_COUNTERS, cached_reports)
+    for family in _FAMILIES["summaries"]:
+        yield _summary_family(family, reports_by_key.get(family.key, reports))
 
 
 def first_response_families(reports: Reports) -> Iterator[ExpositionFamily]:
@@ -274,13 +193,8 @@ def first_response_families(reports: Reports) -> Iterator[ExpositionFamily]:
     family = ExpositionFamily(FIRST_RESPONSE_FAMILY, help_text, "histogram")
     for labels, report in reports:
         histogram = report.get("first_response_ms")
-        if histogram is None:
-            continue
-        for bound, cumulative in _cumulative_buckets(histogram):
-            bucket_labels = {**labels, "le": str(bound).removesuffix(".0")}
-            family.add(bucket_labels, cumulative, "_bucket")
-        family.add(labels, cumulative, "_count")
-        family.add(labels, histogram["sum"], "_sum")
+        if histogram is not None:
+            family.add_histogram(labels, histogram, integers=True)
     yield family
 
 
@@ -288,40 +202,20 @@ def _select_cached(reports: Reports) -> Reports:
     return [(labels, report) for labels, report in reports if report.get("cache")]
 
 
-def _summary_family(
-    full_name: str, help_text: str, reports: Reports, name: str, counter: str
-) -> ExpositionFamily:
-    family = ExpositionFamily(full_name, help_text, "summary")
+def _summary_family(summary: ReportFamily, reports: Reports) -> ExpositionFamily:
+    family, counter = ExpositionFamily(summary.name, summary.help_text, "summary"), summary.path
     for labels, report in reports:
         count = report["success"]
-        if counter in ("cache_hit", "cache_miss"):
+        if counter in _CACHE_COUNTERS:
             count = report[counter]
         elif counter.startswith("compute"):
             count -= report["cache_hit"]
         family.add(labels, count, "_count")
         family.add(labels, report[f"{counter}_ns"] // 1000, "_sum")
-        for quantile, value in report.get("quantiles", {}).get(name, ()):
+        for quantile, value in report.get("quantiles", {}).get(summary.key, ()):
             rounded = float("nan") if value is None else round(value)
             family.add({**labels, "quantile": f"{quantile:g}"}, rounded)
     return family
-
-
-def histogram_family(name: str, path: str, help_text: str, reports: Reports) -> ExpositionFamily:
-    """Return a histogram family from the histogram at `path` of each report."""
-    family = ExpositionFamily(name, help_text, "histogram")
-    for labels, report in reports:
-        histogram = report[path]
-        for bound, cumulative in _cumulative_buckets(histogram):
-            bound_text = bound if isinstance(bound, str) else repr(float(bound))
-            family.add({**labels, "le": bound_text}, cumulative, "_bucket")
-        family.add(labels, cumulative, "_count")
-        family.add(labels, histogram["sum"], "_sum")
-    return family
-
-
-def _cumulative_buckets(histogram: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
-    """Yield the upper bound (the last one is "+Inf") and the cumulative count of each bucket."""
-    return zip([*histogram["buckets"], "+Inf"], accumulate(histogram["counts"]), strict=True)
 
 
 def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
@@ -334,47 +228,6 @@ def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
         yield family
 
 
-_GENERATIVE_FAMILIES = _report_families(
-    "shmserve_llm_",
-    ("counter", "requests", "", "Requests by finish reason", "outcome"),
-    ("gauge", "requests_queued", "queued", "Sequences waiting for their first step"),
-    ("gauge", "requests_running", "sequences.running", "Sequences in the batch"),
-    ("gauge", "requests_swapped", "sequences.swapped", "Sequences swapped out to host blocks"),
-    ("gauge", "batch_utilization", "utilization", "Rows of the step as a share of the maximum"),
-    ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
-    ("counter", "preemption", "preemptions", "Preempted sequences", "mode"),
-    ("counter", "swap_in", "swapped_in", "Blocks copied back from the host"),
-    ("counter", "swap_out", "swapped_out", "Blocks copied to the host"),
-    ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written"),
-    ("counter", "recomputed_tokens", "recomputed", "Tokens discarded by preemption"),
-    ("counter", "tokens_generated", "generated", "Tokens that were generated"),
-    ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed"),
-    ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too"),
-    ("counter", "prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the cache"),
-    ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache"),
-    ("counter", "speculative_drafted", "drafted", "Tokens that were proposed"),
-    ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted"),
-    ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted"),
-    ("gauge", "speculative_speedup", "speedup", "Tokens per row of a speculative step"),
-    (
-        *("counter", "step_seconds", "seconds"),
-        *("Time of steps by phase, and of work outside of steps", "phase"),
-    ),
-    ("counter", "finished", "", "Sequences by finish reason", "reason"),
-)
-_GENERATIVE_HISTOGRAMS = (
-    ("request_latency_seconds", "request_seconds", "Time from arrival to the last response"),
-    ("batch_size", "batch_size", "Sequences in a step"),
-    ("batch_tokens", "batch_tokens", "Tokens computed in a step"),
-    ("iteration_latency_seconds", "iteration_seconds", "Time of a step in its worker"),
-    ("scheduler_overhead_seconds", "scheduler_seconds", "Time to plan a step"),
-    ("time_to_first_token_seconds", "first_token_seconds", "Time from arrival to the first token"),
-    ("inter_token_latency_seconds", "inter_token_seconds", "Time between two tokens of a sequence"),
-    ("prompt_tokens", "prompt_tokens", "Tokens of a prompt"),
-    ("generation_tokens", "generation_tokens", "Tokens generated in a sequence"),
-)
-
-
 def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
     generative_reports = [
@@ -382,12 +235,8 @@ def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
         for labels, report in reports
         if "generated" in report
     ]
-    if not generative_reports:
-        return
-    for family in _GENERATIVE_FAMILIES:
+    for family in _FAMILIES["generative"]:
         yield family.to_exposition(generative_reports)
-    for name, path, text in _GENERATIVE_HISTOGRAMS:
-        yield histogram_family(f"shmserve_llm_{name}", path, text, generative_reports)
 
 
 def _derive_values(report: dict[str, Any]) -> dict[str, Any]:
@@ -502,8 +351,10 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
-    parsed = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
-    families = model_metrics.sum_families(parsed)
+    parsed_reports = [
+        model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
+    ]
+    families = model_metrics.sum_families(parsed_reports)
     unique = {name: family for name, family in families.items() if name not in server_names}
     if len(unique) < len(families):
         logger.warning(

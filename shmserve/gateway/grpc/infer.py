@@ -30,7 +30,7 @@ from shmserve.gateway.grpc.calls.headers import (
 from shmserve.gateway.grpc.calls.messages import release_message
 from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
-from shmserve.gateway.grpc.wire.response import ResponseEncoder
+from shmserve.gateway.grpc.wire.response import GrpcResponseTemplate
 from shmserve.gateway.inference.inference import (
     StreamedResponse,
     StreamingInference,
@@ -47,12 +47,13 @@ from shmserve.gateway.inference.prepare import (
     build_with_template,
     reserve_tensors,
 )
-from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
+from shmserve.gateway.inference.request import InferInput, select_forwarded_headers
 from shmserve.gateway.listener import ActiveCount
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.trace import TraceContext
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -86,7 +87,6 @@ class Inferences(ActiveCount):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self.gateway = gateway
-        self.encoder = ResponseEncoder()
         self._template_cache = TemplateCache(gateway.models)
 
     # --- ModelInfer
@@ -298,22 +298,28 @@ class Inferences(ActiveCount):
     def _encode_outputs(self, inference: UnaryInference, result: m.Finished | m.Responded) -> bytes:
         built = inference.built_request
         inferred = inference.outputs(result)
-        is_explained = built.trace is not None and built.trace.explained
-        schema = b"" if is_explained else result.schema
         try:
-            encoded = self.encode(built, schema, inferred)
+            encoded = self.encode(built, built.responses, result.schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
         self.gateway.malloc_trim.schedule(len(encoded))
-        if built.responses is not None and _is_plain(built.infer_request, inferred):
-            in_regions = built.infer_request.region_outputs
-            template = self.encoder.create_template(built.model, schema, inferred, in_regions)
-            built.responses.store(schema, template)
         return encoded
 
-    def encode(self, built: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
-        """Return a response with this schema as a serialized ModelInferResponse.
+    def encode(
+        self,
+        built: BuiltRequest,
+        templates: BoundedCache[bytes, Any] | None,
+        schema: bytes,
+        inferred: Inferred,
+    ) -> bytes:
+        """Return a response as a serialized ModelInferResponse.
+
+        Args:
+            built: The request.
+            templates: The templates of responses by their schemas; None: no template is used.
+            schema: The schema of the response.
+            inferred: The response.
 
         Raises:
             InvalidArgument: An output cannot be classified.
@@ -321,13 +327,20 @@ class Inferences(ActiveCount):
         """
         request = built.infer_request
         classified = classify_outputs(self.gateway, built.model, request, inferred)
+        if classified is not inferred:
+            templates = None
         in_regions = request.region_outputs
+        template = None if templates is None else templates.find(schema)
+        if template is None:
+            template = GrpcResponseTemplate(built.model, classified, in_regions)
+            if templates is not None:
+                templates.store(schema, template)
         contents: list[bytes | memoryview] = []
         for tensor in classified.outputs:
             is_sent = tensor.name not in in_regions
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
-        cacheable_schema = schema if classified is inferred else b""
-        return self.encoder.encode(built.model, request.id, cacheable_schema, classified, contents)
+        encoded: bytes = template.encode(request.id, contents)
+        return encoded
 
     # --- models that are loaded on demand
 
@@ -391,14 +404,6 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         # The scheduler detected the expired deadline of the call before the client did.
         return DEADLINE_EXPIRED
     return ending_from_error(error)
-
-
-def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
-    """Return whether no output is classified, or in the memory of a worker."""
-    if not inferred.outputs or any(output.classes for output in request.outputs):
-        return False
-    in_regions = request.region_outputs
-    return all(type(item.data) is bytes or item.name in in_regions for item in inferred.outputs)
 
 
 def _limit_us(remaining_s: float | None) -> int:

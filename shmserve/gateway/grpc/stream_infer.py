@@ -73,15 +73,12 @@ class StreamEntry:
         size: The bytes that the request occupies in the window of the stream.
     """
 
-    __slots__ = ("_inferences", "_is_plain", "request", "size")
+    __slots__ = ("_inferences", "request", "size")
 
     def __init__(self, inferences: Inferences, request: StreamingInference, size: int) -> None:
         self._inferences = inferences
         self.request = request
         self.size = size
-        # Whether the responses contain the outputs as the worker sent them.
-        outputs = request.built_request.infer_request.outputs
-        self._is_plain = not any(output.memory_range or output.classes for output in outputs)
 
     def encode(
         self, message: StreamedResponse, *, strict: bool
@@ -106,15 +103,15 @@ class StreamEntry:
             if inferred is None:
                 end = encode_stream_end(model.name, infer_request.version, infer_request.id)
                 return end if infer_request.empty_final else None, None
-            response = self._inferences.encode(built_request, schema, inferred)
+            trace = built_request.trace
+            is_explained = trace is not None and trace.explained
+            templates = None if is_explained else self.request.templates
+            response = self._inferences.encode(built_request, templates, schema, inferred)
         except ShmserveError as error:
             if strict:
                 raise
             names = (infer_request.id, model.name)
             return encode_stream_error(error.message, *names, final=is_final), inferred
-        if not is_final and self._is_plain and self.request.templates.find(schema) is None:
-            template = self._inferences.encoder.create_template(model, schema, inferred, ())
-            self.request.templates.store(schema, template)
         return encode_streamed(response, final=is_final), inferred
 
 

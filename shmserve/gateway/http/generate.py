@@ -67,7 +67,7 @@ async def generate(
         texts: list[bytes] = []
         while len(texts) < 2:
             await responses.wait()
-            text, inferred = await generation.encode()
+            text, inferred = await responses.encode_first(generation.encode)
             if text is not None:
                 texts.append(text)
             if responses.remove_first(inferred):
@@ -83,14 +83,8 @@ async def generate_stream(
 ) -> HttpResponse:
     """Handle POST .../generate_stream: return a model's responses as server-sent events."""
     generation = await _start_generation(gateway, request, name, version)
-    framing = SERVER_SENT_EVENTS
-
-    async def event() -> tuple[bytes | None, Inferred | None]:
-        text, inferred = await generation.encode()
-        return None if text is None else framing.frame(text), inferred
-
     status = await generation.await_status()
-    return streaming_response(status, framing.content_type, generation.responses, event)
+    return streaming_response(status, SERVER_SENT_EVENTS, generation.responses, generation.encode)
 
 
 async def _start_generation(
@@ -143,18 +137,8 @@ class _Generation:
             raise error
         return 200 if error is None else 400  # 400 for any error of a model, as in Triton
 
-    async def encode(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the first response in the queue, which may be an error."""
-        inferred: Inferred | None = None
-        try:
-            inferred = self.responses.request.outputs(self.responses.first_response)
-            if inferred is None:
-                return None, None
-            return await self._encode_outputs(inferred), inferred
-        except ShmserveError as error:
-            return encode_error_json(error.message), inferred
-
-    async def _encode_outputs(self, inferred: Inferred) -> bytes:
+    async def encode(self, inferred: Inferred) -> bytes:
+        """Return the JSON text of a response with these outputs."""
         outputs = []
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
@@ -257,11 +241,11 @@ def _fit_shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
         None if the fixed dimensions do not divide the number of elements.
     """
     fixed_elements = element_count([dim for dim in dims if dim >= 0])
-    remaining, remainder = divmod(count, fixed_elements) if fixed_elements else (0, count)
+    remaining_count, remainder = divmod(count, fixed_elements) if fixed_elements else (0, count)
     shape = list(dims)
     for index in reversed(range(len(shape))):
         if shape[index] < 0:
-            shape[index], remaining = remaining, 1
+            shape[index], remaining_count = remaining_count, 1
     return None if remainder or element_count(shape) != count else tuple(shape)
 
 

@@ -42,6 +42,7 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     HttpResponse,
     WriteResponse,
+    encode_error_json,
     find_accepted_framing,
     read_time_limit,
     traceparent_header,
@@ -87,6 +88,7 @@ async def infer(
     built_request = await read_request(gateway, model, request)
     if framing is not None:
         await reload_model(gateway, built_request)
+        built_request.responses = None  # a stream has JSON for outputs that are binary otherwise
         return await _stream_responses(
             gateway, ResponseQueue(gateway, request, built_request, arrived_ns), framing
         )
@@ -318,41 +320,27 @@ async def _stream_responses(
         log_failure(responses.request.built_request, error)
         raise error
     status = 200 if error is None else error.status
-    encoder = _StreamEncoder(gateway, responses, framing)
-    return streaming_response(status, framing.content_type, responses, encoder.encode_next)
+    encoder = _StreamEncoder(gateway, responses)
+    return streaming_response(status, framing, responses, encoder.encode)
 
 
 class _StreamEncoder:
     """The encoder of a stream's responses, with templates for schemas that have occurred."""
 
-    def __init__(self, gateway: Gateway, responses: ResponseQueue, framing: Framing) -> None:
+    def __init__(self, gateway: Gateway, responses: ResponseQueue) -> None:
         self._gateway = gateway
         self._model = responses.request.built_request.model
         self._responses = responses
-        self._framing = framing
         infer_request = responses.request.built_request.infer_request
         outputs = [replace(output, binary=False) for output in infer_request.outputs]
         self._infer_request = replace(infer_request, outputs=outputs, binary=False)
 
-    async def encode_next(self) -> tuple[bytes | None, Inferred | None]:
-        """Encode the first response in the queue, for `streaming_response`."""
-        request, message = self._responses.request, self._responses.first_response
-        inferred: Inferred | None = None
-        try:
-            if (encoded := request.from_template(message)) is not None:
-                return self._framing.frame(encoded[0]), None
-            inferred = request.outputs(message)
-            if inferred is None:
-                return None, None
-            json = await self._encode_json(inferred, message)
-        except ShmserveError as error:
-            return self._framing.error(error.message), inferred
-        return self._framing.frame(json), inferred
-
-    async def _encode_json(self, inferred: Inferred, message: StreamedResponse) -> bytes:
+    async def encode(self, inferred: Inferred) -> bytes:
+        """Return the JSON text of the first response in the queue, which has these outputs."""
         gateway, model = self._gateway, self._model
         classified = classify_outputs(gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, classified)
+        message = self._responses.first_response
         if classified is inferred and isinstance(message, m.Responded) and not message.final:
             self._responses.request.templates.store(message.schema, template)
         arrays: list[bytes] = []
@@ -364,6 +352,8 @@ class _StreamEncoder:
 
 
 _MAX_JOINED_BYTES = 32 * 1024  # bytes of responses that are written together
+# Returns the JSON text of a response with these outputs.
+EncodeOutputs = Callable[[Inferred], Awaitable[bytes]]
 
 
 class ResponseQueue:
@@ -437,6 +427,21 @@ class ResponseQueue:
             raise
         return self._messages[0]
 
+    async def encode_first(self, encode: EncodeOutputs) -> tuple[bytes | None, Inferred | None]:
+        """Encode the first response, which may be an error.
+
+        Returns:
+            The JSON text, or None if nothing is sent; and the outputs, whose memory is in use.
+        """
+        inferred: Inferred | None = None
+        try:
+            if (encoded := self.request.from_template(self._messages[0])) is not None:
+                return encoded[0], None
+            inferred = self.request.outputs(self._messages[0])
+            return None if inferred is None else await encode(inferred), inferred
+        except ShmserveError as error:
+            return encode_error_json(error.message), inferred
+
     def remove_first(self, inferred: Inferred | None) -> bool:
         """Remove the first response, which was encoded; return whether it was the last one.
 
@@ -454,26 +459,22 @@ class ResponseQueue:
         self.request.cancel()
 
 
-# Encodes the first response in a queue. Returns the bytes for the client, or None, and the outputs.
-EncodeFirst = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
-
-
 def streaming_response(
-    status: int, content_type: bytes, queue: ResponseQueue, encode: EncodeFirst
+    status: int, framing: Framing, queue: ResponseQueue, encode: EncodeOutputs
 ) -> HttpResponse:
-    """Return the response that streams a model's responses, each non-empty one as a chunk.
+    """Return the response that streams a model's responses, each with outputs as a framed text.
 
     A client that does not read receives no credit, so that the model waits. The request is
     cancelled when the client disconnects.
     """
-    headers = b"Content-Type: %b\r\n" % content_type + queue.headers
-    response = ChunkedResponse(status, _encode_batches(queue, encode), headers)
+    headers = b"Content-Type: %b\r\n" % framing.content_type + queue.headers
+    response = ChunkedResponse(status, _encode_batches(framing, queue, encode), headers)
     response.on_sent = queue.close
     return response
 
 
 async def _encode_batches(
-    queue: ResponseQueue, encode: EncodeFirst
+    framing: Framing, queue: ResponseQueue, encode: EncodeOutputs
 ) -> AsyncGenerator[list[bytes], None]:
     """Yield the encoded responses that are written together."""
     is_ended = False
@@ -482,10 +483,10 @@ async def _encode_batches(
         events: list[bytes] = []
         size = 0
         while queue and size < _MAX_JOINED_BYTES and not is_ended:
-            event, inferred = await encode()
-            if event is not None:
-                events.append(event)
-                size += len(event)
+            text, inferred = await queue.encode_first(encode)
+            if text is not None:
+                events.append(framing.frame(text))
+                size += len(events[-1])
             is_ended = queue.remove_first(inferred)
         if events:
             yield events

@@ -350,10 +350,6 @@ class Framing(NamedTuple):
         """Return one framed text."""
         return b"%b%b%b" % (self.prefix, json, self.suffix)
 
-    def error(self, message: str) -> bytes:
-        """Return a framed error."""
-        return self.frame(encode_error_json(message))
-
 
 SERVER_SENT_EVENTS = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
 JSON_LINES = Framing(b"application/x-ndjson", b"", b"\n")

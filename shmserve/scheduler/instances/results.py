@@ -291,7 +291,8 @@ class Results:
         limit_s = self._settings.execution_limit_ns / 1e9
         limit = f"exceeded the limit of {limit_s:g} seconds"
         requests = slot.execution.requests
-        self._kill_instance(slot, f"an execution of {len(requests)} requests {limit}")
+        requests_text = f"{len(requests)} request{'s' * (len(requests) != 1)}"
+        self._kill_instance(slot, f"an execution of {requests_text} {limit}")
         if len(requests) == 1 and requests[0].state in AT_WORK:
             self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
 

@@ -69,9 +69,13 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
     if failure is not None and (not sockets or failure.errno not in _NO_SUCH_FAMILY):
         for sock in sockets:
             sock.close()
-        failed = flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
-        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed)}"
-        raise InvalidArgument(f"{failed}: cannot listen on {address}:{port}: {reason}") from None
+        failed_flag = (
+            flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
+        )
+        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed_flag)}"
+        raise InvalidArgument(
+            f"{failed_flag}: cannot listen on {address}:{port}: {reason}"
+        ) from None
     return sockets
 
 
@@ -179,9 +183,8 @@ class Listeners:
     grpc: list[socket.socket] = field(default_factory=list)
     # Listeners for local clients, which `LocalClientConnections` closes.
     local: list[socket.socket] = field(default_factory=list)
-    shared_sockets: list[socket.socket] = field(
-        default_factory=list
-    )  # sockets that other servers use, too
+    # Sockets that other servers use, too.
+    shared_sockets: list[socket.socket] = field(default_factory=list)
     # The descriptors of the regions of a previous server, by the names of their registrations.
     stored_fds: dict[str, list[int]] = field(default_factory=dict)
 

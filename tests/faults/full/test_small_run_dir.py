@@ -45,16 +45,13 @@ def small_mount_command(folder: Path, inodes: int) -> list[str]:
 
 @pytest.mark.parametrize("inodes", [4, 5])
 def test_a_full_run_directory_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
-    server = Server(
+    with Server(
         [repository], run_dir=folder / "run", prefix=small_mount_command(folder, inodes)
-    )
-    try:
+    ) as server:
         assert server.wait_exit(30) == 1
         assert server.log() == (
             "shmserve: cannot create a socket in the run directory: No space left on device\n"
         )
-    finally:
-        server.discard()
 
 
 def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path) -> None:
@@ -63,8 +60,9 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
     The affected model is not ready until there is space again, and its requests do not wait for
     that.
     """
-    server = Server([repository], run_dir=folder / "run", prefix=small_mount_command(folder, 60))
-    try:
+    with Server(
+        [repository], run_dir=folder / "run", prefix=small_mount_command(folder, 60)
+    ) as server:
         server.wait_ready()
         inside = Path(f"/proc/{server.pid}/root{folder}")
         filler_paths = list(fill(inside))
@@ -90,8 +88,6 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
         with scene(server) as stage:
             assert_recovers(stage, time.monotonic())
         server.stop()
-    finally:
-        server.discard()
 
 
 @pytest.mark.parametrize("title", ["worker identity", "gateway http"])
@@ -123,8 +119,7 @@ def fill(folder: Path) -> Iterator[Path]:
 def test_too_few_descriptors(repository: Path) -> None:
     """The server must not start: it would report readiness but accept only one connection."""
     limited = ["prlimit", "--nofile=100:100"]
-    server = Server([repository], prefix=limited)
-    try:
+    with Server([repository], prefix=limited) as server:
         assert server.wait_exit(30) == 2
         assert server.log() == (
             "shmserve: open files: a process may open 100 files, but at least 256 are required "
@@ -132,5 +127,3 @@ def test_too_few_descriptors(repository: Path) -> None:
             "nofile=65536)\n"
         )
         assert not server.run_dir.exists()
-    finally:
-        server.discard()

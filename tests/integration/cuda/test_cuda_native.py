@@ -247,13 +247,18 @@ def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> N
         shared_object.write(np.full(16 * SIDE, 5, np.float32))
         body = {"key": shared_object.key, "byte_size": 2 * size, "pin": True}
         http.post("/v2/systemsharedmemory/region/pinned/register", body).ok()
-        memory_range = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
+        region_parameters = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
         request = {
             "inputs": [
-                {"name": "x", "datatype": "FP32", "shape": [16, SIDE], "parameters": memory_range}
+                {
+                    "name": "x",
+                    "datatype": "FP32",
+                    "shape": [16, SIDE],
+                    "parameters": region_parameters,
+                }
             ],
             "outputs": [
-                {"name": "y", "parameters": {**memory_range, "shared_memory_offset": size}}
+                {"name": "y", "parameters": {**region_parameters, "shared_memory_offset": size}}
             ],
         }
         http.infer("twice", request).ok()

@@ -1,5 +1,6 @@
 """Clients of ensembles, like those of users."""
 
+import contextlib
 import queue
 from typing import Any
 
@@ -25,11 +26,8 @@ def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
 
 
 def infer(server: Server, model: str, /, **arrays: np.ndarray) -> triton.InferResult:
-    client = triton.InferenceServerClient(server.url)
-    try:
+    with contextlib.closing(triton.InferenceServerClient(server.url)) as client:
         return client.infer(model, inputs(triton, arrays), request_id="rid")
-    finally:
-        client.close()
 
 
 def stream(server: Server, model: str, /, **arrays: np.ndarray) -> list[list[float]]:

@@ -23,6 +23,7 @@ PYTHON = {
     "litellm_client.py": ("litellm", "python"),
     "langchain_client.py": ("langchain_openai", "python"),
     "instructor_client.py": ("instructor", "instructor"),
+    "agent_framework_client.py": ("agent_framework", "python"),
 }
 NODE = {"openai_client.mjs": "openai", "ai_client.mjs": "ai"}
 # Without a network, litellm would try to download its price list for a long time.

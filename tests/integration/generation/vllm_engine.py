@@ -126,12 +126,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (version / "model.json").write_text(json.dumps(settings))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
     environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
-    own_server = Server([folder], ["--load-timeout-secs=600"], environment=environment)
-    try:
+    with Server([folder], ["--load-timeout-secs=600"], environment=environment) as own_server:
         own_server.wait_ready(within_s=START_S)
         yield own_server
-    finally:
-        own_server.discard()
 
 
 @pytest.fixture(scope="module")

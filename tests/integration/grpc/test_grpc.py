@@ -21,7 +21,7 @@ from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.grpc_calls import A, B, is_right, memory_range, simple_request, stub
+from tests.support.wire.grpc_calls import A, B, is_right, set_region_range, simple_request, stub
 from tests.support.wire.raw_http import in_region, shm_input
 
 MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
@@ -195,7 +195,7 @@ def test_typed_contents_of_every_datatype(server: Server) -> None:
         with SharedObject(16) as shared_object, server.http() as http:
             http.register("halves", shared_object.key, 16).ok()
             for tensor in request.inputs[-2:]:
-                memory_range(tensor, "halves", 4)
+                set_region_range(tensor, "halves", 4)
             response = call.ModelInfer(request)
             http.unregister("halves").ok()
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
@@ -311,11 +311,11 @@ def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
         shared_object.write(A)
         http.register("mixed", shared_object.key, 4096).ok()
         request = simple_request()
-        memory_range(request.inputs[0], "mixed", 64)
+        set_region_range(request.inputs[0], "mixed", 64)
         del request.raw_input_contents[0]
         assert is_right(call.ModelInfer(request))
         output = request.outputs.add(name="OUTPUT0")
-        memory_range(output, "mixed", 64, 64)
+        set_region_range(output, "mixed", 64, 64)
         request.outputs.add(name="OUTPUT1")
         response = call.ModelInfer(request)
         by_name = dict(

@@ -20,7 +20,7 @@ from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start, running
 from tests.support.users import ALICE, BOB, needs_users, tunnel
-from tests.support.wire.grpc_calls import memory_range, request_of, stub
+from tests.support.wire.grpc_calls import request_of, set_region_range, stub
 from tests.support.wire.raw_http import Http, in_region, shm_input
 
 TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
@@ -65,11 +65,10 @@ def connected(port: int) -> Iterator[triton.InferenceServerClient]:
         ("grpc.use_local_subchannel_pool", 1),  # a connection that no other client shares
         ("grpc.max_receive_message_length", 2**31 - 1),
     ]
-    client = triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
-    try:
+    with contextlib.closing(
+        triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
+    ) as client:
         yield client
-    finally:
-        client.close()
 
 
 def row(values: np.ndarray = VALUES) -> list[Any]:
@@ -172,7 +171,7 @@ def test_an_overlap_in_a_stream_names_its_request(
 ) -> None:
     """Also where the same request was understood before."""
     request = request_of("gated", np.zeros((1, 4), np.int32), "INT32", "again")
-    memory_range(request.outputs.add(name="OUTPUT0"), "twice", 16)
+    set_region_range(request.outputs.add(name="OUTPUT0"), "twice", 16)
     with SharedObject(SIZE) as shared_object, stub(server) as call:
         client.register_system_shared_memory("twice", shared_object.key, SIZE)
         valid_call = call.ModelInfer.future(request, timeout=20)

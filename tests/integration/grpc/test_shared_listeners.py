@@ -25,7 +25,7 @@ from tests.support.servers import Server, running
 from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
 from tests.support.waiting import until
 from tests.support.wire.cutting_proxy import CuttingProxy, connect_unix
-from tests.support.wire.grpc_calls import is_right, memory_range, refusal, simple_request
+from tests.support.wire.grpc_calls import is_right, refusal, set_region_range, simple_request
 from tests.support.wire.http2 import (
     CLIENT_OPENING,
     DATA,
@@ -174,8 +174,10 @@ def register(name: str, shared: SharedObject) -> Any:
 def region_request(name: str) -> Any:
     """Run identity from the first half of a region to the second."""
     request = pb.ModelInferRequest(model_name="identity")
-    memory_range(request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE)
-    memory_range(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
+    set_region_range(
+        request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE
+    )
+    set_region_range(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
     return request
 
 

@@ -329,11 +329,11 @@ def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explici
         http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
-        memory_range = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
+        region_parameters = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
         for value, output_count in ((sevens, 1), (zeros_input, 0)):
             fields = {
                 "inputs": [json_input("INPUT0", value)],
-                "outputs": [{"name": "OUTPUT0", "parameters": memory_range}],
+                "outputs": [{"name": "OUTPUT0", "parameters": region_parameters}],
             }
             answer = http.infer("partial", fields).ok().json()
             assert len(answer["outputs"]) == output_count

@@ -250,13 +250,10 @@ def test_the_index_reports_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
 def test_a_broken_model_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
     rewrite(repository, BROKEN_CODE)
-    server = Server([repository])
-    try:
+    with Server([repository]) as server:
         assert server.wait_exit(30) not in (0, None)
         assert "broken on purpose" in server.log()
         server.assert_exited([])
-    finally:
-        server.discard()
 
 
 def assert_versionless(server: Server) -> None:

@@ -122,8 +122,7 @@ def errors(server: Server) -> list[str]:
 
 def test_sigterm_answers_accepted_requests(repository: Path) -> None:
     repositories.add(repository, "gated")
-    server = Server([repository])
-    try:
+    with Server([repository]) as server:
         server.wait_ready()
         members = server.tree()
         with (
@@ -143,14 +142,11 @@ def test_sigterm_answers_accepted_requests(repository: Path) -> None:
             assert [values(answer.result()) for answer in pending_answers] == [[0], [1], [2]]
         assert server.wait_exit(10) == 0
         server.assert_exited(members)
-    finally:
-        server.discard()
 
 
 def test_sigterm_under_load(repository: Path) -> None:
     repositories.add(repository, "simple", "identity")
-    server = Server([repository])
-    try:
+    with Server([repository]) as server:
         server.wait_ready()
         members = server.tree()
         with Load(server) as load:
@@ -160,8 +156,6 @@ def test_sigterm_under_load(repository: Path) -> None:
             # After the listener is closed, connections fail; every accepted request was answered.
             assert trouble.is_disconnected, trouble
         server.assert_exited(members)
-    finally:
-        server.discard()
 
 
 @pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT])
@@ -170,8 +164,7 @@ def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals
     the whole group.
     """
     repositories.add(repository, "gated")
-    server = Server([repository])
-    try:
+    with Server([repository]) as server:
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
@@ -188,14 +181,11 @@ def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals
             assert stuck_request.result().status == 503
         server.assert_exited(members)
         assert not errors(server)
-    finally:
-        server.discard()
 
 
 def test_the_exit_timeout_ends_a_hanging_request(repository: Path) -> None:
     repositories.add(repository, "gated")
-    server = Server([repository], ["--exit-timeout-secs=2"])
-    try:
+    with Server([repository], ["--exit-timeout-secs=2"]) as server:
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
@@ -209,35 +199,27 @@ def test_the_exit_timeout_ends_a_hanging_request(repository: Path) -> None:
             assert stuck_request.result().status == 503
         server.assert_exited(members)
         assert not errors(server)
-    finally:
-        server.discard()
 
 
 def test_sigint_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant")
-    server = Server([repository])
-    try:
+    with Server([repository]) as server:
         server.wait_ready()
         members = server.tree()
         os.kill(server.pid, signal.SIGINT)
         assert server.wait_exit(10) == 0
         server.assert_exited(members)
-    finally:
-        server.discard()
 
 
 def test_sigterm_while_loading(repository: Path) -> None:
     repositories.add_slow(repository, "slow")
-    server = Server([repository])
-    try:
+    with Server([repository]) as server:
         server.gate.next()
         assert not server.answers("/v2/health/ready")
         members = server.tree()
         server.process.terminate()
         assert server.wait_exit(10) is not None
         server.assert_exited(members)
-    finally:
-        server.discard()
 
 
 @pytest.mark.parametrize("verb", ["serve", "check"])
@@ -261,11 +243,8 @@ def test_a_taken_port_is_a_clear_error(repository: Path, server: Server) -> None
 
 
 def test_a_run_directory_in_use_is_a_clear_error(repository: Path, server: Server) -> None:
-    other_server = Server([repository], run_dir=server.run_dir)
-    try:
+    with Server([repository], run_dir=server.run_dir) as other_server:
         assert other_server.wait_exit(20) not in (0, None)
         assert "in use by another server" in other_server.log()
         assert "Traceback" not in other_server.log()
-    finally:
-        other_server.discard()
     assert server.answers("/v2/health/ready")

@@ -1,5 +1,6 @@
 """The scheduler as a process; the test acts as its client, its worker and its supervisor."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -179,12 +180,11 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(prefix="shmserve-") as run_dir:
-        new_stage = Stage(Path(run_dir))
-        try:
-            yield new_stage
-        finally:
-            new_stage.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="shmserve-") as run_dir,
+        contextlib.closing(Stage(Path(run_dir))) as new_stage,
+    ):
+        yield new_stage
 
 
 def test_the_host_ignores_messages_that_are_not_for_hosts(stage: Stage) -> None:

@@ -40,8 +40,7 @@ def test_a_service_manager_is_notified_of_start_and_stop(
     manager: Manager, repository: Path
 ) -> None:
     repositories.add_slow(repository, "slow")
-    server = Server([repository], environment={"NOTIFY_SOCKET": manager.address})
-    try:
+    with Server([repository], environment={"NOTIFY_SOCKET": manager.address}) as server:
         message = manager.receive("loading slow")
         assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in message)
         assert not any("READY=1" in line for line in message)
@@ -52,8 +51,6 @@ def test_a_service_manager_is_notified_of_start_and_stop(
         server.process.send_signal(signal.SIGTERM)
         manager.receive("STOPPING=1")
         assert server.wait_exit(20) == 0
-    finally:
-        server.discard()
 
 
 def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Path) -> None:

@@ -52,12 +52,9 @@ def run_dir() -> Iterator[Path]:
 @contextlib.contextmanager
 def first(repository: Path, run_dir: Path, *flags: str, **environment: str) -> Iterator[Server]:
     """Yield the server that another server replaces."""
-    server = Server([repository], flags, run_dir=run_dir, environment=environment)
-    try:
+    with Server([repository], flags, run_dir=run_dir, environment=environment) as server:
         yield server.wait_ready()
         server.stop()
-    finally:
-        server.discard()
 
 
 def start_successor(server: Server, repository: Path, *flags: str) -> Server:
@@ -67,13 +64,10 @@ def start_successor(server: Server, repository: Path, *flags: str) -> Server:
 
 def refusal(run_dir: Path, repository: Path) -> str:
     """Return the one-line error of a server that cannot take over."""
-    server = Server([repository], [TAKE_OVER], run_dir=run_dir)
-    try:
+    with Server([repository], [TAKE_OVER], run_dir=run_dir) as server:
         assert server.wait_exit(30) not in (0, None)
         (line,) = server.log().splitlines()
         return line.replace(str(run_dir), "RUN_DIR")
-    finally:
-        server.discard()
 
 
 def assert_untouched(server: Server) -> None:

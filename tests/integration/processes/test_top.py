@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,13 +74,8 @@ class Terminal:
         os.close(self._ours)
 
 
-@contextlib.contextmanager
-def terminal(*arguments: str) -> Iterator[Terminal]:
-    opened_terminal = Terminal(*arguments)
-    try:
-        yield opened_terminal
-    finally:
-        opened_terminal.close()
+def terminal(*arguments: str) -> contextlib.closing[Terminal]:
+    return contextlib.closing(Terminal(*arguments))
 
 
 def test_top_is_controlled_by_keys(server: Server) -> None:

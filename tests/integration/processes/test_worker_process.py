@@ -1,6 +1,7 @@
 """A real worker process; the test acts as its supervisor and its scheduler."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import tempfile
@@ -186,12 +187,11 @@ def zygote() -> None:
 @pytest.fixture
 def worker(zygote: None, tmp_path: Path) -> Iterator[Worker]:
     # The path of a Unix socket must be short.
-    with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as run_dir:
-        new_worker = Worker(tmp_path, Path(run_dir))
-        try:
-            yield new_worker
-        finally:
-            new_worker.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as run_dir,
+        contextlib.closing(Worker(tmp_path, Path(run_dir))) as new_worker,
+    ):
+        yield new_worker
 
 
 def value(answer: Inferred) -> float:

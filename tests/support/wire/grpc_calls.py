@@ -43,7 +43,7 @@ def request_of(model: str, array: np.ndarray, datatype: str, request_id: str = "
     return request
 
 
-def memory_range(tensor: Any, region: str, byte_size: int, offset: int = 0) -> None:
+def set_region_range(tensor: Any, region: str, byte_size: int, offset: int = 0) -> None:
     tensor.parameters["shared_memory_region"].string_param = region
     tensor.parameters["shared_memory_byte_size"].int64_param = byte_size
     if offset:

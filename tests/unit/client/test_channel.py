@@ -89,8 +89,9 @@ def readable(fd: int) -> bool:
 def test_a_loss_during_a_check_wakes_the_waiter_again(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
-    try:
+    with contextlib.closing(
+        RequestChannel(connection, lambda fd: None, lambda fd: None)
+    ) as channel:
         channel.wake()
         connection.losses += 1  # something is, or it would not look
 
@@ -103,8 +104,6 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
         monkeypatch.undo()
         channel.process_events([channel.waker])
         assert not readable(channel.waker)
-    finally:
-        channel.close()
 
 
 def test_a_task_that_arrives_while_answers_are_read_is_run(

@@ -1,6 +1,7 @@
 """A gateway's responses apart from inference: health, metadata, repository, regions, metrics."""
 
 import base64
+import contextlib
 import inspect
 import os
 import threading
@@ -229,8 +230,7 @@ def test_metadata(http: Http) -> None:
 
 
 def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
-    client = triton.InferenceServerClient(f"127.0.0.1:{gateway.port}")
-    try:
+    with contextlib.closing(triton.InferenceServerClient(f"127.0.0.1:{gateway.port}")) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready("simple")
@@ -259,8 +259,6 @@ def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Ht
                 assert result.get_response()["id"] == "9"
         with pytest.raises(triton.InferenceServerException, match=r"^\[400\] .*expected 2 inputs"):
             client.infer("simple", inputs[:1])
-    finally:
-        client.close()
 
 
 # --- the repository

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,11 +43,8 @@ def test_responses_of_an_exited_worker_can_be_read(
         gateway._gateway.schedulers.close()
         gateway._gateway.arena.close()
 
-    router = Router(control(tmp_path))
-    try:
+    with contextlib.closing(Router(control(tmp_path))):
         asyncio.run(run_process())
-    finally:
-        router.close()
 
 
 async def test_a_drain_during_the_start_completes_without_connections() -> None:

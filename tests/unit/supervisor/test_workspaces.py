@@ -1,6 +1,7 @@
 """Workspace pools: their leases, and the memory of those on CUDA devices."""
 
 import asyncio
+import contextlib
 import os
 import random
 import threading
@@ -163,8 +164,7 @@ def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
     cuda = FakeCuda()
     exporting = cuda.exporting()
     start = WorkspaceStart(1, 5 * MB, tmp_path)
-    router = Router(endpoints.control(tmp_path))
-    try:
+    with contextlib.closing(Router(endpoints.control(tmp_path))) as router:
         thread = threading.Thread(target=hold, args=(start, exporting))
         thread.start()
         ((peer, message),) = receive_arrived(router)
@@ -177,8 +177,6 @@ def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
         router.flush()
         thread.join(10)
         assert not thread.is_alive() and not exporting.allocated
-    finally:
-        router.close()
 
 
 def test_a_holder_without_memory_reports_it(tmp_path: Path) -> None:

@@ -193,6 +193,23 @@ def test_errors(code: str, status: int) -> None:
     assert to_model_error(to_server_error(error)).code() is error.code()
 
 
+def test_constants_have_their_names_as_text() -> None:
+    constants = [
+        pb_utils.TritonError.NOT_FOUND,
+        pb_utils.Logger.INFO,
+        pb_utils.MetricFamily.GAUGE,
+        pb_utils.TRITONSERVER_MEMORY_CPU,
+    ]
+    names = [
+        "ErrorCode.NOT_FOUND",
+        "LogLevel.INFO",
+        "MetricKind.GAUGE",
+        "MemoryType.TRITONSERVER_MEMORY_CPU",
+    ]
+    assert [str(constant) for constant in constants] == names
+    assert [f"{constant}" for constant in constants] == names
+
+
 def test_an_error_without_a_code_is_internal() -> None:
     assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
     assert to_model_error(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND

@@ -1,5 +1,6 @@
 """Models with fixed shapes: buffers are allocated at load, and none during a steady stream."""
 
+import contextlib
 import logging
 import tracemalloc
 from collections.abc import Callable
@@ -149,8 +150,7 @@ def test_a_steady_stream_allocates_nothing(
         assert "weights 0.00, inputs" in caplog.text
     assert "is planned at 8.39 MB" in caplog.text
     assert allocations == [4 * ROW_SIZE * 4], "the input of the largest batch, at load"
-    region = Region(8 * ROW_SIZE * 4)
-    try:
+    with contextlib.closing(Region(8 * ROW_SIZE * 4)) as region:
         requests = []
         for index in range(4):
             # In reverse order, so that no row is adjacent to the next row of the batch.
@@ -182,8 +182,6 @@ def test_a_steady_stream_allocates_nothing(
             4, ROW_SIZE
         )
         assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
-    finally:
-        region.close()
 
 
 # --- graphs ------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self.special = frozenset(token for token, text in added.items() if text.special)
+        added_tokens = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(token for token, text in added_tokens.items() if text.special)
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         suffix = _WORD_SUFFIX.search(state)
         self._word_suffix = json.loads(suffix[1]) if suffix else ""
@@ -179,10 +179,12 @@ class TokenTexts:
     def count_complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
         count = len(tokens)
-        while missing := self._incomplete_bytes(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
-            while missing > 0:
+        while missing_bytes := self._incomplete_bytes(
+            tokens[max(count - _MAX_HELD_TOKENS, 0) : count]
+        ):
+            while missing_bytes > 0:
                 count -= 1
-                missing -= len(self.bytes_of(tokens[count]))
+                missing_bytes -= len(self.bytes_of(tokens[count]))
         return count
 
     def _incomplete_bytes(self, tokens: Sequence[int]) -> int:
@@ -255,7 +257,7 @@ class Detokenizer:
         self, texts: TokenTexts, skip_special_tokens: bool, prompt: Sequence[int] = ()
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
-        self._ends_word = texts.ends_word
+        self._ends_word, self._begins_inside = texts.ends_word, texts.begins_inside_character
         self._skipped = texts.special if skip_special_tokens else frozenset()
         context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
         context = context[-_MAX_HELD_TOKENS:]
@@ -264,16 +266,17 @@ class Detokenizer:
         self._tokens = context  # the tokens of the context, followed by those held back
         self._context_count = texts.count_complete(self._tokens)  # number of tokens
         self._context_text = self._decode(self._tokens[: self._context_count])
-        self._emitted_length = self._held_length = 0
+        self._emitted_length = self._held_length = self._replaced_length = 0
 
-    @property
-    def position(self) -> int:
-        """Return the number of complete characters, including those of tokens held back.
+    def position_of(self, token: int) -> int:
+        """Return the index of the character in which the next token begins.
 
-        A space that the decoder writes only before another token is counted, too.
+        A space that the decoder writes only before another token is counted. So is an incomplete
+        character that the token does not continue, since it is replaced by U+FFFD.
         """
         delayed_spaces = bool(self._tokens) and self._ends_word(self._tokens[-1])
-        return self._emitted_length + self._held_length + delayed_spaces
+        replaced = 0 if self._begins_inside(token) else self._replaced_length
+        return self._emitted_length + self._held_length + delayed_spaces + replaced
 
     def add(self, token: int) -> str:
         """Append a token; return the text that it completes."""
@@ -282,7 +285,9 @@ class Detokenizer:
         self._tokens.append(token)
         text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count
         if text.endswith(_REPLACEMENT) and held_tokens < _MAX_HELD_TOKENS:
-            self._held_length = max(len(text.rstrip(_REPLACEMENT)) - len(self._context_text), 0)
+            complete = text.rstrip(_REPLACEMENT)
+            self._held_length = max(len(complete) - len(self._context_text), 0)
+            self._replaced_length = len(text) - len(complete)
             return ""
         return self._advance(text)
 
@@ -292,14 +297,16 @@ class Detokenizer:
 
     def _advance(self, text: str) -> str:
         """Return the text after the context in `text`; its tokens become the context."""
-        pending = self._tokens[self._context_count :]
+        pending_tokens = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
         extends_context = text.startswith(self._context_text)
-        new_text = text[len(self._context_text) :] if extends_context else self._decode(pending)
-        self._tokens, self._context_count = pending, len(pending)
-        self._context_text = self._decode(pending)
+        new_text = (
+            text[len(self._context_text) :] if extends_context else self._decode(pending_tokens)
+        )
+        self._tokens, self._context_count = pending_tokens, len(pending_tokens)
+        self._context_text = self._decode(pending_tokens)
         self._emitted_length += len(new_text)
-        self._held_length = 0
+        self._held_length = self._replaced_length = 0
         return new_text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from enum import IntEnum
+from enum import Enum
 from typing import Any
 
 from shmserve.errors import ShmserveError, from_code
@@ -11,7 +11,7 @@ from shmserve.errors import ShmserveError, from_code
 _INT64 = 2**63
 
 
-class ErrorCode(IntEnum):
+class ErrorCode(int, Enum):
     """The codes of an error, with Triton's numbers."""
 
     UNKNOWN = 0

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum
 from typing import Any
 
 from shmserve.workers.backends.python.errors import NO_CAST, TritonModelException, as_text
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class MetricKind(IntEnum):
+class MetricKind(int, Enum):
     """The kind of a metric family."""
 
     COUNTER = 0

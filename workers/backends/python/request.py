@@ -12,7 +12,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
+from enum import Enum
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -316,7 +316,7 @@ RELEASE_ALL = 1
 RELEASE_RESCHEDULE = 2
 
 
-class MemoryType(IntEnum):
+class MemoryType(int, Enum):
     """The kinds of memory that a call may prefer for its outputs."""
 
     TRITONSERVER_MEMORY_GPU = 0
@@ -515,7 +515,7 @@ class InferenceRequest:
         trace = self._trace.message or api.trace()
         return CallRequest(
             self._model_name,
-            "" if version <= 0 else str(version),
+            "" if version == -1 else str(version),
             [tensor.as_call_input() for tensor in self.inputs()],
             tuple(self._outputs),
             self._request_id,

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from enum import IntEnum
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -291,7 +291,7 @@ class _Workspace(LeasedWorkspace):
 class Logger:
     """A writer to the server's log."""
 
-    class LogLevel(IntEnum):
+    class LogLevel(int, Enum):
         """The severity of a line of the log."""
 
         INFO = 0

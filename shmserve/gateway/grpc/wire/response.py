@@ -14,7 +14,6 @@ from typing import Any
 from shmserve.errors import Internal
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.inference import Inferred, tensor_schema
-from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,
     ModelInferResponse,
@@ -27,22 +26,30 @@ _ID_TAG = b"\x1a"  # the tag of field 3, length-delimited
 _RAW_OUTPUT_TAG = b"\x32"  # the tag of field 6
 _EMPTY_OUTPUT = _RAW_OUTPUT_TAG + b"\0"  # the field of an output in a region, without contents
 _INFER_RESPONSE_TAG = b"\x12"  # the tag of field 2 of ModelStreamInferResponse
-_MAX_HEADS = 256
 
 
 class GrpcResponseTemplate:
     """The responses of one schema, without the id and the bytes of the tensors.
 
     Args:
-        prefix: The serialized fields before the id.
-        sizes: The byte size of each output; -1 for BYTES, whose size varies; None for an output in
-            a region, which has no contents.
+        model: The model.
+        response: A response with the schema.
+        in_regions: The names of the outputs that are in regions of the client, without contents.
     """
 
     __slots__ = ("_empty_outputs", "_format", "_output_count", "_prefix", "_sizes")
 
-    def __init__(self, prefix: bytes, sizes: list[int | None]) -> None:
-        self._prefix = prefix
+    def __init__(self, model: GatewayModel, response: Inferred, in_regions: Container[str]) -> None:
+        head = ModelInferResponse(model_name=model.name, model_version=model.version)
+        # The byte size of each output; -1 for BYTES, whose size varies; None: no contents.
+        sizes: list[int | None] = []
+        for tensor in response.outputs:
+            head.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            size = tensor_schema(tensor.name, tensor.datatype, tensor.shape).byte_size
+            sizes.append(None if tensor.name in in_regions else size)
+        for name, value in response.parameters.items():
+            set_parameter(head.parameters[name], value)
+        self._prefix: bytes = head.SerializeToString()
         self._sizes = sizes
         self._output_count = len(sizes)
         # The fields of outputs without contents, if no output has contents.
@@ -85,37 +92,13 @@ class GrpcResponseTemplate:
             pieces += (_RAW_OUTPUT_TAG, encode_varint(len(content)), content)
         return b"".join(pieces)
 
-
-class ResponseEncoder:
-    """A serializer of responses and of their templates, with a cache of heads by schema."""
-
-    def __init__(self) -> None:
-        self._heads: BoundedCache[tuple[str, str, bytes], bytes] = BoundedCache(_MAX_HEADS)
-
-    def encode(
-        self,
-        model: GatewayModel,
-        request_id: str,
-        schema: bytes,
-        inferred: Inferred,
-        contents: Sequence[bytes | memoryview],
-    ) -> bytes:
-        """Return the serialized response.
-
-        Args:
-            model: The model.
-            request_id: The id of the request.
-            schema: The schema of the response; empty if the worker sent another response.
-            inferred: The response.
-            contents: The bytes of each output; empty for an output in a region.
+    def encode(self, request_id: str, contents: Sequence[bytes | memoryview]) -> bytes:
+        """Return the response with these bytes of each output; empty for an output in a region.
 
         Raises:
             Internal: The response exceeds the largest message.
         """
-        pieces: list[bytes | memoryview] = [
-            self._encode_head(model, schema, inferred),
-            *_id_field(request_id),
-        ]
+        pieces: list[bytes | memoryview] = [self._prefix, *_id_field(request_id)]
         for content in contents:
             pieces += (_RAW_OUTPUT_TAG, encode_varint(len(content)), content)
         size = sum(map(len, pieces))
@@ -125,39 +108,6 @@ class ResponseEncoder:
                 f"{LARGEST_MESSAGE}."
             )
         return b"".join(pieces)
-
-    def create_template(
-        self, model: GatewayModel, schema: bytes, inferred: Inferred, in_regions: Container[str]
-    ) -> GrpcResponseTemplate:
-        """Return the template of responses with this schema.
-
-        Args:
-            model: The model.
-            schema: The schema.
-            inferred: A response with this schema.
-            in_regions: The names of the outputs that are in regions of the client.
-        """
-        sizes = [
-            None
-            if tensor.name in in_regions
-            else tensor_schema(tensor.name, tensor.datatype, tensor.shape).byte_size
-            for tensor in inferred.outputs
-        ]
-        return GrpcResponseTemplate(self._encode_head(model, schema, inferred), sizes)
-
-    def _encode_head(self, model: GatewayModel, schema: bytes, inferred: Inferred) -> bytes:
-        key = (model.name, model.version, schema)
-        head = self._heads.find(key) if schema else None
-        if head is None:
-            response = ModelInferResponse(model_name=model.name, model_version=model.version)
-            for tensor in inferred.outputs:
-                response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-            for name, value in inferred.parameters.items():
-                set_parameter(response.parameters[name], value)
-            head = response.SerializeToString()
-            if schema:
-                self._heads.store(key, head)
-        return head
 
 
 def _id_field(request_id: str) -> tuple[bytes, ...]:

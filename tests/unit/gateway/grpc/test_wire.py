@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import split_message
 from shmserve.gateway.grpc.wire.response import (
-    ResponseEncoder,
+    GrpcResponseTemplate,
     encode_stream_error,
     encode_streamed,
     encode_varint,
 )
 from shmserve.gateway.inference.request import ANONYMOUS
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto import grpc_service_pb2 as ours
 
 pytest.importorskip("grpc")
@@ -235,7 +235,7 @@ def test_messages_of_a_stream() -> None:
     st.lists(st.binary(max_size=300), min_size=1, max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(0, 9) | st.booleans(), max_size=2),
 )
-def test_a_template_equals_the_encoder(
+def test_a_filled_template_equals_an_encoded_response(
     request_id: str, contents: list[bytes], parameters: dict[str, Any]
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
@@ -243,13 +243,11 @@ def test_a_template_equals_the_encoder(
         TensorRef(f"Y{number}", "UINT8", (len(data),), data) for number, data in enumerate(contents)
     ]
     response = Inferred(tuple(outputs), parameters)
-    encoder = ResponseEncoder()
-    schema, _ = pack_inferred(response)
-    template = encoder.create_template(model, schema, response, ())
+    template = GrpcResponseTemplate(model, response, ())
     inverted_contents = [bytes(byte ^ 255 for byte in data) for data in contents]
     for data_parts in (contents, inverted_contents):
         filled_response = template.fill(request_id, data_parts)
-        encoded = encoder.encode(model, request_id, schema, response, data_parts)
+        encoded = template.encode(request_id, data_parts)
         assert filled_response is not None and len(filled_response) == len(
             encoded
         )  # the fields' order may be another
@@ -266,9 +264,7 @@ def test_a_template_rejects_other_data(
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
     outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
-    template = ResponseEncoder().create_template(
-        model, b"schema", Inferred(outputs), placed_outputs
-    )
+    template = GrpcResponseTemplate(model, Inferred(outputs), placed_outputs)
     filled_response = template.fill("7", data)
     assert filled_response is None or (
         placed_outputs and len(data) == 2

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.generate import encode_response, parse_generate
-from shmserve.gateway.http.messages import JSON_LINES, SERVER_SENT_EVENTS, find_accepted_framing
+from shmserve.gateway.http.messages import (
+    JSON_LINES,
+    SERVER_SENT_EVENTS,
+    encode_error_json,
+    find_accepted_framing,
+)
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 
@@ -223,4 +228,4 @@ def test_the_accept_header_selects_the_framing(header: str, framing: Any) -> Non
 
 def test_frames() -> None:
     assert SERVER_SENT_EVENTS.frame(b"{}") == b"data: {}\n\n"
-    assert JSON_LINES.error("a\nb") == b'{"error":"a\\nb"}\n'
+    assert JSON_LINES.frame(encode_error_json("a\nb")) == b'{"error":"a\\nb"}\n'

@@ -99,9 +99,21 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     assert texts.offsets(tokens, text, True) == expected
     detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
-        pieces.append(detokenizer.position)
+        pieces.append(detokenizer.position_of(token_id))
         detokenizer.add(token_id)
     assert pieces == expected
+
+
+def test_an_incomplete_character_has_a_position_of_its_own(tokenizer: Tokenizer) -> None:
+    texts = TokenTexts(tokenizer)
+    comma, (first, *_) = token(tokenizer, ","), tokenize(tokenizer, "😀")
+    tokens = [comma, first, comma, first, first, comma]
+    detokenizer, positions, pieces = Detokenizer(texts, True), [], []
+    for token_id in tokens:
+        positions.append(detokenizer.position_of(token_id))
+        pieces.append(detokenizer.add(token_id))
+    text = "".join([*pieces, detokenizer.flush()])
+    assert (text, positions) == (",\ufffd,\ufffd\ufffd,", [0, 1, 2, 3, 4, 5])
 
 
 def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
@@ -134,7 +146,7 @@ def test_a_word_ends_with_a_space_that_follows_with_the_next_token() -> None:
         assert texts.offsets(tokens, text, False) == [min(start, len(text)) for start in starts]
         detokenizer, pieces, positions = Detokenizer(texts, False), [], []
         for token_id in tokens:
-            positions.append(detokenizer.position)
+            positions.append(detokenizer.position_of(token_id))
             pieces.append(detokenizer.add(token_id))
         assert ("".join([*pieces, detokenizer.flush()]), positions) == (text, starts)
 
