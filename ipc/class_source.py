@@ -51,8 +51,8 @@ def served_class(source: str) -> str:
     if _TRITON_CLASS_NAME in names:
         return ""
     classes = _top_classes(tree)
-    used = {name for class_node in classes.values() for name in _used_names(class_node)}
-    unused_classes = [name for name in classes if name not in used]
+    used_names = {name for class_node in classes.values() for name in _used_names(class_node)}
+    unused_classes = [name for name in classes if name not in used_names]
     candidates = [name for name in unused_classes if _defines_predict(source, name)]
     if len(candidates) > 1 and DEFAULT_CLASS_NAME not in candidates:
         raise InvalidArgument(

@@ -227,10 +227,10 @@ def _valid_settings(
     valid_settings: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in defaults:
-            allowed = (
+            allowed_text = (
                 suggestion(str(name), defaults) or f" (allowed: {', '.join(sorted(defaults))})"
             )
-            problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed}"))
+            problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed_text}"))
         elif name != "speculative_decoding":
             allowed_values = _allowed_values(name, value, defaults[name])
             if allowed_values:
@@ -261,5 +261,5 @@ def _allowed_values(name: str, value: Any, default: Any) -> str:
     return "" if minimum <= value <= maximum else f"{minimum:g} to {maximum:g}"
 
 
-def _invalid_value(name: str, value: Any, allowed: str) -> _Problem:
-    return _Problem(name, f"{value!r} is not {allowed}")
+def _invalid_value(name: str, value: Any, allowed_text: str) -> _Problem:
+    return _Problem(name, f"{value!r} is not {allowed_text}")

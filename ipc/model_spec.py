@@ -204,8 +204,8 @@ class LevelPolicy:
 
         No timeout counts as longer than any other.
         """
-        longest = self.default_timeout_microseconds or timeout_us + 1
-        return timeout_us if self.allow_timeout_override and 0 < timeout_us < longest else 0
+        max_timeout_us = self.default_timeout_microseconds or timeout_us + 1
+        return timeout_us if self.allow_timeout_override and 0 < timeout_us < max_timeout_us else 0
 
 
 @record

@@ -258,16 +258,16 @@ def _source_of(cls: type) -> str:
         ) from error
     statements = list(_statements(cls))
     used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}
-    used: list[ast.stmt] = []
+    used_statements: list[ast.stmt] = []
     while True:
         definitions = [
             node
             for node, _ in statements
-            if node not in used and not used_names.isdisjoint(_binds(node))
+            if node not in used_statements and not used_names.isdisjoint(_binds(node))
         ]
         if not definitions:
             break
-        used += definitions
+        used_statements += definitions
         used_names |= {name for node in definitions for name in _names(node)}
         used_names |= {name for node in definitions for name in _annotation_names(node)}
     known_names = {*vars(sys.modules[cls.__module__]), *vars(builtins), cls.__name__}
@@ -279,7 +279,7 @@ def _source_of(cls: type) -> str:
     blocks = [
         _block(node, lines)
         for node, lines in statements
-        if node in used and cls.__name__ not in _binds(node)
+        if node in used_statements and cls.__name__ not in _binds(node)
     ]
     blocks.append((class_line, class_text))
     if "<locals>" not in cls.__qualname__ and _cells(cls) is None:

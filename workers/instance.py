@@ -188,12 +188,12 @@ class WorkerInstance:
                 self._output_memory.drop_reader(pid)
 
     def _check_ready(self, number: int) -> None:
-        ready = False
+        is_ready = False
         try:
-            ready = self._backend.is_ready()
+            is_ready = self._backend.is_ready()
         except BaseException:  # SystemExit, too: a model must not end its worker
             logger.exception("model '%s' failed in `is_ready`", self._context.model_name)
-        self._context.control.send(ReadyChecked(number, ready))
+        self._context.control.send(ReadyChecked(number, is_ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
         """Wait as `SupervisorLink.wait` does, after polling for a while if that pays."""

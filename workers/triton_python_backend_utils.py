@@ -246,21 +246,21 @@ class ModelConfig:
         return name
 
     def _check_properties(
-        self, kind: str, tensor: dict[str, Any], allowed: set[str], allowed_text: str
+        self, kind: str, tensor: dict[str, Any], allowed_keys: set[str], allowed_text: str
     ) -> None:
         if "name" not in tensor:
             raise ValueError(f"{kind} {_WHERE} '{self._name}' is missing 'name' property.")
         subject = f"{kind} '{tensor['name']}' {_WHERE} '{self._name}'"
-        if tensor.keys() - allowed:
+        if tensor.keys() - allowed_keys:
             raise ValueError(f"{subject} contains property other than {allowed_text}.")
         for key in ("data_type", "dims"):
             if key not in tensor:
                 raise ValueError(f"{subject} is missing '{key}' property.")
 
     def _add_tensor(
-        self, kind: str, tensor: dict[str, Any], allowed: set[str], allowed_text: str
+        self, kind: str, tensor: dict[str, Any], allowed_keys: set[str], allowed_text: str
     ) -> None:
-        self._check_properties(kind, tensor, allowed, allowed_text)
+        self._check_properties(kind, tensor, allowed_keys, allowed_text)
         tensors: list[dict[str, Any]] = self._model_config[kind]
         for configured in tensors:
             if configured["name"] == tensor["name"]:

@@ -52,12 +52,12 @@ def check_ready(model: Any, run_coroutine: Callable[[Coroutine[Any, Any, Any]], 
     Raises:
         Internal: The result is not a bool. Exceptions of the model are passed on.
     """
-    ready = model.is_ready()
-    if asyncio.iscoroutine(ready):
-        ready = run_coroutine(ready)
-    if not isinstance(ready, bool):
-        raise Internal(f"`is_ready` must return a bool, found type '{type(ready)}'")
-    return ready
+    is_ready = model.is_ready()
+    if asyncio.iscoroutine(is_ready):
+        is_ready = run_coroutine(is_ready)
+    if not isinstance(is_ready, bool):
+        raise Internal(f"`is_ready` must return a bool, found type '{type(is_ready)}'")
+    return is_ready
 
 
 def source_location(error: BaseException, folder: Path) -> str:

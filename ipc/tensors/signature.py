@@ -188,7 +188,7 @@ class Signature:
         ]
         if not missing and len(names) <= len(self.inputs):
             return
-        received = f"Got input(s) [{_quoted_names(sorted(names))}]"
+        received_text = f"Got input(s) [{_quoted_names(sorted(names))}]"
         suffix = f", but missing required input(s) [{_quoted_names(missing)}]" if missing else ""
         hint = " Please provide all required input(s)." if missing else ""
         if self.has_optional_inputs:
@@ -196,11 +196,11 @@ class Signature:
                 "expected number of inputs between "
                 f"{len(self.required_inputs)} and {len(self.inputs)} "
                 f"but got {len(names)} inputs for model '{self.name}'. "
-                f"{received}{suffix}.{hint}"
+                f"{received_text}{suffix}.{hint}"
             )
         raise InvalidArgument(
             f"expected {len(self.inputs)} inputs but got {len(names)} inputs for model "
-            f"'{self.name}'. {received}{suffix}.{hint}"
+            f"'{self.name}'. {received_text}{suffix}.{hint}"
         )
 
     def _check_dims(self, tensor: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:

@@ -96,13 +96,13 @@ class Listener:
             The connection; None if none is pending or it was rejected.
         """
         try:
-            accepted, _ = self.sock.accept()
+            accepted_sock, _ = self.sock.accept()
         except OSError as error:
             if error.errno in _OUT_OF_DESCRIPTORS:
                 self._reject()
             return None
-        accepted.setblocking(False)
-        return accepted
+        accepted_sock.setblocking(False)
+        return accepted_sock
 
     def _reject(self) -> None:
         if self._spare_fd >= 0:
@@ -185,7 +185,7 @@ class Router:
         A worker is usually the only peer. Its connection is read without a poll before.
         """
         connections = self._connections
-        received: list[tuple[bytes, Any]] = []
+        received_messages: list[tuple[bytes, Any]] = []
         only_connection = self._only_connection
         if (
             only_connection is not None
@@ -193,9 +193,9 @@ class Router:
             and not only_connection.unsent
         ):
             self._unpolled += 1
-            self._read(only_connection, received)
-            if received:
-                return received
+            self._read(only_connection, received_messages)
+            if received_messages:
+                return received_messages
         self._unpolled = 0
         for fd, events in self._poll.poll(0):
             if fd not in connections:
@@ -206,10 +206,10 @@ class Router:
                 with contextlib.suppress(OSError):
                     connection.push()
             if events & ~_WRITABLE:
-                self._read(connection, received)
-        return received
+                self._read(connection, received_messages)
+        return received_messages
 
-    def _read(self, connection: Connection, received: list[tuple[bytes, Any]]) -> None:
+    def _read(self, connection: Connection, received_messages: list[tuple[bytes, Any]]) -> None:
         frames = connection.receive()
         decoder = connection.decoder
         if connection.identity is None and decoder.properties is not None:
@@ -219,7 +219,7 @@ class Router:
             if decoder.violation and connection.identity is None:
                 break
             try:
-                received += itertools.product((peer,), unpack(frame, self.max_array_len))
+                received_messages += itertools.product((peer,), unpack(frame, self.max_array_len))
             except MalformedMessage as error:
                 connection.malformed_messages += 1
                 self._warn("dropped a malformed frame: %s", error)
@@ -378,8 +378,8 @@ class UntrustedRouter(Router):
         if connection.identity is not None:
             del self._unregistered[connection]
 
-    def _read(self, connection: Connection, received: list[tuple[bytes, Any]]) -> None:
-        super()._read(connection, received)
+    def _read(self, connection: Connection, received_messages: list[tuple[bytes, Any]]) -> None:
+        super()._read(connection, received_messages)
         if connection.malformed_messages > _MAX_MALFORMED or self._buffers_too_much(connection):
             self._drop(connection)
 

@@ -269,15 +269,17 @@ class _Model:
         all_required &= not any(name.startswith("step[") for name in config.parameters)
         mismatches = []
         for name, spec in self.signature.outputs.items():
-            expected = (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
+            expected_dims = (
+                (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
+            )
             tensor = returned.get(name)
-            configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected)}"
+            configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_dims)}"
             if tensor is None:
                 mismatches += [(name, configured, "missing")] if all_required else []
                 continue
             # A scalar is one element; configurations have no scalars.
-            is_scalar = not tensor.shape and element_count([*map(abs, expected)]) == 1
-            fits = name in reshaped or is_scalar or shapes_match(expected, tensor.shape)
+            is_scalar = not tensor.shape and element_count([*map(abs, expected_dims)]) == 1
+            fits = name in reshaped or is_scalar or shapes_match(expected_dims, tensor.shape)
             if tensor.datatype != spec.datatype or not fits:
                 shape = shape_text(tensor.shape)
                 mismatches.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))

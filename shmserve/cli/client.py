@@ -89,18 +89,18 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
 def _parse_parameter(text: str) -> tuple[str, Parameter]:
     """Return the name and the value of a `--parameter`. Raises InvalidArgument."""
     name, value = split_input(text, "parameter")
-    parsed: Any = value
+    parsed_value: Any = value
     with contextlib.suppress(ValueError, RecursionError):
-        parsed = json.loads(value)
-    if isinstance(parsed, int) and not -(2**63) <= parsed < 2**63:
+        parsed_value = json.loads(value)
+    if isinstance(parsed_value, int) and not -(2**63) <= parsed_value < 2**63:
         raise InvalidArgument(f"--parameter: '{name}' must be a 64-bit integer, got {value}")
-    if isinstance(parsed, float) and not math.isfinite(parsed):
+    if isinstance(parsed_value, float) and not math.isfinite(parsed_value):
         raise InvalidArgument(f"--parameter: '{name}' must be a finite number, got {value}")
-    if not isinstance(parsed, bool | int | float | str):
+    if not isinstance(parsed_value, bool | int | float | str):
         raise InvalidArgument(
             f"--parameter: '{name}' must be true, false, a number or a string, got {value}"
         )
-    return name, parsed
+    return name, parsed_value
 
 
 def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:

@@ -46,41 +46,46 @@ def run(args: argparse.Namespace) -> int:
     format_event = _as_json if args.json else _as_text
     topics = tuple(args.topic or (topic for topic in TOPICS if topic != m.COUNTERS))
     with EventReader(args.run_dir, topics if args.follow else ()) as reader:
-        for received in reader.snapshot():
-            if m.TOPICS[type(received.event)] in topics:
-                print(format_event(received), flush=True)
+        for received_event in reader.snapshot():
+            if m.TOPICS[type(received_event.event)] in topics:
+                print(format_event(received_event), flush=True)
         if args.follow:
-            for received in reader.follow():
-                if received.lost:
-                    print(_format_loss(received, args.json), flush=True)
-                if received.event is not None:
-                    print(format_event(received), flush=True)
+            for received_event in reader.follow():
+                if received_event.lost:
+                    print(_format_loss(received_event, args.json), flush=True)
+                if received_event.event is not None:
+                    print(format_event(received_event), flush=True)
     return 0
 
 
-def _time(received: ReceivedEvent) -> str:
-    time = datetime.fromtimestamp(received.time_ns / 1e9, UTC)
-    return f"{time:%Y-%m-%dT%H:%M:%S}.{received.time_ns // 1_000_000 % 1000:03d}Z"
+def _time(received_event: ReceivedEvent) -> str:
+    time = datetime.fromtimestamp(received_event.time_ns / 1e9, UTC)
+    return f"{time:%Y-%m-%dT%H:%M:%S}.{received_event.time_ns // 1_000_000 % 1000:03d}Z"
 
 
-def _as_json(received: ReceivedEvent) -> str:
-    event = received.event
+def _as_json(received_event: ReceivedEvent) -> str:
+    event = received_event.event
     kind = type(event)
-    fields = {"time": _time(received), "topic": m.TOPICS[kind], "event": kind.__name__}
+    fields = {"time": _time(received_event), "topic": m.TOPICS[kind], "event": kind.__name__}
     return json.dumps(fields | asdict(event))
 
 
-def _format_loss(received: ReceivedEvent, as_json: bool) -> str:
+def _format_loss(received_event: ReceivedEvent, as_json: bool) -> str:
     if as_json:
-        fields = {"time": _time(received), "topic": received.topic, "event": "EventsLost"}
-        return json.dumps(fields | {"count": received.lost})
-    text = f"{received.lost} events of {received.topic} lost"
-    return f"{_time(received)} {text}: they were not read in time"
+        fields = {
+            "time": _time(received_event),
+            "topic": received_event.topic,
+            "event": "EventsLost",
+        }
+        return json.dumps(fields | {"count": received_event.lost})
+    text = f"{received_event.lost} events of {received_event.topic} lost"
+    return f"{_time(received_event)} {text}: they were not read in time"
 
 
-def _as_text(received: ReceivedEvent) -> str:
+def _as_text(received_event: ReceivedEvent) -> str:
     return "".join(
-        c if c.isprintable() else "?" for c in f"{_time(received)} {_text(received.event)}"
+        c if c.isprintable() else "?"
+        for c in f"{_time(received_event)} {_text(received_event.event)}"
     )
 
 
@@ -91,8 +96,8 @@ def _text(event: Any) -> str:
             return f"{subject}: {state or 'gone'}{_reason_suffix(reason)}"
         case m.LoadRefused(name, reason):
             return f"model {name}: not loaded{_reason_suffix(reason)}"
-        case m.InstancesChanged(name, version, before, count, reason):
-            change = f"{count} instances (before: {before}){_reason_suffix(reason)}"
+        case m.InstancesChanged(name, version, count_before, count, reason):
+            change = f"{count} instances (before: {count_before}){_reason_suffix(reason)}"
             return f"model {name} version {version}: {change}"
         case m.ProcessStarted(pid, title):
             return f"process {pid} {title}: runs"

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """
     kind, values = _parse_loads(args)
     plan = _parse_plan(args)
-    old = report.read_report(args.compare) if args.compare else None
+    old_report = report.read_report(args.compare) if args.compare else None
     with contextlib.ExitStack() as stack:
         poller = stack.enter_context(contextlib.closing(Poller()))
         target = targets.connect(args, poller, stack)
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     if not points:
         return 130
     print(f"{args.model} at {target.where}\n{report.table(points)}")
-    if old is not None:
-        print(f"\n{report.comparison(old, points)}")
+    if old_report is not None:
+        print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.where, points)
     if interrupted:
         return 130
@@ -65,10 +65,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
-    for name, low in (("batch", 1), ("windows", 1), ("sequence_length", 0), ("max_in_flight", 1)):
-        if getattr(args, name) < low:
+    for name, minimum in (
+        ("batch", 1),
+        ("windows", 1),
+        ("sequence_length", 0),
+        ("max_in_flight", 1),
+    ):
+        if getattr(args, name) < minimum:
             flag = name.replace("_", "-")
-            raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {low}")
+            raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {minimum}")
     if args.rate:
         return "rate", parse_loads(args.rate, "rate", float)
     return "concurrency", parse_loads(args.concurrency or "1", "concurrency", int)

@@ -172,8 +172,8 @@ class Top:
         if self.problem:
             return [Text(self.problem, "bold red")]
         server, rows = self.server, self.models.values()
-        ready = sum(row["state"] == "READY" for row in rows)
-        rate, failed, waiting = (
+        ready_count = sum(row["state"] == "READY" for row in rows)
+        rate, failed_rate, waiting_count = (
             sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
         died, sequences = (
@@ -181,8 +181,9 @@ class Top:
         )
         return [
             Text(
-                f"shmserve: {ready} of {len(rows)} ready  {_format(rate)} req/s"
-                f"  {_format(failed)} fail/s  {_format(waiting)} wait  {server['cpu']:.0%} cpu"
+                f"shmserve: {ready_count} of {len(rows)} ready  {_format(rate)} req/s"
+                f"  {_format(failed_rate)} fail/s  {_format(waiting_count)} wait"
+                f"  {server['cpu']:.0%} cpu"
                 f"  {_gib(server['memory_used'])}/{_gib(server['memory_total'])} GiB",
                 "bold",
             ),
@@ -352,12 +353,12 @@ class _Screen:
         poll = select.poll()
         poll.register(stdin, select.POLLIN)
         poll.register(self._wake_reader, select.POLLIN)
-        ready = dict(poll.poll())
-        if stdin in ready:
+        ready_fds = dict(poll.poll())
+        if stdin in ready_fds:
             text = os.read(stdin, 64).decode(errors="replace")
             for key in _KEY.findall(text) or "q":  # no input means that the terminal was closed
                 self._top.key(key)
-        if self._wake_reader in ready:
+        if self._wake_reader in ready_fds:
             os.read(self._wake_reader, 4096)
         while not self._updates.empty():
             update = self._updates.get()

@@ -85,9 +85,9 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     interrupted = False
     with _restore_at_end(server, args.model, config):
         try:
-            best = tuning.run(start)
+            best_trial = tuning.run(start)
         except KeyboardInterrupt:
-            best, interrupted = tuning.best, True
+            best_trial, interrupted = tuning.best, True
             print("interrupted: the model's configuration is restored", file=sys.stderr)
     trials = list(tuning.trials.values())
     if not trials:
@@ -95,13 +95,13 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     if args.plot:
         title = f"{args.model} at {target.where}, p99 within {target_ms:g} ms"
         write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
-    if best is None:
+    if best_trial is None:
         print(search.table(trials, target_ms))
         print(f"no tested configuration has a p99 within {target_ms:g} ms", file=sys.stderr)
         return 130 if interrupted else 1
     if args.apply and not interrupted:
-        server.load(args.model, search.with_candidate(config, best.candidate, target_ms))
-    text = search.recommendation(config, trials, best, target_ms)
+        server.load(args.model, search.with_candidate(config, best_trial.candidate, target_ms))
+    text = search.recommendation(config, trials, best_trial, target_ms)
     if interrupted:
         text = f"# interrupted after {len(trials)} runs: the best so far, measured once\n{text}"
     if args.write:

@@ -154,8 +154,8 @@ class EventReader:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(timeout_ms))
-            if self._socket in ready:
+            ready_sockets = dict(poller.poll(timeout_ms))
+            if self._socket in ready_sockets:
                 topic, frame = self._socket.recv_multipart()
                 try:
                     header, *events = unpack(frame)
@@ -164,7 +164,7 @@ class EventReader:
                         f"received data that are not events of a shmserve server: {error}"
                     ) from None
                 return topic.decode(), header, events
-            if self._monitor in ready:
+            if self._monitor in ready_sockets:
                 recv_monitor_message(self._monitor)
                 raise Disconnected("the server has exited")
             return None

@@ -33,14 +33,14 @@ class ClientModel:
         closed: Whether the version was withdrawn or has another scheduler.
     """
 
-    def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
+    def __init__(self, publication: ModelPublished, source: ClientModels | None = None) -> None:
         self.source = source
-        self.name = published.name
-        self.version = published.version
-        self.endpoint = published.endpoint
-        self.signature = Signature(published.config, published.version)
-        self.decoupled = published.config.decoupled
-        self.may_omit_outputs = published.config.ensemble_scheduling is not None
+        self.name = publication.name
+        self.version = publication.version
+        self.endpoint = publication.endpoint
+        self.signature = Signature(publication.config, publication.version)
+        self.decoupled = publication.config.decoupled
+        self.may_omit_outputs = publication.config.ensemble_scheduling is not None
         self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_PREPARED, ClientTemplate.close
         )
@@ -54,10 +54,10 @@ class ClientModel:
 
     def store_template(self, key: Any, template: ClientTemplate) -> ClientTemplate:
         """Store a template; return the one to use, which another thread may have stored before."""
-        stored = self.templates.store_if_absent(key, template)
+        stored_template = self.templates.store_if_absent(key, template)
         if self.closed:
             self.close()
-        return stored
+        return stored_template
 
     def close(self) -> None:
         """Remove the templates and free their memory."""
@@ -81,12 +81,12 @@ class ClientModels:
     def publish(self, message: ModelPublished) -> None:
         """Register a version, or replace it after a change."""
         key = (message.name, message.version)
-        old = self._models.get(key)
+        old_model = self._models.get(key)
         model = self._models[key] = ClientModel(message, self)
-        latest = self._models.get((message.name, ""))
-        if old is not None:
-            old.close()
-        if message.latest or (old is not None and latest is old):
+        latest_model = self._models.get((message.name, ""))
+        if old_model is not None:
+            old_model.close()
+        if message.latest or (old_model is not None and latest_model is old_model):
             self._models[message.name, ""] = model
 
     def withdraw(self, name: str, version: str) -> None:
@@ -140,8 +140,10 @@ class ClientModels:
 
         Unloaded on-demand models have no version.
         """
-        loaded = [key for key in list(self._models) if key[1]]
-        return sorted([*loaded, *((n, "") for n in self.on_demand - {name for name, _ in loaded})])
+        loaded_keys = [key for key in list(self._models) if key[1]]
+        return sorted(
+            [*loaded_keys, *((n, "") for n in self.on_demand - {name for name, _ in loaded_keys})]
+        )
 
     def close(self) -> None:
         """Remove all models."""

@@ -214,15 +214,15 @@ class Session:
         self._reconnect(connection)
         return True
 
-    def _reconnect(self, old: ServerConnection) -> ServerConnection:
-        if old.pid != os.getpid():
+    def _reconnect(self, old_connection: ServerConnection) -> ServerConnection:
+        if old_connection.pid != os.getpid():
             raise InvalidArgument(
                 "a forked process cannot use its parent's connection: call connect() there"
             )
         with self._lock:
             if self._is_closed:
                 raise Disconnected("this client is closed")
-            if self._connection is not old:
+            if self._connection is not old_connection:
                 return self._connection
             connection = self._connect()
             try:

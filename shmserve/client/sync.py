@@ -125,7 +125,7 @@ class Server:
         Raises:
             ShmserveError: The error of a request, as for `infer`.
         """
-        waiting: deque[Any] = deque()
+        waiting_requests: deque[Any] = deque()
         waiter = self._get_waiter()
         # Collect several responses per message, so that the server always has work.
         min_messages = max(1, in_flight // 4)
@@ -135,14 +135,14 @@ class Server:
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
                 packed = self._session.pack(waiter.connection, call)
-                waiting.append(waiter.submit(packed))
+                waiting_requests.append(waiter.submit(packed))
                 waiter.send(min_messages=min_messages)
-                if len(waiting) >= in_flight:
-                    yield waiter.wait(waiting.popleft())
-            while waiting:
-                yield waiter.wait(waiting.popleft())
+                if len(waiting_requests) >= in_flight:
+                    yield waiter.wait(waiting_requests.popleft())
+            while waiting_requests:
+                yield waiter.wait(waiting_requests.popleft())
         finally:
-            waiter.cancel(waiting)
+            waiter.cancel(waiting_requests)
 
     @signature_of(call_of)
     def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:

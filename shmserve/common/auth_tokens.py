@@ -177,8 +177,10 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
         scopes = words[1].split(",") if len(words) == 2 else SCOPES
         for scope in scopes:
             if scope not in SCOPES:
-                allowed = ", ".join(SCOPES)
-                raise InvalidArgument(f"{position}: unknown scope '{scope}' (allowed: {allowed})")
+                allowed_names = ", ".join(SCOPES)
+                raise InvalidArgument(
+                    f"{position}: unknown scope '{scope}' (allowed: {allowed_names})"
+                )
         digest = hashlib.sha256(_raw(words[0])).hexdigest()
         if digest in tokens:
             raise InvalidArgument(f"{position}: duplicate token")
@@ -207,9 +209,9 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
             )
         for name in names.split(","):
             if name not in RESTRICTABLE:
-                allowed = ", ".join(RESTRICTABLE)
+                allowed_names = ", ".join(RESTRICTABLE)
                 raise InvalidArgument(
-                    f"{flag}: unknown restricted {kind} '{name}' (allowed: {allowed})"
+                    f"{flag}: unknown restricted {kind} '{name}' (allowed: {allowed_names})"
                 )
             if name in restrictions:
                 raise InvalidArgument(

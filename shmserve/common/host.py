@@ -61,14 +61,14 @@ def available_memory() -> int:
     group's limit. Inactive file pages count as available.
     """
     total, unavailable = memory_bytes()
-    available = [total - unavailable]
+    byte_limits = [total - unavailable]
     for folder, is_v1 in _cgroups("memory"):
         limit = _number(folder / ("memory.limit_in_bytes" if is_v1 else "memory.max"))
-        used = _number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current"))
-        if limit is not None and used is not None:
+        used_bytes = _number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current"))
+        if limit is not None and used_bytes is not None:
             pages = _IDLE_PAGES.search((folder / "memory.stat").read_text())
-            available.append(limit - used + (int(pages[1]) if pages else 0))
-    return max(0, min(available))
+            byte_limits.append(limit - used_bytes + (int(pages[1]) if pages else 0))
+    return max(0, min(byte_limits))
 
 
 def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:

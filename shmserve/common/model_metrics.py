@@ -113,8 +113,8 @@ def _sum(kind: str, first: Series, second: Series) -> Series:
     if first.buckets != second.buckets:
         return first
     if kind == "GAUGE":
-        latest = first if first.numbers[1] >= second.numbers[1] else second
-        return Series((*latest.numbers[:2], first.numbers[2] + second.numbers[2]))
+        latest_series = first if first.numbers[1] >= second.numbers[1] else second
+        return Series((*latest_series.numbers[:2], first.numbers[2] + second.numbers[2]))
     pairs = zip(first.numbers, second.numbers, strict=True)
     return Series(tuple(a + b for a, b in pairs), first.buckets)
 

@@ -238,14 +238,14 @@ def _parse_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def network(address: str) -> str:
     """Return the network of an address. For IPv6 it is the /64, which one host may own entirely."""
     try:
-        parsed = _parse_ip(address)
+        parsed_address = _parse_ip(address)
     except ValueError:
         return address
-    if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is not None:
-            return str(parsed.ipv4_mapped)
-        return str(ipaddress.IPv6Address(int(parsed) >> 64 << 64))
-    return str(parsed)
+    if isinstance(parsed_address, ipaddress.IPv6Address):
+        if parsed_address.ipv4_mapped is not None:
+            return str(parsed_address.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(parsed_address) >> 64 << 64))
+    return str(parsed_address)
 
 
 def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:

@@ -135,9 +135,9 @@ def _level(values: Sequence[str]) -> tuple[str, ...]:
         raise InvalidArgument("Expect only one trace level 'OFF' is specified")
     for value in values:
         if value not in LEVELS:
-            allowed = ", ".join(LEVELS)
+            allowed_levels = ", ".join(LEVELS)
             raise InvalidArgument(
-                f"Unable to parse 'trace_level', got: {value} (allowed: {allowed})"
+                f"Unable to parse 'trace_level', got: {value} (allowed: {allowed_levels})"
             )
     return tuple(dict.fromkeys(values))
 
@@ -145,11 +145,11 @@ def _level(values: Sequence[str]) -> tuple[str, ...]:
 def _number(name: str, text: str) -> int:
     if not _NUMBER.fullmatch(text):
         raise InvalidArgument(f"Unable to parse '{name}', got: {text}")
-    number, allowed = int(text), _RANGES[name]
+    number, allowed_range = int(text), _RANGES[name]
     if name == "trace_count" and number < -1:
         raise InvalidArgument(f"Unable to parse 'trace_count'. Expecting value >= -1, got:{text}")
-    if number not in allowed:
-        bounds = f"[ {allowed.start}, {allowed.stop - 1} ]"
+    if number not in allowed_range:
+        bounds = f"[ {allowed_range.start}, {allowed_range.stop - 1} ]"
         raise InvalidArgument(
             f"Unable to parse '{name}', value is out of range {bounds}, got: {text}"
         )
@@ -169,8 +169,8 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
                 f"{', '.join(_NAMES)}"
             )
         all_values.setdefault(name, []).append(value)
-    latest = {name: [values[-1]] for name, values in all_values.items()}
-    mode = latest.get("mode", [TRITON])[0].lower()
+    latest_values = {name: [values[-1]] for name, values in all_values.items()}
+    mode = latest_values.get("mode", [TRITON])[0].lower()
     if mode not in MODES:
         raise InvalidArgument(f"{_FLAG}: mode={mode} is not one of {', '.join(MODES)}")
     if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
@@ -178,7 +178,9 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
         raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {hint}")
     levels = [_LEVELS.get(level.lower(), level.upper()) for level in all_values.get("level", [])]
     changes = {"trace_level": [OFF] if OFF in levels else levels}
-    changes |= {_NAMES[name]: value for name, value in latest.items() if _NAMES[name] in _RANGES}
+    changes |= {
+        _NAMES[name]: value for name, value in latest_values.items() if _NAMES[name] in _RANGES
+    }
     try:
         settings = TraceSettings().with_changes(read_changes(changes))
     except (InvalidArgument, Unsupported) as error:
@@ -194,9 +196,11 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     )
     for name, value in exporter:
         if not _FORMS.get(name, _DIGITS).fullmatch(value):
-            needed = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(name, "a number")
-            raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {needed}")
-    file = latest.get("triton,file", [""])[0]
+            expected_text = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(
+                name, "a number"
+            )
+            raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected_text}")
+    file = latest_values.get("triton,file", [""])[0]
     return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
 
 

@@ -87,13 +87,13 @@ def parse(arguments: Sequence[str]) -> Parsed:
     flag_values = FlagValues()
     positional: list[str] = []
     after_boolean: dict[str, str] = {}
-    remaining = list(arguments)
+    remaining_words = list(arguments)
     bare_flag = ""  # the preceding boolean flag, if it has no value
     collected = Collected()
-    for word in remaining:
+    for word in remaining_words:
         collected(_check_text, word)
-    while remaining:
-        word = remaining.pop(0)
+    while remaining_words:
+        word = remaining_words.pop(0)
         if not word.startswith("-") or word == "-":
             if word.rpartition("/")[2] == "tritonserver" and not Path(word).is_dir():
                 continue  # the first argument in Triton's Helm chart repeats the program's name
@@ -108,9 +108,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
             collected.problems.append(_unknown(word.partition("=")[0], flags))
             continue
         flag = flags[0]
-        count = len(remaining)
-        value = collected(_value, flag, text if equals else None, remaining)
-        bare_flag = flag.name if not equals and len(remaining) == count else ""
+        count = len(remaining_words)
+        value = collected(_value, flag, text if equals else None, remaining_words)
+        bare_flag = flag.name if not equals and len(remaining_words) == count else ""
         if value is not None:
             flag_values.add(flag, value)
     file_path = flag_values.values.get("config")
@@ -130,8 +130,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
     )
 
 
-def _value(flag: Flag, text: str | None, remaining: list[str]) -> Value:
-    return flag.parse(flag.take_value(remaining) if text is None else text)
+def _value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:
+    return flag.parse(flag.take_value(remaining_words) if text is None else text)
 
 
 def _check_text(word: str) -> None:

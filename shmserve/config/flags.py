@@ -72,9 +72,11 @@ class Flag:
         if self.kind is str:
             by_text = {choice.lower(): choice for choice in self.choices}
             if by_text and text.lower() not in by_text:
-                allowed = ", ".join(self.choices)
+                allowed_choices = ", ".join(self.choices)
                 similar = suggestion(text, self.choices)
-                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}{similar}")
+                raise InvalidArgument(
+                    f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
+                )
             return by_text.get(text.lower(), text)
         if self.words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
@@ -88,19 +90,19 @@ class Flag:
             )
         return number
 
-    def take_value(self, remaining: list[str]) -> str:
-        """Return the text of the flag's value, which is removed from the `remaining` words.
+    def take_value(self, remaining_words: list[str]) -> str:
+        """Return the text of the flag's value, which is removed from `remaining_words`.
 
         Raises:
             InvalidArgument: The value is missing; the message names the flag.
         """
         if self.kind is bool:
-            if remaining and remaining[0].lower() in _TRUE + _FALSE:
-                return remaining.pop(0)
+            if remaining_words and remaining_words[0].lower() in _TRUE + _FALSE:
+                return remaining_words.pop(0)
             return "true"
-        if not remaining or remaining[0].startswith("--"):
+        if not remaining_words or remaining_words[0].startswith("--"):
             raise InvalidArgument(f"--{self.name}: a value is missing")
-        return remaining.pop(0)
+        return remaining_words.pop(0)
 
 
 _HEADING = re.compile(r"\[(.+)\]")
@@ -339,8 +341,10 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
             raise InvalidArgument(f"{_METRICS}: '{text}' is not SETTING=VALUE")
         parse = _SETTINGS.get(name)
         if parse is None:
-            allowed = ", ".join(_SETTINGS)
-            raise InvalidArgument(f"{_METRICS}: unknown setting '{name}' (allowed: {allowed})")
+            allowed_names = ", ".join(_SETTINGS)
+            raise InvalidArgument(
+                f"{_METRICS}: unknown setting '{name}' (allowed: {allowed_names})"
+            )
         try:
             config = replace(config, **{name: parse(value)})
         except InvalidArgument as error:
@@ -358,8 +362,8 @@ def _quantiles(text: str) -> tuple[float, ...]:
     for pair in text.removesuffix(",").split(","):
         quantile, colon, error = pair.partition(":")
         if not colon:
-            expected = "No ':' delimiter found. Expected format is <quantile>:<error>"
-            raise InvalidArgument(f"Invalid option: [{pair}]. {expected}")
+            expected_text = "No ':' delimiter found. Expected format is <quantile>:<error>"
+            raise InvalidArgument(f"Invalid option: [{pair}]. {expected_text}")
         numbers = [_LEADING_NUMBER.match(part) for part in (quantile, error)]
         if numbers[0] is None or numbers[1] is None:
             raise InvalidArgument(f"Invalid option: [{pair}]. Error: stod")

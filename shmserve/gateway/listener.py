@@ -145,8 +145,8 @@ class ClientIdentity:
 
     def find_access_error(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
         """Return the error for a request to an API of `scope`; None if the request is permitted."""
-        if (misdirected := self.find_host_error(headers)) is not None:
-            return misdirected
+        if (host_error := self.find_host_error(headers)) is not None:
+            return host_error
         rules = self.listener.authorisation
         if rules.asks_for_tokens and not self.is_server_user and scope not in OPEN:
             header = headers.get(_AUTHORIZATION)
@@ -464,9 +464,9 @@ def _oldest(
     start_time: Callable[[LimitedConnection], float | None],
     count: int,
 ) -> list[LimitedConnection]:
-    waiting = [
+    waiting_connections = [
         (waiting_since, connection)
         for connection in connections
         if (waiting_since := start_time(connection))
     ]
-    return [connection for _, connection in sorted(waiting, key=itemgetter(0))[:count]]
+    return [connection for _, connection in sorted(waiting_connections, key=itemgetter(0))[:count]]

@@ -36,46 +36,46 @@ class GatewayModel:
         steps: The models of an ensemble's steps.
     """
 
-    def __init__(self, published: ModelPublished) -> None:
+    def __init__(self, publication: ModelPublished) -> None:
         self.is_published = True
-        self.name = published.name
-        self.version = published.version
-        self.config: bytes = orjson.dumps(published.config.source)
-        self.immutable_config = orjson.dumps(published.config.immutable_config)
-        self.metadata = published.metadata
-        self.labels: dict[str, list[str]] = published.metadata.get("labels", {})
-        self.ready = published.ready
-        self.checks_ready = bool(published.metadata.get("checks_ready"))
-        self.load_seconds = published.load_seconds
-        self.endpoint = published.endpoint  # the endpoint of the model's scheduler
+        self.name = publication.name
+        self.version = publication.version
+        self.config: bytes = orjson.dumps(publication.config.source)
+        self.immutable_config = orjson.dumps(publication.config.immutable_config)
+        self.metadata = publication.metadata
+        self.labels: dict[str, list[str]] = publication.metadata.get("labels", {})
+        self.ready = publication.ready
+        self.checks_ready = bool(publication.metadata.get("checks_ready"))
+        self.load_seconds = publication.load_seconds
+        self.endpoint = publication.endpoint  # the endpoint of the model's scheduler
         self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_TEMPLATES)
-        self.signature = Signature(published.config, published.version)
-        self.stateful = published.config.sequence_batching is not None
-        ensemble = published.config.ensemble_scheduling
+        self.signature = Signature(publication.config, publication.version)
+        self.stateful = publication.config.sequence_batching is not None
+        ensemble = publication.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
         # The prefix of error messages.
         self.prefix = f"in ensemble '{self.name}', " if ensemble else ""
         # A key with a character that labels exclude would make the whole page of metrics invalid.
         self.tags = {
             "_" + _NON_LABEL_CHARACTER.sub("_", key): value
-            for key, value in published.config.metric_tags.items()
+            for key, value in publication.config.metric_tags.items()
         }
-        self.decoupled = published.config.decoupled
-        self.backend = published.config.backend
+        self.decoupled = publication.config.decoupled
+        self.backend = publication.config.backend
         # The settings of an engine that generates text.
         engine_settings = EngineSettings()
-        if engine_text := published.config.parameters.get(ENGINE_PARAMETER):
+        if engine_text := publication.config.parameters.get(ENGINE_PARAMETER):
             # Other backends may have a parameter of this name.
             with suppress(ValueError, InvalidArgument):
                 engine_settings = EngineSettings.read(engine_text)
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
-        is_vllm = published.config.backend == "vllm"
+        is_vllm = publication.config.backend == "vllm"
         if is_vllm:
-            max_length = published.config.parameters.get("max_model_len", "")
+            max_length = publication.config.parameters.get("max_model_len", "")
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
         # whether the model converts text by the parameter `task`
-        self.has_task_parameter = is_vllm or published.config.backend == LLM_BACKEND
+        self.has_task_parameter = is_vllm or publication.config.backend == LLM_BACKEND
         # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
         self.may_reason = is_vllm or engine_settings.reasoning_parser not in ("", "none")
 
@@ -117,11 +117,11 @@ class ModelTable:
             previous.is_published = False
         self._update_aliases()
 
-    def set_ready(self, name: str, version: str, ready: bool) -> None:
+    def set_ready(self, name: str, version: str, is_ready: bool) -> None:
         """Set the readiness of a version; its prepared requests are kept."""
         model = self._models.get(name, {}).get(version)
         if model is not None:
-            model.ready = ready
+            model.ready = is_ready
 
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version; requests in flight on it finish.
@@ -145,8 +145,8 @@ class ModelTable:
         self._update_aliases()
 
     def _update_aliases(self) -> None:
-        latest = sorted(self._latest.items(), reverse=True)
-        self._aliases = {alias: name for name, model in latest for alias in model.aliases}
+        latest_versions = sorted(self._latest.items(), reverse=True)
+        self._aliases = {alias: name for name, model in latest_versions for alias in model.aliases}
 
     def resolve_alias(self, name: str) -> str:
         """Return the name of the model that has an alias; other names are returned as they are.

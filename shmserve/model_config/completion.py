@@ -197,15 +197,15 @@ def unknown_backend(config: ModelConfig) -> str:
 
 def merge_duplicates(config: ModelConfig) -> list[str]:
     """Remove repeated declarations of equal inputs and outputs; return their names in words."""
-    removed = []
+    removed_names = []
     for kind, tensors in (("input", config.input), ("output", config.output)):
         names = [tensor.name for tensor in tensors]
         for index in reversed(range(len(names))):
-            first = names.index(names[index])
-            if first < index and tensors[first] == tensors[index]:
-                removed.append(f"{kind} '{names[index]}'")
+            first_index = names.index(names[index])
+            if first_index < index and tensors[first_index] == tensors[index]:
+                removed_names.append(f"{kind} '{names[index]}'")
                 del tensors[index]
-    return removed
+    return removed_names
 
 
 def _fill_torch(config: ModelConfig, files: Collection[str]) -> None:
@@ -292,53 +292,57 @@ def merge_autocomplete(
     parameters = completed.get("parameters") or {}
     fields["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
     model = from_json(fields, "auto-completed configuration")
-    merged = _copy(config)
-    conflicts = _merge_batching(merged, model, has_size="max_batch_size" in fields)
+    merged_config = _copy(config)
+    conflicts = _merge_batching(merged_config, model, has_size="max_batch_size" in fields)
     for name in model.parameters:
-        if name not in merged.parameters:
-            merged.parameters[name].CopyFrom(model.parameters[name])
+        if name not in merged_config.parameters:
+            merged_config.parameters[name].CopyFrom(model.parameters[name])
     has_default_groups = not any(key[0] == "instance_group" for key in source.positions)
     if config.backend == "native" and has_default_groups and model.instance_group:
         # The instance groups in `config` are defaults, which the class overrides.
-        merged.ClearField("instance_group")
-        merged.instance_group.extend(model.instance_group)
-    if not merged.batch_input:
-        merged.batch_input.extend(model.batch_input)
-    if not merged.batch_output:
-        merged.batch_output.extend(model.batch_output)
-    for kind, written, derived in (
-        ("input", merged.input, model.input),
-        ("output", merged.output, model.output),
+        merged_config.ClearField("instance_group")
+        merged_config.instance_group.extend(model.instance_group)
+    if not merged_config.batch_input:
+        merged_config.batch_input.extend(model.batch_input)
+    if not merged_config.batch_output:
+        merged_config.batch_output.extend(model.batch_output)
+    for kind, written_tensors, derived in (
+        ("input", merged_config.input, model.input),
+        ("output", merged_config.output, model.output),
     ):
         positions: dict[str, int] = {}
-        for index, name in enumerate([tensor.name for tensor in written]):
+        for index, name in enumerate([tensor.name for tensor in written_tensors]):
             positions.setdefault(name, index)
         for tensor in derived:
-            index = positions.setdefault(tensor.name, len(written))
-            if index < len(written):
-                conflicts += _merge_tensor(config.name, (kind, index), written[index], tensor)
+            index = positions.setdefault(tensor.name, len(written_tensors))
+            if index < len(written_tensors):
+                conflicts += _merge_tensor(
+                    config.name, (kind, index), written_tensors[index], tensor
+                )
             else:
-                written.add().CopyFrom(tensor)  # type: ignore[arg-type]
-    source.check(merged, conflicts)
-    return merged
+                written_tensors.add().CopyFrom(tensor)  # type: ignore[arg-type]
+    source.check(merged_config, conflicts)
+    return merged_config
 
 
-def _merge_batching(merged: ModelConfig, model: ModelConfig, *, has_size: bool) -> list[Problem]:
+def _merge_batching(
+    merged_config: ModelConfig, model: ModelConfig, *, has_size: bool
+) -> list[Problem]:
     conflicts = []
-    name = merged.name
-    if has_size and merged.max_batch_size > model.max_batch_size:
+    name = merged_config.name
+    if has_size and merged_config.max_batch_size > model.max_batch_size:
         text = (
-            f"configuration specified max_batch_size {merged.max_batch_size}, but in "
+            f"configuration specified max_batch_size {merged_config.max_batch_size}, but in "
             f"auto-complete-config function for model '{name}' specified max_batch_size "
             f"{model.max_batch_size}"
         )
         conflicts.append(Problem(("max_batch_size",), text))
-    elif model.max_batch_size > merged.max_batch_size:
-        merged.max_batch_size = model.max_batch_size
-    scheduler_kind = merged.WhichOneof("scheduling_choice")
+    elif model.max_batch_size > merged_config.max_batch_size:
+        merged_config.max_batch_size = model.max_batch_size
+    scheduler_kind = merged_config.WhichOneof("scheduling_choice")
     if model.HasField("dynamic_batching"):
         if scheduler_kind is None:
-            merged.dynamic_batching.CopyFrom(model.dynamic_batching)
+            merged_config.dynamic_batching.CopyFrom(model.dynamic_batching)
         elif scheduler_kind != "dynamic_batching":
             text = (
                 f"Configuration specified scheduling_choice as '{scheduler_kind}', but "
@@ -347,11 +351,11 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, has_size: bool) 
             )
             conflicts.append(Problem((scheduler_kind,), text))
     if model.HasField("sequence_batching") and scheduler_kind is None:
-        merged.sequence_batching.CopyFrom(model.sequence_batching)
+        merged_config.sequence_batching.CopyFrom(model.sequence_batching)
     if model.HasField("model_transaction_policy"):
-        decoupled = merged.model_transaction_policy.decoupled
-        if not merged.HasField("model_transaction_policy"):
-            merged.model_transaction_policy.CopyFrom(model.model_transaction_policy)
+        decoupled = merged_config.model_transaction_policy.decoupled
+        if not merged_config.HasField("model_transaction_policy"):
+            merged_config.model_transaction_policy.CopyFrom(model.model_transaction_policy)
         elif decoupled != model.model_transaction_policy.decoupled:
             text = (
                 f"trying to change decoupled property in auto-complete-config for model '{name}', "
@@ -362,26 +366,34 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, has_size: bool) 
 
 
 def _merge_tensor(
-    model_name: str, path: Key, written: ModelInput | ModelOutput, derived: ModelInput | ModelOutput
+    model_name: str,
+    path: Key,
+    written_tensor: ModelInput | ModelOutput,
+    derived: ModelInput | ModelOutput,
 ) -> list[Problem]:
-    if written.data_type and derived.data_type and written.data_type != derived.data_type:
+    if (
+        written_tensor.data_type
+        and derived.data_type
+        and written_tensor.data_type != derived.data_type
+    ):
         text = (
             f"unable to load model '{model_name}', configuration expects datatype "
-            f"{DataType.Name(written.data_type)} for {path[0]} '{written.name}', model provides "
-            f"{DataType.Name(derived.data_type)}"
+            f"{DataType.Name(written_tensor.data_type)} for {path[0]} '{written_tensor.name}', "
+            f"model provides {DataType.Name(derived.data_type)}"
         )
         return [Problem((*path, "data_type"), text)]
-    if written.dims and derived.dims and written.dims != derived.dims:
+    if written_tensor.dims and derived.dims and written_tensor.dims != derived.dims:
         text = (
-            f"model '{model_name}', tensor '{written.name}': the model expects dims "
-            f"{list(derived.dims)} but the model configuration specifies dims {list(written.dims)}"
+            f"model '{model_name}', tensor '{written_tensor.name}': the model expects dims "
+            f"{list(derived.dims)} but the model configuration specifies dims "
+            f"{list(written_tensor.dims)}"
         )
         return [Problem((*path, "dims"), text)]
-    if not written.data_type:
-        written.data_type = derived.data_type
-    if not written.dims:
-        written.dims.extend(derived.dims)
-    if isinstance(written, ModelInput) and isinstance(derived, ModelInput):
-        written.optional |= derived.optional
-        written.allow_ragged_batch |= derived.allow_ragged_batch
+    if not written_tensor.data_type:
+        written_tensor.data_type = derived.data_type
+    if not written_tensor.dims:
+        written_tensor.dims.extend(derived.dims)
+    if isinstance(written_tensor, ModelInput) and isinstance(derived, ModelInput):
+        written_tensor.optional |= derived.optional
+        written_tensor.allow_ragged_batch |= derived.allow_ragged_batch
     return []

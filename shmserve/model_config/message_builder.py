@@ -378,11 +378,11 @@ def _json_float(value: float, *, is_single: bool) -> float | str:
     if math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"
     if is_single:
-        stored = struct.pack("f", value)
+        stored_bytes = struct.pack("f", value)
         # The shortest text that reads back as the same float32; 9 digits always suffice.
         for digits in range(6, 10):
             rounded = float(f"{value:.{digits}g}")
-            if _pack_float32(rounded) == stored:
+            if _pack_float32(rounded) == stored_bytes:
                 return rounded
     return value
 

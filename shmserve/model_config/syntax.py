@@ -175,11 +175,11 @@ class _Parser:
             self._take()
         elif not self._is_mark("{", "<", "["):
             raise self._error(f'":" or "{{" after "{clip(name.text)}"')
-        listed = self._is_mark("[")
-        values = self._list(depth) if listed else [self._value(depth)]
+        is_list = self._is_mark("[")
+        values = self._list(depth) if is_list else [self._value(depth)]
         if self._is_mark(",", ";"):
             self._take()
-        return Entry(name.text, values, listed, colon, self._at(name.offset))
+        return Entry(name.text, values, is_list, colon, self._at(name.offset))
 
     def _list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
@@ -222,8 +222,8 @@ class _Parser:
         closing = _CLOSING[opening.text]
         while not self._is_mark(closing):
             if self._peek().kind != "word":
-                expected = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
-                raise self._error(expected)
+                expected_text = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
+                raise self._error(expected_text)
             block.entries.append(self._entry(depth + 1))
         self._take()
         return block
@@ -358,14 +358,14 @@ def _block_from_json(
         if member is None:
             next(positions)
             continue
-        listed = isinstance(member, list | tuple)
-        if listed:
+        is_list = isinstance(member, list | tuple)
+        if is_list:
             next(positions)
         member_values = [
-            _value_from_json(item, positions, depth) for item in (member if listed else [member])
+            _value_from_json(item, positions, depth) for item in (member if is_list else [member])
         ]
         values = [value for value in member_values if value is not None]
-        block.entries.append(Entry(str(name), values, listed, True, name_at))
+        block.entries.append(Entry(str(name), values, is_list, True, name_at))
     return block
 
 

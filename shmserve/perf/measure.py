@@ -227,12 +227,12 @@ def _point(
     count = end.requests - start.requests
     seconds = (end.at_ns - start.at_ns) / 1e9
     cpu_s = end.cpu_s - start.cpu_s
-    failed = end.failed - start.failed
-    completed = max(count + failed, 1)
+    failed_count = end.failed - start.failed
+    completed = max(count + failed_count, 1)
     delays = np.array(records.delays_ns[start.requests : end.requests], np.int64)
     return Point(
-        *(kind, value, count, failed),
-        records.errors.most_common(1)[0][0] if failed else "",
+        *(kind, value, count, failed_count),
+        records.errors.most_common(1)[0][0] if failed_count else "",
         seconds,
         count / seconds,
         confidence(window_rates(marks)),

@@ -101,9 +101,9 @@ def notes(point: Point) -> list[str]:
         warnings.append(f"{point.errors} requests failed; mostly: {point.error}")
     if point.client_busy > _BUSY_CLIENT:
         warnings.append("the load generator was CPU-bound: the server may be faster than measured")
-    missing = point.value * point.seconds - point.requests - point.errors
+    missing_requests = point.value * point.seconds - point.requests - point.errors
     # Three standard deviations, each of which is the root of the number of random arrivals.
-    if point.kind == "rate" and missing > 3 * math.sqrt(point.value * point.seconds):
+    if point.kind == "rate" and missing_requests > 3 * math.sqrt(point.value * point.seconds):
         warnings.append("the server did not keep up: latencies increased during the measurement")
     return warnings
 
@@ -152,13 +152,13 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
     "~" marks overlapping confidence intervals of the throughput.
     """
     old_by_name = {point.name: point for point in old_points}
-    matched = [
+    matched_points = [
         (old_by_name[point.name], point) for point in new_points if point.name in old_by_name
     ]
-    if not matched:
+    if not matched_points:
         return "nothing to compare: the older report has none of these loads"
     lines = [f"{'new / old':<18}{'requests/s':>12}{'p50':>9}{'p99':>9}{'client':>9}"]
-    for old, new in matched:
+    for old, new in matched_points:
         pairs = (
             *((old.per_second, new.per_second), (old.latency["p50"], new.latency["p50"])),
             *((old.latency["p99"], new.latency["p99"]), (old.client_us, new.client_us)),
@@ -201,12 +201,14 @@ def draw(title: str, points: Sequence[Point]) -> str:
 def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
     """Return the chart of a search: p99 over throughput of each numbered run, and the target."""
     lines = []
-    numbered = [(str(n + 1), trial) for n, trial in enumerate(trials) if trial.per_second]
+    numbered_trials = [(str(n + 1), trial) for n, trial in enumerate(trials) if trial.per_second]
     for name in ("within", "above"):
-        series = [pair for pair in numbered if (pair[1].p99_ms <= target_ms) == (name == "within")]
+        series = [
+            pair for pair in numbered_trials if (pair[1].p99_ms <= target_ms) == (name == "within")
+        ]
         points = [(trial.per_second, trial.p99_ms) for _, trial in series]
         lines.append(Line(name, points, [number for number, _ in series], is_joined=False))
-    max_rate = max((trial.per_second for _, trial in numbered), default=1.0)
+    max_rate = max((trial.per_second for _, trial in numbered_trials), default=1.0)
     lines.append(Line("target", [(0.0, target_ms), (max_rate, target_ms)], ["", ""]))
     return _svg(title, "requests a second", lines)
 

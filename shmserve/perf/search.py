@@ -295,10 +295,10 @@ def table(trials: Sequence[Trial], target_ms: float) -> str:
     lines = [f"{'requests/s':>12}{'p99 ms':>10}{'in flight':>11}  configuration"]
     for trial in trials:
         note = "" if trial.p99_ms <= target_ms else "  above the target"
-        failed = f"  {trial.errors} errors" if trial.errors else ""
+        failed_text = f"  {trial.errors} errors" if trial.errors else ""
         lines.append(
             f"{trial.per_second:>12,.1f}{trial.p99_ms:>10.2f}{trial.candidate.in_flight:>11}  "
-            f"{describe(trial.candidate)}{note}{failed}"
+            f"{describe(trial.candidate)}{note}{failed_text}"
         )
     return "\n".join(lines)
 

@@ -266,9 +266,9 @@ class LruCache(Generic[T]):
         """
         if byte_size > self.bound:
             return False
-        replaced = self._entries.pop(key, None)
-        if replaced is not None:
-            self.used_bytes -= replaced[0]
+        replaced_entry = self._entries.pop(key, None)
+        if replaced_entry is not None:
+            self.used_bytes -= replaced_entry[0]
         self._evict(self.bound - byte_size)
         self._entries[key] = byte_size, value
         self.used_bytes += byte_size

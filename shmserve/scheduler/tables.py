@@ -186,14 +186,18 @@ def _to_plain(value: Any) -> Any:
     return [_to_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _restore_entry(value: Any, stored: Any) -> Any:
+def _restore_entry(value: Any, stored_value: Any) -> Any:
     if isinstance(value, dict):
-        return value | {key: _to_integers(item) for key, item in stored.items()}
-    return _to_integers(stored)
+        return value | {key: _to_integers(item) for key, item in stored_value.items()}
+    return _to_integers(stored_value)
 
 
-def _to_integers(stored: Any) -> Any:
-    return [_to_integers(item) for item in stored] if isinstance(stored, list) else int(stored)
+def _to_integers(stored_value: Any) -> Any:
+    return (
+        [_to_integers(item) for item in stored_value]
+        if isinstance(stored_value, list)
+        else int(stored_value)
+    )
 
 
 class CountedRequest(Protocol):

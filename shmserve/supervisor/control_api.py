@@ -57,8 +57,8 @@ class ControlApi:
 
     def _on_notification(self, pid: int, message: Any) -> None:
         match message:
-            case RegionInUse(memory_id, used):
-                self._regions.draining.record_use(pid, memory_id, used)
+            case RegionInUse(memory_id, is_used):
+                self._regions.draining.record_use(pid, memory_id, is_used)
             case RegionReleased(memory_id):
                 self._regions.draining.record_release(pid, memory_id)
             case RegionAbandoned(memory_id):

@@ -95,9 +95,9 @@ class Handover:
             "registrations of regions received from the previous server: %d",
             len(self._regions.active()),
         )
-        accepted = asyncio.ensure_future(self._accepted_event.wait())
-        await wait_any(accepted, predecessor.end_future)
-        accepted.cancel()
+        accepted_wait = asyncio.ensure_future(self._accepted_event.wait())
+        await wait_any(accepted_wait, predecessor.end_future)
+        accepted_wait.cancel()
         in_background(self._await_predecessor_exit(predecessor), self._tasks)
 
     async def _execute(self, verb: str, name: str, fds: list[int]) -> None:

@@ -53,9 +53,11 @@ class Health:
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
         models_ready = not self._strict or self._registry.all_ready()
-        ready = self.has_started and not (self.exiting or self.has_failed) and models_ready
+        is_ready = self.has_started and not (self.exiting or self.has_failed) and models_ready
         old_health = self._current
-        self._current = HealthChanged(live=not self.has_failed, ready=ready, exiting=self.exiting)
+        self._current = HealthChanged(
+            live=not self.has_failed, ready=is_ready, exiting=self.exiting
+        )
         return self._current != old_health
 
     def update_failures(self) -> bool:
@@ -129,6 +131,6 @@ class Watchdog:
             await asyncio.sleep(limit_s / 2)
 
     def _missing_peers(self, number: int) -> list[str]:
-        missing = self._control.acknowledgements.missing(number)
-        children = [child for child in self._processes.all() if child.pid in missing]
+        missing_pids = self._control.acknowledgements.missing(number)
+        children = [child for child in self._processes.all() if child.pid in missing_pids]
         return sorted(f"{child.title} (pid {child.pid})" for child in children)

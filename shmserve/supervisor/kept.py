@@ -168,8 +168,8 @@ class Gateways(PermanentProcesses):
                 # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
                 self._context.control.send(child.pid, m.SetTokens(tokens))
-                for published in self._snapshot():
-                    self._context.control.send(child.pid, published)
+                for publication in self._snapshot():
+                    self._context.control.send(child.pid, publication)
                 if not self._waits_for_models:
                     self._context.control.send(child.pid, m.Accept())
             case m.Drained():
@@ -214,8 +214,8 @@ class Gateways(PermanentProcesses):
         """Drain all gateways, and wait until they have finished or exited."""
         self.begin_drain(has_successor=has_successor)
         for child in self._children():
-            if (drained := self._drain_futures.get(child.pid)) is not None:
-                await wait_any(drained, child.exited)
+            if (drain_future := self._drain_futures.get(child.pid)) is not None:
+                await wait_any(drain_future, child.exited)
 
     async def stop(self) -> None:
         """Stop all gateways and close the sockets."""

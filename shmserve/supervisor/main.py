@@ -141,15 +141,15 @@ def defer_signals() -> list[int]:
     Returns:
         A list to which the numbers of received signals are appended.
     """
-    pending: list[int] = []
+    pending_signals: list[int] = []
 
     def defer_signal(number: int, _: object) -> None:
-        pending.append(number)
+        pending_signals.append(number)
 
     # If these signals were blocked here, they would end the server in another thread.
     for number in handled_signals():
         signal.signal(number, defer_signal)
-    return pending
+    return pending_signals
 
 
 def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:

@@ -187,14 +187,16 @@ class Reload:
         """Apply the settings that may change; log them, and the changes that need a restart."""
         context = self._context
         old_config = context.config
-        changed = {name for name, value in config.flags.items() if value != old_config.flags[name]}
+        changed_flags = {
+            name for name, value in config.flags.items() if value != old_config.flags[name]
+        }
         if config.tokens != old_config.tokens:
-            changed.add(_TOKENS_FLAG)
-        applied = changed & RELOADABLE
+            changed_flags.add(_TOKENS_FLAG)
+        applied = changed_flags & RELOADABLE
         # With tokens, listeners may have other addresses.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
-        for name in sorted(changed):
+        for name in sorted(changed_flags):
             change = f"{_format_value(config, name)}, was {_format_value(old_config, name)}"
             if name in applied:
                 logger.info("--%s has changed: %s", name, change)
@@ -202,7 +204,7 @@ class Reload:
                 logger.warning(
                     "--%s has changed, and takes effect after a restart: %s", name, change
                 )
-        if not changed:
+        if not changed_flags:
             logger.info("no flag has changed")
         context.config = replace(
             old_config,

@@ -179,7 +179,7 @@ class Supervisor:
             loading = asyncio.ensure_future(self._load())
             waited_for = asyncio.ensure_future(self.manager.keep_waiting())
             try:
-                loaded, _ = await asyncio.gather(loading, gateways)
+                has_loaded, _ = await asyncio.gather(loading, gateways)
             except BaseException:
                 await end_all(*(task for task in (loading, gateways) if not task.done()))
                 raise
@@ -188,7 +188,7 @@ class Supervisor:
         if not self.health.has_failed:
             for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
-        if not loaded and self.context.config.exit_on_error:
+        if not has_loaded and self.context.config.exit_on_error:
             logger.error(
                 "a model could not be loaded; the server exits (--exit-on-error=false keeps it "
                 "running)"
@@ -331,20 +331,20 @@ class Supervisor:
     async def _finish(self) -> None:
         limit_s = self.context.config.exit_timeout_s
         rejection_s = min(1.0, limit_s / 10)  # time for the rejection of unfinished requests
-        drained = asyncio.ensure_future(self._drain(limit_s - 2 * rejection_s))
+        drain_task = asyncio.ensure_future(self._drain(limit_s - 2 * rejection_s))
         second_signal = asyncio.ensure_future(self.next_end_signal())
         await asyncio.wait(
-            {drained, second_signal},
+            {drain_task, second_signal},
             timeout=limit_s - rejection_s,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        is_unfinished = not drained.done()
-        await end_all(drained, second_signal)
+        is_unfinished = not drain_task.done()
+        await end_all(drain_task, second_signal)
         if is_unfinished:
             logger.warning("not all requests in flight were finished")
-            refused = asyncio.ensure_future(self._reject_unfinished())
-            await asyncio.wait({refused}, timeout=rejection_s)
-            await end_all(refused)
+            rejection_task = asyncio.ensure_future(self._reject_unfinished())
+            await asyncio.wait({rejection_task}, timeout=rejection_s)
+            await end_all(rejection_task)
 
     async def _reject_unfinished(self) -> None:
         await self.models.kill()

@@ -299,10 +299,12 @@ class AscendBackend(Backend):
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed = {name for request in requests for name in (*request.requested, *request.states)}
+        needed_names = {
+            name for request in requests for name in (*request.requested, *request.states)
+        }
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
-            if tensor.name in needed:
+            if tensor.name in needed_names:
                 result = (
                     self._results[index][:rows] if self._supports_batching else self._results[index]
                 )
@@ -390,11 +392,11 @@ def _check(
                 f"file's has {TO_CONFIG[tensor.datatype]}"
             )
         dims = spec.model_dims
-        expected = tensor.dims[1:] if max_batch_size else tensor.dims
-        if dims != expected and (expected or math.prod(dims) != 1):
+        expected_dims = tensor.dims[1:] if max_batch_size else tensor.dims
+        if dims != expected_dims and (expected_dims or math.prod(dims) != 1):
             raise InvalidArgument(
                 f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
-                f"has {shape_text(expected)}"
+                f"has {shape_text(expected_dims)}"
             )
         if max_batch_size and max_batch_size > tensor.dims[0]:
             raise InvalidArgument(

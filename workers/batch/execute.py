@@ -108,9 +108,9 @@ class Executor:
         stopwatch.input_end_ns = stopwatch.output_start_ns = 0
         replies: list[Reply] = []
         has_run = False
-        remaining = requests
-        while remaining:
-            open_requests, unpacked, remaining = self._unpack(remaining, replies)
+        remaining_requests = requests
+        while remaining_requests:
+            open_requests, unpacked, remaining_requests = self._unpack(remaining_requests, replies)
             if unpacked:
                 replies += self._run(open_requests, unpacked)
                 has_run = True
@@ -244,7 +244,7 @@ class Executor:
             pairs = zip(open_requests, requests, strict=True)
             return self._run_streams([OutputStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []
-        failed: list[WorkerRequest] = []
+        failed_requests: list[WorkerRequest] = []
         too_large = False
         try:
             responses = self._execute(requests)
@@ -259,7 +259,7 @@ class Executor:
             elif not (is_models_own(error) and self._should_retry(requests[0])):
                 # Not assigned to a variable: the error's traceback keeps the inputs alive.
                 return [self._close_with_error(open_requests[0], self._explain(error, requests[0]))]
-            failed = open_requests
+            failed_requests = open_requests
         else:
             with self._link.lock:
                 self._link.pump()
@@ -267,17 +267,17 @@ class Executor:
                 for open_request, request, response in triples:
                     reply = self._scatter(open_request, request, response)
                     if reply is None:
-                        failed.append(open_request)
+                        failed_requests.append(open_request)
                     else:
                         replies.append(reply)
                 self._writer.scatterer.finish_writes()
-        if failed:
+        if failed_requests:
             self._link.pump()
             if too_large:
                 free_cached_memory()  # until now the error has referenced the tensors
-            group_size = (len(failed) + 1) // 2 if too_large else 1
-            for start in range(0, len(failed), group_size):
-                group = failed[start : start + group_size]
+            group_size = (len(failed_requests) + 1) // 2 if too_large else 1
+            for start in range(0, len(failed_requests), group_size):
+                group = failed_requests[start : start + group_size]
                 replies += self._run_again(group, copy_inputs=len(requests) == 1)
         return replies
 

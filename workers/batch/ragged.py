@@ -95,11 +95,11 @@ class Ragged:
         shapes = [
             self._part_shape(split.dims, request.inputs[split.source].shape) for request in requests
         ]
-        expected = sum(map(element_count, shapes))
-        if element_count(shape) != expected:
+        expected_count = sum(map(element_count, shapes))
+        if element_count(shape) != expected_count:
             raise Internal(
                 f"inference output '{name}' has {element_count(shape)} elements, expecting the "
-                f"{expected} of the requests' inputs '{split.source}'"
+                f"{expected_count} of the requests' inputs '{split.source}'"
             )
         return shapes
 

@@ -333,20 +333,22 @@ class Unpacker:
         model = self._signature.name
         byte_size = 0
         shared: list[Range] = []
-        for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
+        for (name, datatype, shape, expected_size), raw in zip(
+            properties.inputs, data, strict=False
+        ):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
                 copy = memoryview(bytearray(raw))
                 size = copy.nbytes
-                if expected not in (size, -1):
-                    raise self._size_error(name, expected, size)
+                if expected_size not in (size, -1):
+                    raise self._size_error(name, expected_size, size)
                 self._copy_counter.inputs += size
                 inputs[name] = Input(name, datatype, shape, copy, None, model)
             else:
                 memory_range = unpack_range(raw)
                 size = memory_range.byte_size
-                if expected not in (size, -1):
-                    raise self._size_error(name, expected, size)
+                if expected_size not in (size, -1):
+                    raise self._size_error(name, expected_size, size)
                 inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
                 shared += [memory_range]
             byte_size += size
@@ -408,10 +410,10 @@ class Unpacker:
             return tensor
         return tensor._replace(shape=self._model_shape(shape, spec))
 
-    def _size_error(self, name: str, expected: int, actual: int) -> InvalidArgument:
+    def _size_error(self, name: str, expected_size: int, actual_size: int) -> InvalidArgument:
         return InvalidArgument(
             f"input byte size mismatch for input '{name}' for model '{self._signature.name}'. "
-            f"Expected {expected}, got {actual}"
+            f"Expected {expected_size}, got {actual_size}"
         )
 
     def _input_in_range(

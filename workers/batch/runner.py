@@ -523,10 +523,10 @@ def _weights_byte_size(model: Any) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _array_datatype(array: np.ndarray[Any, Any], expected: str) -> str:
+def _array_datatype(array: np.ndarray[Any, Any], expected_datatype: str) -> str:
     dtype = array.dtype.newbyteorder("=")
-    if dtype == STORAGE_DTYPES[expected]:
-        return expected
+    if dtype == STORAGE_DTYPES[expected_datatype]:
+        return expected_datatype
     for datatype, candidate in NUMPY_DTYPES.items():
         if candidate == dtype:
             return datatype

@@ -65,16 +65,16 @@ class ReadyOutput(NamedTuple):
 _Destination = str | None
 
 
-def _is_repeatable(ready: list[ReadyOutput], request: Request, response: Response) -> bool:
+def _is_repeatable(ready_outputs: list[ReadyOutput], request: Request, response: Response) -> bool:
     """Check whether all outputs were written unconverted.
 
     If so, the next response with the same key is written in the same way.
     """
-    if len(ready) != len(response.outputs):
+    if len(ready_outputs) != len(response.outputs):
         return False
-    if request.memory_ranges and len(ready) < len(request.requested):
+    if request.memory_ranges and len(ready_outputs) < len(request.requested):
         return False
-    pairs = zip(ready, response.outputs, strict=True)
+    pairs = zip(ready_outputs, response.outputs, strict=True)
     return all(
         item.name not in request.memory_ranges
         if item.datatype == "BYTES"
@@ -202,17 +202,19 @@ class Scatterer:
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
         """Write a response of any kind; with a `key`, store the destinations for its kind."""
-        ready = [
+        ready_outputs = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
             if output.name in request.requested and output.name in self._signature.outputs
         ]
-        if len(ready) < len(request.requested):
-            self._handle_missing(request, {item.name for item in ready})
-        if request.is_aliased and len(ready) > 1:
-            ready = [_detach(item, request) for item in ready]
+        if len(ready_outputs) < len(request.requested):
+            self._handle_missing(request, {item.name for item in ready_outputs})
+        if request.is_aliased and len(ready_outputs) > 1:
+            ready_outputs = [_detach(item, request) for item in ready_outputs]
         memory_ranges = request.memory_ranges
-        message_bytes = sum([item.byte_size for item in ready if item.name not in memory_ranges])
+        message_bytes = sum(
+            [item.byte_size for item in ready_outputs if item.name not in memory_ranges]
+        )
         inline = message_bytes <= INLINE_LIMIT
         claimed_offsets: list[int] = []
         try:
@@ -224,17 +226,27 @@ class Scatterer:
                     request.work.client_pid,
                     claimed_offsets,
                 )
-                for item in ready
+                for item in ready_outputs
             ]
         except BaseException:
             self._context.output_memory.free_unused(claimed_offsets)
             raise
-        refs = [TensorRef(*item[:3], location) for item, location in zip(ready, data, strict=True)]
+        refs = [
+            TensorRef(*item[:3], location)
+            for item, location in zip(ready_outputs, data, strict=True)
+        ]
         schema = pack_response_schema(refs, response.parameters)
-        if key is not None and not claimed_offsets and _is_repeatable(ready, request, response):
+        if (
+            key is not None
+            and not claimed_offsets
+            and _is_repeatable(ready_outputs, request, response)
+        ):
             if len(request.response_kinds) >= _MAX_RESPONSE_KINDS:
                 request.response_kinds.clear()
-            request.response_kinds[key] = schema, [_destination(item, request) for item in ready]
+            request.response_kinds[key] = (
+                schema,
+                [_destination(item, request) for item in ready_outputs],
+            )
         return schema, pack_data(data)
 
     def _handle_missing(self, request: Request, returned: set[str]) -> None:
@@ -242,8 +254,8 @@ class Scatterer:
 
         Their ranges in client memory are zeroed, so that a client does not read old content.
         """
-        missing = [name for name in request.requested if name not in returned]
-        for name in missing:
+        missing_outputs = [name for name in request.requested if name not in returned]
+        for name in missing_outputs:
             if name in request.memory_ranges:
                 self._write_to(
                     request.memory_ranges[name], bytes(request.memory_ranges[name].byte_size)
@@ -253,7 +265,7 @@ class Scatterer:
             logger.warning(
                 "model '%s' did not return the requested outputs %s (logged once)",
                 self._signature.name,
-                ", ".join(missing),
+                ", ".join(missing_outputs),
             )
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> ReadyOutput:
@@ -280,11 +292,11 @@ class Scatterer:
                 f"'{output.name}', expecting {TO_CONFIG[spec.datatype]}"
             )
         dims = spec.model_dims
-        expected = (request.batch_size, *dims) if self._supports_batching else dims
-        if not shapes_match(expected, shape):
+        expected_shape = (request.batch_size, *dims) if self._supports_batching else dims
+        if not shapes_match(expected_shape, shape):
             text = (
                 f"unexpected shape for inference output '{output.name}' for model "
-                f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
+                f"'{self._signature.name}'. Expected {shape_text(expected_shape)}, got "
                 f"{shape_text(shape)}."
             )
             wrong_rows = self._supports_batching and shape[:1] != (request.batch_size,)

@@ -135,7 +135,7 @@ def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInput
     """
     inline_bytes = sum(len(item.data) for item in inputs if not isinstance(item.data, Range))
     refs: list[TensorRef] = []
-    placed = PlacedInputs(refs, [])
+    placed_inputs = PlacedInputs(refs, [])
     try:
         for item in inputs:
             data = item.data
@@ -145,13 +145,13 @@ def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInput
                 data = bytes(data)
             else:
                 block = memory.write(data)
-                placed.blocks.append(block)
+                placed_inputs.blocks.append(block)
                 data = block.memory_range
             refs.append(TensorRef(item.name, item.datatype, item.shape, data))
     except ShmserveError:
-        placed.release()
+        placed_inputs.release()
         raise
-    return placed
+    return placed_inputs
 
 
 @dataclass(slots=True)

@@ -168,15 +168,15 @@ class DeviceMemory:
 
     def _allocation(self, cuda: Cuda, handle: CudaHandle) -> Allocation:
         key = (handle.raw, handle.device)
-        existing = self._allocations.get(key)
+        existing_allocation = self._allocations.get(key)
         try:
             if handle.uuid and handle.uuid != cuda.uuid(handle.device):
                 raise InvalidArgument(
                     f"device {handle.device} of the server is not the one with the 'device_uuid' "
                     "that the shared memory region was registered with"
                 )
-            if existing is not None:
-                return existing
+            if existing_allocation is not None:
+                return existing_allocation
             pointer = cuda.open(handle.raw, handle.device)
             self._working_devices.add(handle.device)
         except CudaError as error:

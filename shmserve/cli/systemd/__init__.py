@@ -398,14 +398,14 @@ class _Change:
     def _write(self, path: Path, text: str) -> None:
         if not self._dry_run:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
-            new = path.with_name(f"{path.name}.new")
-            new.write_text(text, encoding="utf-8")
-            new.chmod(0o644)
-            new.replace(path)
+            new_path = path.with_name(f"{path.name}.new")
+            new_path.write_text(text, encoding="utf-8")
+            new_path.chmod(0o644)
+            new_path.replace(path)
 
-    def _show_difference(self, path: Path, old: str | None, new: str) -> None:
-        if old is not None:
-            lines = (old.splitlines(), new.splitlines())
+    def _show_difference(self, path: Path, old_text: str | None, new_text: str) -> None:
+        if old_text is not None:
+            lines = (old_text.splitlines(), new_text.splitlines())
             for line in difflib.unified_diff(*lines, str(path), "installed", lineterm=""):
                 print(f"    {line}")
 

@@ -300,10 +300,10 @@ def _datatype(name: str, datatype: Any) -> str:
         datatype_name = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
         if datatype_name:
             return datatype_name
-    allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
+    allowed_names = ", ".join(name for name, size in ITEM_SIZE.items() if size)
     raise InvalidArgument(
-        f"'{name}': unknown datatype '{datatype}' (allowed: {allowed}, and types of numpy such as "
-        "numpy.float32 or 'float32')"
+        f"'{name}': unknown datatype '{datatype}' (allowed: {allowed_names}, and types of numpy "
+        "such as numpy.float32 or 'float32')"
     )
 
 

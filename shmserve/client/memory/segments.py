@@ -209,11 +209,13 @@ class Memories:
                 block = self._allocate_shared(byte_size)
             if block is not None:
                 return block
-            used = self._used()
+            used_bytes = self._used()
             # A larger segment also serves later requests.
-            preferred_size = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
+            preferred_size = min(
+                max(_SMALLEST, min(used_bytes, _LARGEST_SHARED)), self._limit - used_bytes
+            )
             size = byte_size if whole_segment else max(byte_size, preferred_size)
-            self._check_limit(used, size)
+            self._check_limit(used_bytes, size)
             segment = Segment(size)
             block = self._first_block(segment, segment.size if whole_segment else byte_size)
         self._notify(block.segment)
@@ -269,11 +271,11 @@ class Memories:
     def _used(self) -> int:
         return sum(segment.size for segment in self._segments if segment.counted)
 
-    def _check_limit(self, used: int, size: int) -> None:
-        if used + size > self._limit:
+    def _check_limit(self, used_bytes: int, size: int) -> None:
+        if used_bytes + size > self._limit:
             raise Unavailable(
-                f"this client may use {self._limit} bytes of shared memory: {used} are in use, "
-                f"{size} more are needed (release results and regions, or connect with a "
+                f"this client may use {self._limit} bytes of shared memory: {used_bytes} are in "
+                f"use, {size} more are needed (release results and regions, or connect with a "
                 "larger memory_limit)"
             )
 

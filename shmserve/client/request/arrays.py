@@ -25,10 +25,10 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
     return NUMPY_DTYPES.get(datatype, BF16)
 
 
-def datatype_of(array: Array, expected: str) -> str:
-    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is `expected`."""
-    if expected == "BF16" and array.dtype == BF16:
-        return expected
+def datatype_of(array: Array, expected_datatype: str) -> str:
+    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is expected."""
+    if expected_datatype == "BF16" and array.dtype == BF16:
+        return expected_datatype
     return _DATATYPES.get(array.dtype, "")
 
 
@@ -49,15 +49,15 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
     Raises:
         InvalidArgument: The value has no datatype of the protocol.
     """
-    expected = spec.datatype if spec is not None else ""
+    expected_datatype = spec.datatype if spec is not None else ""
     if type(value) is not np.ndarray:
-        value, datatype = _convert(value, expected, name)
+        value, datatype = _convert(value, expected_datatype, name)
         if datatype:
             return value, datatype
     array: Array = value
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
-    array_datatype = datatype_of(array, expected)
+    array_datatype = datatype_of(array, expected_datatype)
     if not array_datatype:
         raise InvalidArgument(
             f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
@@ -70,7 +70,7 @@ def _as_contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def _convert(value: Any, expected: str, name: str) -> tuple[Any, str]:
+def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(
@@ -102,23 +102,23 @@ def _convert(value: Any, expected: str, name: str) -> tuple[Any, str]:
                 f"input '{name}' cannot be read through DLPack: {error}"
             ) from error
     try:
-        return _from_lists(value, expected)
+        return _from_lists(value, expected_datatype)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(
-            f"input '{name}' cannot be converted to {expected}: {error}"
+            f"input '{name}' cannot be converted to {expected_datatype}: {error}"
         ) from error
 
 
-def _from_lists(value: Any, expected: str) -> tuple[Array, str]:
-    if not expected or expected == "BYTES":
-        return np.asarray(value, dtype_of(expected) if expected else None), ""
+def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
+    if not expected_datatype or expected_datatype == "BYTES":
+        return np.asarray(value, dtype_of(expected_datatype) if expected_datatype else None), ""
     array = np.asarray(value)
     if array.size and array.dtype.kind not in "biuf":
         raise ValueError("some of its elements are not numbers of at most 64 bits")
     with np.errstate(over="ignore"):
-        if expected == "BF16":
-            return to_bf16(np.asarray(array, np.float32)), expected
-        converted = np.asarray(value, dtype_of(expected))
+        if expected_datatype == "BF16":
+            return to_bf16(np.asarray(array, np.float32)), expected_datatype
+        converted = np.asarray(value, dtype_of(expected_datatype))
     if converted.dtype.kind != "f" and not np.array_equal(converted, array):
         raise ValueError("some of its elements would change their value")
     return converted, ""

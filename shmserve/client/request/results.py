@@ -123,9 +123,11 @@ def read(reader: Reader, message: Finished) -> Result:
 
 def _check_complete(packed: PackedRequest, result: Result) -> None:
     requested = [output.name for output in RequestSchema(packed.schema).outputs]
-    missing = [name for name in requested or packed.model.signature.outputs if name not in result]
-    if missing:
-        names = ", ".join(f"'{name}'" for name in missing)
+    missing_outputs = [
+        name for name in requested or packed.model.signature.outputs if name not in result
+    ]
+    if missing_outputs:
+        names = ", ".join(f"'{name}'" for name in missing_outputs)
         raise Internal(f"model '{packed.model.name}' did not return the requested outputs {names}")
 
 

@@ -292,14 +292,14 @@ async def collect_reports(
     try:
         await asyncio.wait(futures, timeout=_REPORT_TIMEOUT_S)
     finally:
-        missing = [future for future in futures if not future.done()]
-        for future in missing:
+        missing_reports = [future for future in futures if not future.done()]
+        for future in missing_reports:
             future.cancel()
-    if missing:
+    if missing_reports:
         logger.log(
             log_level,
             "%d of %d schedulers did not report their statistics",
-            len(missing),
+            len(missing_reports),
             len(futures),
         )
     return [

@@ -351,8 +351,10 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
-    parsed = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
-    families = model_metrics.sum_families(parsed)
+    parsed_reports = [
+        model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
+    ]
+    families = model_metrics.sum_families(parsed_reports)
     unique = {name: family for name, family in families.items() if name not in server_names}
     if len(unique) < len(families):
         logger.warning(

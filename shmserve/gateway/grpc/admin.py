@@ -36,9 +36,9 @@ _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 def serving_status(gateway: Gateway) -> HealthCheckResponse:
     """Return the server's status for grpc.health.v1; all services have the same status."""
-    ready = gateway.health.ready and not gateway.health.exiting
+    is_ready = gateway.health.ready and not gateway.health.exiting
     return HealthCheckResponse(
-        status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
+        status=HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
     )
 
 
@@ -70,8 +70,8 @@ class AdminCall:
     async def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """Handle ModelReady."""
         version = checked_version(request.version)
-        ready = await management.is_model_ready(self.gateway, request.name, version)
-        return pb.ModelReadyResponse(ready=ready)
+        is_ready = await management.is_model_ready(self.gateway, request.name, version)
+        return pb.ModelReadyResponse(ready=is_ready)
 
     async def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
         """Handle grpc.health.v1.Health/Check."""

@@ -241,11 +241,11 @@ def _fit_shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
         None if the fixed dimensions do not divide the number of elements.
     """
     fixed_elements = element_count([dim for dim in dims if dim >= 0])
-    remaining, remainder = divmod(count, fixed_elements) if fixed_elements else (0, count)
+    remaining_count, remainder = divmod(count, fixed_elements) if fixed_elements else (0, count)
     shape = list(dims)
     for index in reversed(range(len(shape))):
         if shape[index] < 0:
-            shape[index], remaining = remaining, 1
+            shape[index], remaining_count = remaining_count, 1
     return None if remainder or element_count(shape) != count else tuple(shape)
 
 

@@ -60,9 +60,9 @@ class MethodNotAllowed(InvalidArgument):
 
     status = 405
 
-    def __init__(self, message: str, allowed: str = "") -> None:
+    def __init__(self, message: str, allowed_methods: str = "") -> None:
         super().__init__(message)
-        self.allowed_methods = allowed
+        self.allowed_methods = allowed_methods
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._handle_trailers(stream_id, flags, block, events)
             return
         self.last_stream_id = stream_id
-        ended = bool(flags & END_STREAM)
+        has_ended = bool(flags & END_STREAM)
         if self._refusing or len(self.streams) >= self._limits.streams:
             self._headers.skip_block(block)
             raise StreamFault(FaultCode.REFUSED_STREAM)
@@ -237,7 +237,7 @@ class Http2Connection(FrameReader[HeadT]):
         if self._control.tokens < self._limits.control:
             self._control.add_tokens(_EARNED_PER_FRAME)
         events.append(StreamOpened(stream, head))
-        if ended:
+        if has_ended:
             if stream.expected_bytes > 0:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
             stream.ended = True
@@ -293,9 +293,9 @@ class Http2Connection(FrameReader[HeadT]):
             + (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
         )
         saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
-        needed = min(saved, self._control.debt)
-        self._saved_control_frames = saved - needed
-        self._control.add_tokens(needed)
+        needed_frames = min(saved, self._control.debt)
+        self._saved_control_frames = saved - needed_frames
+        self._control.add_tokens(needed_frames)
 
     def _handle_reset(self, stream_id: int, payload: bytes, events: list[Event[HeadT]]) -> None:
         frames.parse_uint32(payload, "RST_STREAM")

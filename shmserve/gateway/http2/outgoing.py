@@ -294,11 +294,14 @@ class Outgoing:
                 _encode_frame_start(len(block), HEADERS, flags) + stream.packed_id + block
             )
             return
-        first_part, remaining = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
+        first_part, remaining_block = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
         self.ready.append(frames.encode_frame(HEADERS, flags & ~END_HEADERS, stream.id, first_part))
-        while remaining:
-            piece, remaining = remaining[:SMALLEST_FRAME], remaining[SMALLEST_FRAME:]
-            end_flag = 0 if remaining else END_HEADERS
+        while remaining_block:
+            piece, remaining_block = (
+                remaining_block[:SMALLEST_FRAME],
+                remaining_block[SMALLEST_FRAME:],
+            )
+            end_flag = 0 if remaining_block else END_HEADERS
             self.ready.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
 
     def _finish(self, stream: Stream) -> None:

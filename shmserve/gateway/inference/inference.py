@@ -223,14 +223,18 @@ class UnaryInference(GatewayRequest):
             self.discard(message)  # surplus response: the model has exactly one response
             return
         self.message = message
-        built = self.built_request
-        if built.trace is not None:
-            built.trace.on_response(message)
-        if self.is_templated and built.responses is not None and type(message) is m.Finished:
-            template = built.responses.find(message.schema)
+        built_request = self.built_request
+        if built_request.trace is not None:
+            built_request.trace.on_response(message)
+        if (
+            self.is_templated
+            and built_request.responses is not None
+            and type(message) is m.Finished
+        ):
+            template = built_request.responses.find(message.schema)
             if template is not None:
                 try:
-                    self.encoded = template.fill(built.infer_request.id, message.data)
+                    self.encoded = template.fill(built_request.infer_request.id, message.data)
                 except Exception:
                     self.encoded = None  # the error is reported when the response is encoded again
         self.on_response(self)

@@ -174,7 +174,7 @@ class RequestTemplate:
 
     def __init__(
         self,
-        built: BuiltRequest,
+        built_request: BuiltRequest,
         sizes: Sequence[int | None],
         references: RegionReferences | None,
         create_resources: Callable[[], Resources] | None,
@@ -182,18 +182,20 @@ class RequestTemplate:
         """Derive the template from the first request with a header.
 
         Args:
-            built: The request.
+            built_request: The request.
             sizes: The byte size of each input in the body; None for an input in a region.
             references: The references of the request to regions.
             create_resources: Creates the resources of a request with large tensors; None if the
                 tensors are small.
         """
-        self._model = built.model
-        self._request = built.infer_request
-        self._schema = built.schema
+        self._model = built_request.model
+        self._request = built_request.infer_request
+        self._schema = built_request.schema
         self._body_indices = [index for index, size in enumerate(sizes) if size is not None]
         # The data of the first request is kept only for inputs in regions.
-        self._data = built.data if len(self._body_indices) < len(built.data) else None
+        self._data = (
+            built_request.data if len(self._body_indices) < len(built_request.data) else None
+        )
         self._sizes = [size for size in sizes if size is not None]
         tensor_layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
         self._unpack_tensors: Callable[[bytes, int], tuple[bytes, ...]] = tensor_layout.unpack_from

@@ -193,11 +193,11 @@ def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Ite
         yield Problem(kind_at, "has kind KIND_GPU but no GPUs are available", (gpus_at,))
     for index, gpu in enumerate(group.gpus):
         if not 0 <= gpu < gpu_count:
-            available = ", ".join(map(str, range(gpu_count)))
+            available_gpus = ", ".join(map(str, range(gpu_count)))
             # Triton's message includes its minimum compute capability; the host's is not queried.
             text = (
                 f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum "
-                f"required CUDA compute compatibility of 6.000000 are: {available}"
+                f"required CUDA compute compatibility of 6.000000 are: {available_gpus}"
             )
             yield Problem((*gpus_at, index), text)
 
@@ -292,24 +292,24 @@ def ignored_fields(config: ModelConfig) -> list[str]:
     return list(_ignored(config))
 
 
-def warnings_of(written: ModelConfig, final: ModelConfig) -> list[str]:
+def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
     """Return warnings about valid settings that are probably mistakes, one log line each.
 
     Args:
-        written: The configuration as its author wrote it.
+        written_config: The configuration as its author wrote it.
         final: The completed configuration.
     """
     warnings = [
         f"instance_group[{index}].count: {group.count} is replaced by the default, because a "
         "count must be at least 1"
-        for index, group in enumerate(written.instance_group)
+        for index, group in enumerate(written_config.instance_group)
         if group.count < 0
     ]
-    for name in sorted(set(written.parameters).difference(KNOWN_PARAMETERS)):
+    for name in sorted(set(written_config.parameters).difference(KNOWN_PARAMETERS)):
         near = nearest(name, KNOWN_PARAMETERS, 0.8)
         if near:
             warnings.append(f"parameters: '{clip(name)}' is unknown; did you mean '{near}'?")
-    if written.HasField("dynamic_batching") and final.max_batch_size < 1:
+    if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings
 

@@ -127,32 +127,34 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
         for i, step in enumerate(steps)
     ]
     tensors = {io.name for io in config.input}
-    waiting = list(range(len(steps)))
-    while ready := [index for index in waiting if tensors.issuperset(reads[index])]:
-        waiting = [index for index in waiting if index not in ready]
-        tensors.update(tensor for index in ready for tensor in steps[index].output_map.values())
+    waiting_indices = list(range(len(steps)))
+    while ready_indices := [index for index in waiting_indices if tensors.issuperset(reads[index])]:
+        waiting_indices = [index for index in waiting_indices if index not in ready_indices]
+        tensors.update(
+            tensor for index in ready_indices for tensor in steps[index].output_map.values()
+        )
     writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
     if tensors.issuperset(output.name for output in config.output):
-        for index in waiting:  # these steps are in a cycle, or depend on a cycle
-            missing = next(tensor for tensor in reads[index] if tensor not in tensors)
+        for index in waiting_indices:  # these steps are in a cycle, or depend on a cycle
+            missing_tensor = next(tensor for tensor in reads[index] if tensor not in tensors)
             text = (
                 f"step {index} of ensemble '{name}', model '{steps[index].model_name}', can "
-                f"never run: its input tensor '{missing}' is produced only by steps that depend "
-                "on it"
+                f"never run: its input tensor '{missing_tensor}' is produced only by steps that "
+                "depend on it"
             )
             yield Problem((*_STEP, index), text)
     for index, output in enumerate(config.output):
         if output.name not in tensors:
-            missing = next(t for t in reads[writers[output.name]] if t not in tensors)
+            missing_tensor = next(t for t in reads[writers[output.name]] if t not in tensors)
             text = (
                 f"output '{output.name}' for ensemble '{name}' is not written: at least one of "
-                f"its depending tensors, '{missing}', is not connected"
+                f"its depending tensors, '{missing_tensor}', is not connected"
             )
             yield Problem(("output", index, "name"), text, (_STEP,))
-    used = _read_tensors(config) | {io.name for io in config.output}
+    used_tensors = _read_tensors(config) | {io.name for io in config.output}
     for index, step in enumerate(steps):
         for output_name, tensor in sorted(step.output_map.items()):
-            if tensor not in used:
+            if tensor not in used_tensors:
                 text = f"ensemble tensor '{tensor}' is unused in ensemble '{name}'"
                 yield Problem((*_STEP, index, "output_map", member(output_name)), text)
 
@@ -187,12 +189,12 @@ def compose(
     Raises:
         GraphProblem: The ensemble does not fit the models.
     """
-    available = _available_models(config, models, has_any_version)
-    _check_mappings(config, available)
-    _check_streams(config, available)
+    available_models = _available_models(config, models, has_any_version)
+    _check_mappings(config, available_models)
+    _check_streams(config, available_models)
     full = ModelConfig()
     full.CopyFrom(config)
-    full.model_transaction_policy.decoupled |= any(map(_is_decoupled, available))
+    full.model_transaction_policy.decoupled |= any(map(_is_decoupled, available_models))
     return full
 
 
@@ -200,7 +202,7 @@ def _available_models(
     config: ModelConfig, models: Sequence[ModelConfig | None], has_versions: Sequence[bool]
 ) -> list[ModelConfig]:
     name, steps = config.name, config.ensemble_scheduling.step
-    missing: dict[str, Key] = {}
+    missing_models: dict[str, Key] = {}
     for index, (step, model, is_loaded) in enumerate(zip(steps, models, has_versions, strict=True)):
         if model is None and is_loaded:
             raise GraphProblem(
@@ -209,12 +211,12 @@ def _available_models(
                 (*_STEP, index, "model_version"),
             )
         if model is None:
-            missing.setdefault(step.model_name, (*_STEP, index, "model_name"))
-    if missing:
+            missing_models.setdefault(step.model_name, (*_STEP, index, "model_name"))
+    if missing_models:
         raise GraphProblem(
             f"ensemble {name} contains models that are not available or ambiguous: "
-            f"{', '.join(missing)}",
-            next(iter(missing.values())),
+            f"{', '.join(missing_models)}",
+            next(iter(missing_models.values())),
         )
     return [model for model in models if model is not None]
 
@@ -336,10 +338,12 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     reads = [set(step.input_map.values()) for step in steps]
     for index, condition in conditional.items():
         reads[index].add(condition)
-    waiting = set(range(len(steps)))
-    while ready := sorted(index for index in waiting if reads[index] <= origins.keys()):
-        waiting.difference_update(ready)
-        for index in ready:
+    waiting_indices = set(range(len(steps)))
+    while ready_indices := sorted(
+        index for index in waiting_indices if reads[index] <= origins.keys()
+    ):
+        waiting_indices.difference_update(ready_indices)
+        for index in ready_indices:
             stream_origins = {origins[tensor] for tensor in reads[index]} - {-1}
             if len(stream_origins) > 1:
                 raise GraphProblem(

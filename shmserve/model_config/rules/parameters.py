@@ -91,8 +91,8 @@ def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Probl
     for name, text in texts.items():
         if values[name] is None:
             near = suggestion(text, Strategy) if name == STRATEGY_PARAMETER else ""
-            allowed = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
-            yield Problem(_key(name), f"{allowed}, found '{text}'{near}")
+            allowed_text = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
+            yield Problem(_key(name), f"{allowed_text}, found '{text}'{near}")
     if complete:
         yield from _strategy_problems(config, values)
     if PADDING in config.parameters:
@@ -226,9 +226,9 @@ def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterato
 def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
     for key in entry:
         if key not in _INPUT_KEYS:
-            allowed = ", ".join(map(repr, (*_INPUT_KEYS, "like")))
+            allowed_keys = ", ".join(map(repr, (*_INPUT_KEYS, "like")))
             near = suggestion(key, (*_INPUT_KEYS, "like"))
-            yield f"has the unknown key '{key}' (allowed: {allowed}){near}"
+            yield f"has the unknown key '{key}' (allowed: {allowed_keys}){near}"
     io = inputs.get(name)
     if io is None:
         yield "names neither an input of the model, nor an output with 'like'"

@@ -118,10 +118,10 @@ class SequenceDispatch(Dispatcher):
             code, reason = "UNAVAILABLE", Reason.REJECTED
         if expired and sequence.instance_slots is None:
             text = _BACKLOG_EXPIRED
-            removed = self._sequences.drop_all(sequence)
+            removed_requests = self._sequences.drop_all(sequence)
         else:
-            removed = self._sequences.drop(request)
-        for dependent in () if keep_dependents else removed:
+            removed_requests = self._sequences.drop(request)
+        for dependent in () if keep_dependents else removed_requests:
             if dependent is not request:
                 self._fail(dependent, code, text, reason, now_ns)
 

@@ -104,15 +104,15 @@ class WaitingRequests:
 
         Return them, or [] if it was removed before.
         """
-        removed: list[ScheduledRequest] = []
+        removed_requests: list[ScheduledRequest] = []
         run = self._run_of.get(request.key)
         while run is not None and request.key in run:
             key, removed_request = run.popitem()
             del self._run_of[key]
-            removed.append(removed_request)
+            removed_requests.append(removed_request)
         self._trim()
-        removed.reverse()
-        return removed
+        removed_requests.reverse()
+        return removed_requests
 
     def _trim(self) -> None:
         while self._runs and not self._runs[0]:
@@ -217,11 +217,11 @@ def decide(
 def _direct(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
 ) -> Rows | WaitUntil:
-    ready = sorted(slots.ready)
-    heads = {slot: slots.ready[slot].waiting.first for slot in ready}
-    oldest_slot = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
-    reason = CloseReason.FULL if len(ready) == rules.slots else CloseReason.IDLE
-    if rules.delay_ns and len(ready) < rules.spec.minimum_slot_utilization * rules.slots:
+    ready_slots = sorted(slots.ready)
+    heads = {slot: slots.ready[slot].waiting.first for slot in ready_slots}
+    oldest_slot = min(ready_slots, key=lambda slot: (heads[slot].enqueued_ns, slot))
+    reason = CloseReason.FULL if len(ready_slots) == rules.slots else CloseReason.IDLE
+    if rules.delay_ns and len(ready_slots) < rules.spec.minimum_slot_utilization * rules.slots:
         # Triton requires more than the delay to have passed.
         delay_end_ns = heads[oldest_slot].enqueued_ns + rules.delay_ns + 1
         flush_by_ns = min(head.flush_by_ns for head in heads.values()) - reserve_ns
@@ -230,9 +230,9 @@ def _direct(
         reason = CloseReason.DELAY if delay_end_ns <= now_ns else CloseReason.DEADLINE
     shape_key = heads[oldest_slot].shape_key
     rows: list[tuple[int, StatefulSequence | None]] = [
-        (slot, None) for slot in range(ready[-1] + 1)
+        (slot, None) for slot in range(ready_slots[-1] + 1)
     ]
-    for slot in ready:
+    for slot in ready_slots:
         if heads[slot].shape_key == shape_key:
             rows[slot] = slot, slots.ready[slot]
         else:
@@ -455,20 +455,20 @@ class Sequences:
         """
         sequence: StatefulSequence = request.sequence
         ends_sequence = sequence.waiting.is_in_last_run(request)
-        removed = sequence.waiting.remove(request)
+        removed_requests = sequence.waiting.remove(request)
         if ends_sequence:
             self._close(sequence)
-        if removed:  # otherwise it was removed together with an earlier request
+        if removed_requests:  # otherwise it was removed together with an earlier request
             self._update_slot(sequence)
-        return removed
+        return removed_requests
 
     def drop_all(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
         """End a sequence; remove and return its waiting requests."""
-        removed = list(sequence.waiting)
+        removed_requests = list(sequence.waiting)
         sequence.waiting = WaitingRequests()
         self._close(sequence)
         self._update_slot(sequence)
-        return removed
+        return removed_requests
 
     def _update_slot(self, sequence: StatefulSequence) -> None:
         """Update the slot of a sequence after requests were removed."""

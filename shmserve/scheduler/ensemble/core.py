@@ -301,8 +301,8 @@ class EnsembleCore(Core[EnsembleRequest]):
             for request in requests.expire(now_ns):
                 self._steps.cancel(request)
         while requests.changed_requests:
-            changed, requests.changed_requests = requests.changed_requests, {}
-            for request in changed:
+            changed_requests, requests.changed_requests = requests.changed_requests, {}
+            for request in changed_requests:
                 if request.state is not EnsembleState.DONE:
                     self._advance(request, now_ns)
         return requests.timers.due_ns

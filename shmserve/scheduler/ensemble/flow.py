@@ -117,14 +117,14 @@ class Graph:
 
     def sorted_steps(self) -> tuple[StepNode, ...]:
         """Return the steps in topological order, without those in cycles."""
-        available = set(self.inputs)
+        available_tensors = set(self.inputs)
         sorted_steps: list[StepNode] = []
-        waiting = list(self.steps)
-        while ready_steps := [step for step in waiting if step.reads <= available]:
+        waiting_steps = list(self.steps)
+        while ready_steps := [step for step in waiting_steps if step.reads <= available_tensors]:
             sorted_steps += ready_steps
-            waiting = [step for step in waiting if step not in ready_steps]
+            waiting_steps = [step for step in waiting_steps if step not in ready_steps]
             for step in ready_steps:
-                available.update(step.outputs.values())
+                available_tensors.update(step.outputs.values())
         return tuple(sorted_steps)
 
     def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:

@@ -198,9 +198,9 @@ class StepRunner:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
-        waiting = self._waiting_firings[index]
-        while waiting and self._in_flight[index] < self._graph.max_inflight:
-            request, firing = waiting.popleft()
+        waiting_firings = self._waiting_firings[index]
+        while waiting_firings and self._in_flight[index] < self._graph.max_inflight:
+            request, firing = waiting_firings.popleft()
             request.waiting -= 1
             self.waiting -= 1
             self._requests.changed_requests[request] = None
@@ -234,11 +234,11 @@ class StepRunner:
         """Remove the waiting steps of a request, which will not run."""
         if not request.waiting:
             return
-        for index, waiting in enumerate(self._waiting_firings):
-            firings = [firing for owner, firing in waiting if owner is request]
+        for index, waiting_firings in enumerate(self._waiting_firings):
+            firings = [firing for owner, firing in waiting_firings if owner is request]
             if firings:
                 self._waiting_firings[index] = deque(
-                    entry for entry in waiting if entry[0] is not request
+                    entry for entry in waiting_firings if entry[0] is not request
                 )
             for firing in firings:
                 firing.release()

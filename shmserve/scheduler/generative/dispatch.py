@@ -145,8 +145,8 @@ class GenerativeDispatch(Dispatcher):
             for engine in engines
         )
         unprepared = sum(engine.generation is None for engine in self._assigned_requests.values())
-        waiting = sum(engine.waiting for engine in self._engines.values())
-        return max(len(self._queue) + unprepared - capacity, 0) + waiting
+        waiting_count = sum(engine.waiting for engine in self._engines.values())
+        return max(len(self._queue) + unprepared - capacity, 0) + waiting_count
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -279,8 +279,10 @@ class GenerativeDispatch(Dispatcher):
             return
         can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
         if message.replays:
-            ended = {sample: tokens for sample, (tokens, _) in assigned.ended_samples.items()}
-            for sample, tokens in (resumed | ended).items():
+            ended_samples = {
+                sample: tokens for sample, (tokens, _) in assigned.ended_samples.items()
+            }
+            for sample, tokens in (resumed | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
                 assigned.replayed_tokens[sample] = max(tokens, previous_tokens, key=len)
             assigned.ended_samples.clear()
@@ -372,16 +374,16 @@ class GenerativeDispatch(Dispatcher):
         # A process with the same address may follow, whose blocks are empty.
         ready_peers = {slot.peer for slot in self._pool.ready()}
         self._engines = {peer: slot for peer, slot in self._engines.items() if peer in ready_peers}
-        removed: list[ScheduledRequest] = []
+        removed_requests: list[ScheduledRequest] = []
         for request in lost_work.open:
             assigned = self._assigned_requests.get(request.key)
             request.deaths += 1
             if assigned is None or request.state not in AT_WORK or request.deaths >= _MAX_DEATHS:
-                removed.append(request)
+                removed_requests.append(request)
             else:
                 assigned.slot = request.worker = None
                 self._unassigned.append(assigned)
-        return LostWork(lost_work.executions, removed)
+        return LostWork(lost_work.executions, removed_requests)
 
 
 def _request_count(slot: Slot) -> int:

@@ -86,8 +86,10 @@ class Engine(Generic[T]):
         preempted = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
         concurrent = 1 if preempted else min(generation.rows, seats)
-        needed = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
-        return needed <= self.pool.count and (generation.beams is None or generation.rows <= seats)
+        needed_blocks = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
+        return needed_blocks <= self.pool.count and (
+            generation.beams is None or generation.rows <= seats
+        )
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
@@ -178,25 +180,25 @@ class Engine(Generic[T]):
         plan = StepPlan(self._steps + 1, self.settings)
         # The order is made once per step, so that it stays the same while the step is planned.
         rank = ranking(self.settings, now_ns)
-        admitted, waiting = [], []
+        admitted, waiting_sequences = [], []
         for sequence in self._sequences.values():
             if sequence.status is SequenceStatus.RUNNING:
                 admitted.append(sequence)
             elif not sequence.is_held:
-                waiting.append(sequence)
+                waiting_sequences.append(sequence)
         admitted.sort(key=rank)
         decoding = [sequence for sequence in admitted if sequence.missing == 1]
         plan.decoding = max(len(decoding), 1)
         self._add_rows(plan, decoding, admitted)
         self._add_rows(plan, [sequence for sequence in admitted if sequence.missing > 1], admitted)
-        waiting.sort(key=rank)
-        if waiting and not plan.preempted:
-            self._admit(plan, waiting, admitted)
+        waiting_sequences.sort(key=rank)
+        if waiting_sequences and not plan.preempted:
+            self._admit(plan, waiting_sequences, admitted)
         admitted = [sequence for sequence in admitted if sequence.status is SequenceStatus.RUNNING]
-        while waiting and admitted and not plan.rows:
+        while waiting_sequences and admitted and not plan.rows:
             # All sequences inside wait for other beams of their search, which do not fit.
             self._preempt(plan, admitted.pop())
-            self._admit(plan, waiting, admitted)
+            self._admit(plan, waiting_sequences, admitted)
         if not (plan.rows or self._to_end):
             return None
         return self._finish_plan(plan)
@@ -231,9 +233,9 @@ class Engine(Generic[T]):
 
     def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """Return a sequence's numbers of missing tokens and drafts within the remaining budgets."""
-        missing, forks = sequence.missing, sequence.forks
-        missing -= forks > 0
-        if missing > 1 or forks:
+        missing_blocks, forks = sequence.missing, sequence.forks
+        missing_blocks -= forks > 0
+        if missing_blocks > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             if plan.load.decoded:  # the latency of decoding sequences limits it
                 target = self.settings.target_itl_ms
@@ -241,10 +243,10 @@ class Engine(Generic[T]):
                     plan.load, sequence.computed_tokens, target or _DEFAULT_ITL_MS
                 )
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
-            if limit < missing:
+            if limit < missing_blocks:
                 limit -= limit % self._cut_multiple
-            return max(min(missing, limit), 0), 0
-        count = min(missing, plan.tokens)
+            return max(min(missing_blocks, limit), 0), 0
+        count = min(missing_blocks, plan.tokens)
         drafts = self._draft_count(sequence, plan)
         return count, min(drafts, plan.tokens - count) if drafts else 0
 
@@ -269,15 +271,15 @@ class Engine(Generic[T]):
         size, table = self.settings.block_size, sequence.table
         first_index = sequence.computed_tokens // size
         last_index = (sequence.computed_tokens + count - 1) // size
-        missing, writable = last_index + 1 - len(table), self.pool.writable
+        missing_blocks, writable = last_index + 1 - len(table), self.pool.writable
         shared_indices = [
             index
             for index, block in enumerate(table[first_index : last_index + 1], first_index)
             if not writable(block)
         ]
-        if not shared_indices and missing <= 0:
+        if not shared_indices and missing_blocks <= 0:
             return True
-        if len(shared_indices) + max(missing, 0) > self.pool.available:
+        if len(shared_indices) + max(missing_blocks, 0) > self.pool.available:
             return False
         for index in shared_indices:
             for block in self.pool.allocate(1):
@@ -286,8 +288,8 @@ class Engine(Generic[T]):
                 table[index] = block
             self.counts.copied_on_write += 1
             sequence.sent_blocks = min(sequence.sent_blocks, index)
-        if missing > 0:
-            table += self.pool.allocate(missing, table[-1] if table else -1)
+        if missing_blocks > 0:
+            table += self.pool.allocate(missing_blocks, table[-1] if table else -1)
         return True
 
     # --- preemption
@@ -327,13 +329,13 @@ class Engine(Generic[T]):
     # --- admission
 
     def _admit(
-        self, plan: StepPlan, waiting: list[Sequence[T]], admitted: list[Sequence[T]]
+        self, plan: StepPlan, waiting_sequences: list[Sequence[T]], admitted: list[Sequence[T]]
     ) -> None:
         """Start or resume waiting sequences in order, until one does not fit."""
         seats = self._free_seats(admitted)
         reserved = sum(self._blocks_needed(sequence) for sequence in admitted)
-        while waiting:
-            sequence = waiting[0]
+        while waiting_sequences:
+            sequence = waiting_sequences[0]
             seats -= sequence.seats
             if seats < 0 or plan.tokens < 1:
                 return
@@ -344,7 +346,7 @@ class Engine(Generic[T]):
                 is_admitted = self._begin_prompt(sequence, free_blocks)
             if not is_admitted:
                 return
-            admitted.append(waiting.pop(0))
+            admitted.append(waiting_sequences.pop(0))
             sequence.status = SequenceStatus.RUNNING
             blocks_needed, available_before = self._blocks_needed(sequence), self.pool.available
             if sequence.forks and sequence.missing == 1:

@@ -411,11 +411,13 @@ class Beams(Generic[T]):
         """Return the beams of the next step, best first; none once the search is over."""
         search = self.generation.beams
         assert search is not None
-        best = sorted(self._candidates, key=attrgetter("score"), reverse=True)[: 2 * search.width]
+        best_candidates = sorted(self._candidates, key=attrgetter("score"), reverse=True)[
+            : 2 * search.width
+        ]
         self._candidates = []
-        generated = best[0].parent.generated + 1
+        generated = best_candidates[0].parent.generated + 1
         continuing: list[BeamCandidate[T]] = []
-        for rank, candidate in enumerate(best):
+        for rank, candidate in enumerate(best_candidates):
             if candidate.token in search.end_tokens:
                 if rank < search.width:
                     self._add_hypothesis(candidate, generated, "stop")

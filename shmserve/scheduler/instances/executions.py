@@ -230,8 +230,8 @@ class Executions:
         """Remove and return the releases that are kept for an unannounced process."""
         releases = [release for owner_pid, release in self._unknown_releases if owner_pid == pid]
         if releases:
-            remaining = [entry for entry in self._unknown_releases if entry[0] != pid]
-            self._unknown_releases = deque(remaining, _MAX_EARLY)
+            remaining_releases = [entry for entry in self._unknown_releases if entry[0] != pid]
+            self._unknown_releases = deque(remaining_releases, _MAX_EARLY)
         return releases
 
     def _send_early(self, slot: Slot | None) -> None:

@@ -292,13 +292,13 @@ class Pool:
 
         Return the process of each, 0 if it has none.
         """
-        removed: list[int] = []
+        removed_pids: list[int] = []
         for slot in self.retiring[:]:
             has_work = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
             if not has_work and not is_needed(slot):
-                removed.append(slot.pid or slot.awaited_pid)
+                removed_pids.append(slot.pid or slot.awaited_pid)
                 self._remove(slot)
-        return removed
+        return removed_pids
 
     def instance_failed(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""

@@ -290,9 +290,9 @@ class RequestQueue:
 
     def calls(self) -> list[ScheduledRequest]:
         """Return the waiting requests that executing models have sent and wait for."""
-        waiting = [call for call in self.from_models if call.state is State.QUEUED]
-        self.from_models = waiting
-        return waiting
+        waiting_calls = [call for call in self.from_models if call.state is State.QUEUED]
+        self.from_models = waiting_calls
+        return waiting_calls
 
     def _level(self, priority: int) -> tuple[int, LevelPolicy]:
         """Return the level of requests with this priority, and its policy."""

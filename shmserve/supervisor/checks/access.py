@@ -101,7 +101,7 @@ class PortFacts(NamedTuple):
 
 def gather_ports(config: ServerConfig) -> PortFacts:
     """Collect the facts about the listeners' addresses, by opening each for a moment."""
-    free, refused = [], []
+    free, refused_ports = [], []
     for _, address, port, flag in tcp_listeners(config):
         endpoint = f"{address}:{port}"
         try:
@@ -110,8 +110,10 @@ def gather_ports(config: ServerConfig) -> PortFacts:
             free.append(endpoint)
         except InvalidArgument as error:
             pids = tuple(pid for pid, _ in port_users(port))
-            refused.append((endpoint, error.message, pids))
-    return PortFacts(tuple(free), tuple(refused), server_pid(configured_run_directory(config)))
+            refused_ports.append((endpoint, error.message, pids))
+    return PortFacts(
+        tuple(free), tuple(refused_ports), server_pid(configured_run_directory(config))
+    )
 
 
 def judge_ports(ports: PortFacts) -> Verdict:

@@ -64,14 +64,14 @@ def judge_packages(versions: Versions) -> Verdict:
     """
     if not versions:
         return warning("shmserve is not installed", "pip install shmserve")
-    old = [
+    old_packages = [
         name
         for name, (present, minimum) in versions.items()
         if _version_numbers(present) < _version_numbers(minimum)
     ]
-    if old:
-        finding = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old)
-        packages = " ".join(f"'{name}>={versions[name][1]}'" for name in old)
+    if old_packages:
+        finding = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old_packages)
+        packages = " ".join(f"'{name}>={versions[name][1]}'" for name in old_packages)
         return wrong(f"too old or missing: {finding}", f"pip install --upgrade {packages}")
     reported = (f"{name} {versions[name][0]}" for name in _REPORTED_PACKAGES if name in versions)
     return ok(", ".join((f"Python {platform.python_version()}", *reported)))

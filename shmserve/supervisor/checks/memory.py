@@ -111,8 +111,10 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
             status = entry.stat(follow_symlinks=False)
             if status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
-    used = _used_files() if large else set()
-    objects = (ShmObject(name, size, uid, f"{_SHM}/{name}" in used) for name, size, uid in large)
+    used_files = _used_files() if large else set()
+    objects = (
+        ShmObject(name, size, uid, f"{_SHM}/{name}" in used_files) for name, size, uid in large
+    )
     return sorted(objects, key=attrgetter("byte_size"), reverse=True)
 
 

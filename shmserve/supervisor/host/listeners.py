@@ -69,9 +69,13 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
     if failure is not None and (not sockets or failure.errno not in _NO_SUCH_FAMILY):
         for sock in sockets:
             sock.close()
-        failed = flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
-        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed)}"
-        raise InvalidArgument(f"{failed}: cannot listen on {address}:{port}: {reason}") from None
+        failed_flag = (
+            flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
+        )
+        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed_flag)}"
+        raise InvalidArgument(
+            f"{failed_flag}: cannot listen on {address}:{port}: {reason}"
+        ) from None
     return sockets
 
 

@@ -61,11 +61,11 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
     Raises:
         OSError: Nothing can be received.
     """
-    received = _receive_packet(link, _MAX_PACKET_BYTES)
-    if not received.complete or len(received.fds) > _MAX_ACCEPTED_DESCRIPTORS:
-        close_all(received.fds)
+    packet = _receive_packet(link, _MAX_PACKET_BYTES)
+    if not packet.complete or len(packet.fds) > _MAX_ACCEPTED_DESCRIPTORS:
+        close_all(packet.fds)
         return b"", []
-    return received.data, received.fds
+    return packet.data, packet.fds
 
 
 class _Packet(NamedTuple):
@@ -114,8 +114,8 @@ def disconnect(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # Credentials distinguish an empty message from the end of the connection.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        while (received := _receive_packet(link, 1)).has_content:
-            close_all(received.fds)
+        while (packet := _receive_packet(link, 1)).has_content:
+            close_all(packet.fds)
     link.close()
 
 
@@ -343,8 +343,8 @@ class LocalClientConnections:
         except MalformedMessage as error:
             logger.warning("a client program sent an invalid message: %s", error)
             if isinstance(error, frames.VersionMismatch):
-                refused = Refused(0, Unsupported.code, str(error))
-                self.send(client, frames.pack([refused]))
+                refusal = Refused(0, Unsupported.code, str(error))
+                self.send(client, frames.pack([refusal]))
             self.disconnect(client)
         finally:
             close_all(fds)

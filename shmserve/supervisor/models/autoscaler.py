@@ -138,11 +138,13 @@ class Autoscaler:
         before, now_s = version.instances.count, time.monotonic()
         if now_s < state.next_change_s:
             return
-        missing = state.capacity.missing_resources(change.total) if change.total > before else ""
-        if missing:
+        missing_text = (
+            state.capacity.missing_resources(change.total) if change.total > before else ""
+        )
+        if missing_text:
             state.next_change_s = now_s + _RETRY_S
             text = "model '%s' keeps %d instances although %s: %s"
-            logger.warning(text, version.spec.name, before, change.reason, missing)
+            logger.warning(text, version.spec.name, before, change.reason, missing_text)
             return
         state.is_changing = True
         self._context.background(self._change(version, state, change))
@@ -328,9 +330,11 @@ class ScalingPolicy:
                 self._window_start_s = load.at_s
                 return f"requests wait {_ms(wait_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
         start_s = max(load.at_s - _MEAN_WINDOW_S, self._window_start_s)
-        first = next((sample for sample in self._loads if sample.at_s >= start_s), load)
-        count = load.succeeded - first.succeeded
-        mean_s = (load.queueing_s - first.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
+        first_sample = next((sample for sample in self._loads if sample.at_s >= start_s), load)
+        count = load.succeeded - first_sample.succeeded
+        mean_s = (
+            (load.queueing_s - first_sample.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
+        )
         if mean_s <= allowed_s:
             return ""
         return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
@@ -429,15 +433,15 @@ class HostCapacity:
     def missing_resources(self, count: int) -> str:
         """Return a description of the resource that `count` instances lack, or ""."""
         if self._busy_processors * count > self.processors + _EXCESS:
-            used = f"{self._busy_processors:.2g}"
-            return f"there are {self.processors:g} processors, and a busy instance uses {used}"
+            used_text = f"{self._busy_processors:.2g}"
+            return f"there are {self.processors:g} processors, and a busy instance uses {used_text}"
         if self._busy_processors > _MIN_COMPETING and self._host_utilization > _FULLY_USED:
             return f"the processors are busy for {100 * self._host_utilization:.0f} % of the time"
-        available = available_memory()
+        available_bytes = available_memory()
         largest = max(map(private_bytes, self._processor_times), default=0)
-        if available - largest < _MIN_FREE_MEMORY * memory_bytes()[0]:
+        if available_bytes - largest < _MIN_FREE_MEMORY * memory_bytes()[0]:
             return (
-                f"{available >> 20} MiB of memory are free, and an instance needs "
+                f"{available_bytes >> 20} MiB of memory are free, and an instance needs "
                 f"{largest >> 20} MiB"
             )
         return ""

@@ -166,8 +166,10 @@ class Instances:
 
     def readiness_pids(self) -> list[int]:
         """Return the serving processes whose models implement a readiness check."""
-        ready = [i for i in self._instances if i.state is InstanceState.READY and i.checks_ready]
-        return [i.child.pid for i in ready if i.child is not None]
+        ready_instances = [
+            i for i in self._instances if i.state is InstanceState.READY and i.checks_ready
+        ]
+        return [i.child.pid for i in ready_instances if i.child is not None]
 
     @property
     def device_byte_size(self) -> int:
@@ -360,13 +362,17 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        added, removed = find_changes(self._instances, with_count(self.config, count))
+        added_instances, removed_instances = find_changes(
+            self._instances, with_count(self.config, count)
+        )
         try:
-            await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
+            await self.add(
+                InstanceUpdate(self._spec, self.config, False, added_instances, removed_instances)
+            )
         except ShmserveError:
-            self.retire(added)
+            self.retire(added_instances)
             raise
-        self.retire(removed)
+        self.retire(removed_instances)
 
     def retire(self, instances: list[Instance]) -> None:
         """Retire instances, which finish their requests and end."""
@@ -385,9 +391,9 @@ class Instances:
             self._on_change()
 
     @staticmethod
-    async def await_exits(retired: list[Instance]) -> None:
+    async def await_exits(retired_instances: list[Instance]) -> None:
         """Wait for the exits of retired instances, except for those with long requests."""
-        exits = {i.child.exited: i for i in retired if i.child is not None}
+        exits = {i.child.exited: i for i in retired_instances if i.child is not None}
         if exits:
             await asyncio.wait(exits, timeout=REQUEST_PATIENCE_S)
         idle_exits = [e for e, i in exits.items() if i.state is not InstanceState.RETIRING]

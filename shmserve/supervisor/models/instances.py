@@ -283,23 +283,25 @@ def find_changes(
         config: The new configuration.
         running_count: The number of instances to keep, see `expand_instances`.
     """
-    removed = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
-    usable = [i for i in removed if i.state is not InstanceState.FAILED]
-    added = expand_instances(config, running_count)
+    removed_instances = [
+        i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)
+    ]
+    usable = [i for i in removed_instances if i.state is not InstanceState.FAILED]
+    added_instances = expand_instances(config, running_count)
     for same_name in (True, False):
-        for instance in added[:]:
+        for instance in added_instances[:]:
             equivalent = (i for i in usable if i.placement == instance.placement)
             match = next((i for i in equivalent if i.name == instance.name or not same_name), None)
 
             if match is not None:
                 usable.remove(match)
-                removed.remove(match)
-                added.remove(instance)
+                removed_instances.remove(match)
+                added_instances.remove(instance)
     used_indexes = {instance.index for instance in current}
     free_indexes = (index for index in itertools.count() if index not in used_indexes)
-    for instance in added:
+    for instance in added_instances:
         instance.index = next(free_indexes)
-    return added, removed
+    return added_instances, removed_instances
 
 
 # --- hangs

@@ -230,13 +230,17 @@ class Lifecycle:
         """Load the step models of an ensemble that do not serve."""
         for name in order.step_models:
             step = self._registry.model(name)
-            last = step.last_order
-            if last is not None and last.kind is OrderKind.UNLOAD and last.number > order.number:
-                if {*last.prerequisites} & {*order.model.orders}:
+            last_order = step.last_order
+            if (
+                last_order is not None
+                and last_order.kind is OrderKind.UNLOAD
+                and last_order.number > order.number
+            ):
+                if {*last_order.prerequisites} & {*order.model.orders}:
                     continue  # the step serves until this ensemble has been loaded and unloaded
                 return self._cancel(order)
-            load = last if last is not None and last.may_succeed else None
-            if load is None and (not step.serving or last is not None):
+            load = last_order if last_order is not None and last_order.may_succeed else None
+            if load is None and (not step.serving or last_order is not None):
                 step.for_ensembles = True
                 step.on_demand |= order.model.on_demand
                 load = self._load(step, FOLDER, is_requested=False)
@@ -405,7 +409,7 @@ class Lifecycle:
         return True
 
     def _advance_waiting(self, order: Order) -> bool:
-        if not all(needed.is_finished for needed in order.prerequisites):
+        if not all(prerequisite.is_finished for prerequisite in order.prerequisites):
             return self._cancel_hanging(order)
         if order.kind is OrderKind.LOAD:
             order.start(self._actions, self._group(order.model.name))
@@ -530,10 +534,10 @@ class Lifecycle:
 
     def _retire(self, model: ModelEntry) -> None:
         """Drain versions that every client has replaced and that no ensemble needs."""
-        waiting = [version for version in model.retiring if version not in model.draining]
-        if not waiting or not self._actions.is_published(model):
+        waiting_versions = [version for version in model.retiring if version not in model.draining]
+        if not waiting_versions or not self._actions.is_published(model):
             return
-        for version in waiting:
+        for version in waiting_versions:
             if model.serving or not self._registry.has_users(version):
                 model.draining.add(version)
                 self._actions.retire(version)

@@ -105,8 +105,8 @@ class LoadPlanner:
         name, fault = folder.name, ""
         labels: dict[str, list[str]] = {}
         try:
-            written, source = repository.read_config(folder, override)
-            config = self._with_defaults(written, folder)
+            written_config, source = repository.read_config(folder, override)
+            config = self._with_defaults(written_config, folder)
             # The model cannot be loaded then, whatever else its configuration says.
             fault = model_config.unknown_backend(config) or repository.check_agents(folder, config)
             if not fault:
@@ -127,8 +127,8 @@ class LoadPlanner:
         for ignored, reason in repository.ignored_folders(folder).items():
             logger.warning(text, name, ignored, reason)
         versions = repository.versions_to_load(config, folder.versions)
-        missing = (repository.missing_content(folder, version) for version in versions)
-        fault = fault or next(filter(None, missing), "")
+        missing_texts = (repository.missing_content(folder, version) for version in versions)
+        fault = fault or next(filter(None, missing_texts), "")
         text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
             logger.error(text, version, name)
@@ -139,7 +139,7 @@ class LoadPlanner:
             lines = _unavailable(versions, fault)
             raise InvalidArgument(f"load failed for model '{name}': {lines}")
         spec = ModelSpec.of(model_config.to_dict(config))
-        read_config, path = ReadConfig(folder, written, config, source), folder.path
+        read_config, path = ReadConfig(folder, written_config, config, source), folder.path
         digests = {version: repository.version_fingerprint(folder, version) for version in versions}
         return [
             VersionSpec(name, str(version), path, path.parent, spec, labels, digest, read_config)
@@ -181,11 +181,13 @@ class LoadPlanner:
             raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
         return folder
 
-    def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
+    def _with_defaults(self, written_config: ModelConfig, folder: ModelFolder) -> ModelConfig:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
-        config = model_config.detect_backend(written, folder.name, files)
-        is_undecided = config.backend == "python" and not (written.backend or written.platform)
+        config = model_config.detect_backend(written_config, folder.name, files)
+        is_undecided = config.backend == "python" and not (
+            written_config.backend or written_config.platform
+        )
         if is_undecided or config.backend == "native":
             _select_class(config, folder)
         if self._config.on_cpu:
@@ -217,27 +219,29 @@ class LoadPlanner:
             InvalidArgument: The configuration is invalid.
         """
         assert spec.read_config is not None
-        folder, written, config, source = spec.read_config
+        folder, written_config, config, source = spec.read_config
         if spec.steps:
             return self._complete_ensemble(config, folder, source, completed)
         count = self._accelerators.count
-        merged = config
+        merged_config = config
         if config.backend == "native":
             source = replace(source, class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
-            merged = model_config.merge_autocomplete(config, completed, source)
-        merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
-        self._validate(merged, folder, source, complete=True)
-        for text in model_config.warnings_of(written, merged):
+            merged_config = model_config.merge_autocomplete(config, completed, source)
+        merged_config = model_config.normalise(
+            merged_config, folder.name, count, self._config.model_defaults
+        )
+        self._validate(merged_config, folder, source, complete=True)
+        for text in model_config.warnings_of(written_config, merged_config):
             logger.warning("model %s: %s", folder.name, text)
-        ignored = model_config.ignored_fields(merged)
+        ignored = model_config.ignored_fields(merged_config)
         if ignored:
             logger.info(
                 "model %s: these settings are accepted and have no effect: %s",
                 folder.name,
                 ", ".join(ignored),
             )
-        return ModelSpec.of(model_config.to_dict(merged))
+        return ModelSpec.of(model_config.to_dict(merged_config))
 
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]

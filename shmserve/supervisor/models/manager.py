@@ -95,28 +95,30 @@ class Publications:
             published: The current publications by version, see `ModelRegistry.publications`.
             absent: Versions to withdraw even if they were never published.
         """
-        sent = self._sent_messages.setdefault(name, {})
+        sent_messages = self._sent_messages.setdefault(name, {})
         for version, message in published.items():
-            previous = sent.get(version)
+            previous = sent_messages.get(version)
             if previous is None or previous.message != message:
-                sent[version] = _publish(audience, previous, message)
+                sent_messages[version] = _publish(audience, previous, message)
         # Withdrawals follow, so that a request for the latest version always finds a version.
-        for version in sorted({*sent, *absent} - published.keys()):
-            if version not in sent or not isinstance(sent[version].message, ModelWithdrawn):
+        for version in sorted({*sent_messages, *absent} - published.keys()):
+            if version not in sent_messages or not isinstance(
+                sent_messages[version].message, ModelWithdrawn
+            ):
                 withdrawn = ModelWithdrawn(name, version, 0)
-                sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
-        if not sent:
+                sent_messages[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
+        if not sent_messages:
             del self._sent_messages[name]
 
     def are_acknowledged(self, audience: Audience, name: str) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
-        sent = self._sent_messages.get(name, {})
-        return all(audience.is_acknowledged(number) for _, number in sent.values())
+        sent_messages = self._sent_messages.get(name, {})
+        return all(audience.is_acknowledged(number) for _, number in sent_messages.values())
 
     def snapshot(self) -> Iterator[Any]:
         """Yield every publication, for a new client."""
-        for sent in self._sent_messages.values():
-            for message, _ in sent.values():
+        for sent_messages in self._sent_messages.values():
+            for message, _ in sent_messages.values():
                 yield message
 
 
@@ -334,8 +336,8 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def finalize(self, order: Order) -> None:
         if order.updates:
-            removed = [i for update in order.updates.values() for i in update.removed]
-            await Instances.await_exits(removed)
+            removed_instances = [i for update in order.updates.values() for i in update.removed]
+            await Instances.await_exits(removed_instances)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
         self.lifecycle.order_finalized(order)

@@ -63,21 +63,21 @@ def select_unloads(residents: Iterable[Resident], max_bytes: int, now_ns: int) -
     Models that are idle for longer than their limit are unloaded. The least recently used models
     follow until the total is at most `max_bytes` (0 is no limit).
     """
-    remaining = sorted(residents, key=attrgetter("used_ns"))
+    remaining_models = sorted(residents, key=attrgetter("used_ns"))
     names: list[str] = []
 
     def may_unload(resident: Resident) -> bool:
         return not (resident.must_stay or resident.users.difference(names))
 
     def is_due(resident: Resident) -> bool:
-        if max_bytes and sum(r.byte_size for r in remaining) > max_bytes:
+        if max_bytes and sum(r.byte_size for r in remaining_models) > max_bytes:
             return True
         return 0 < resident.idle_limit_ns <= now_ns - resident.used_ns
 
     # The search restarts after each model: a step may be unloaded once its ensembles are.
-    while due := next((r for r in remaining if may_unload(r) and is_due(r)), None):
-        remaining.remove(due)
-        names.append(due.name)
+    while due_model := next((r for r in remaining_models if may_unload(r) and is_due(r)), None):
+        remaining_models.remove(due_model)
+        names.append(due_model.name)
     return names
 
 
@@ -98,18 +98,20 @@ class MemoryUse:
             refresh: Whether sizes that are older than `_MEASURE_EVERY_S` are measured again.
         """
         now = time.monotonic()
-        loaded = [version for version in live if version.loaded]
-        measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
-        outdated = {v for v in loaded if refresh and now - measured_at[v] >= _MEASURE_EVERY_S}
-        to_measure = outdated | {v for v in loaded if v.spec.name not in self._last_sizes}
+        loaded_versions = [version for version in live if version.loaded]
+        measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded_versions}
+        outdated = {
+            v for v in loaded_versions if refresh and now - measured_at[v] >= _MEASURE_EVERY_S
+        }
+        to_measure = outdated | {v for v in loaded_versions if v.spec.name not in self._last_sizes}
         if not to_measure:
             return
-        pids = {version: version.pids() for version in loaded}
-        sharers = Counter(pid for version in loaded for pid in pids[version])
+        pids = {version: version.pids() for version in loaded_versions}
+        sharers = Counter(pid for version in loaded_versions for pid in pids[version])
         measured_pids = {pid for version in to_measure for pid in pids[version]}
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
         self._measured_at = measured_at | dict.fromkeys(to_measure, now)
-        self._sizes = {v: self._sizes[v] for v in loaded if v in self._sizes}
+        self._sizes = {v: self._sizes[v] for v in loaded_versions if v in self._sizes}
         for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
             host_size = sum(sizes[pid] // sharers[pid] for pid in pids[version])

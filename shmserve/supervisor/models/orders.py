@@ -242,17 +242,17 @@ class Order:
         model.outcomes.pop("", None)
         is_repeated = model.last_load == (self.fingerprint, self.source.config)
         self.updates, to_start = compare_versions(model.serving, self.specs, is_repeated)
-        new = {spec.version: actions.create(spec, group) for spec in to_start}
+        new_versions = {spec.version: actions.create(spec, group) for spec in to_start}
         latest = model.serving.get(model.latest)
-        for number, version in new.items():
+        for number, version in new_versions.items():
             replaced = model.serving.get(number, latest)
             if replaced is not None:
                 version.instances.keep_count_of(replaced.instances)
-        model.incoming = {number: model.serving[number] for number in self.updates} | new
+        model.incoming = {number: model.serving[number] for number in self.updates} | new_versions
         model.has_steps |= bool(self.step_models)
         self.phase = OrderPhase.STARTING
-        self.starting_versions = {*new} | ({UPDATES} if self.updates else set())
-        for number, version in new.items():
+        self.starting_versions = {*new_versions} | ({UPDATES} if self.updates else set())
+        for number, version in new_versions.items():
             logger.info("loading: %s:%s", model.name, number)
             actions.start(version)
         if self.updates:
@@ -261,9 +261,9 @@ class Order:
     def offer(self) -> None:
         """Offer the started versions, which are then published in place of the serving ones."""
         for number, version in self.model.incoming.items():
-            old = self.model.serving.get(number)
-            if old is not None and old is not version:
-                old.pass_counters_to(version)
+            old_version = self.model.serving.get(number)
+            if old_version is not None and old_version is not version:
+                old_version.pass_counters_to(version)
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
@@ -279,19 +279,25 @@ class Order:
         Returns:
             Whether the configurations of the model have changed.
         """
-        model, new, old_configurations = self.model, self.model.incoming, self.model.configurations
+        model, new_versions, old_configurations = (
+            self.model,
+            self.model.incoming,
+            self.model.configurations,
+        )
         for number, update in self.updates.items():
-            new[number].commit(update)
-        old, model.serving = model.serving, new
+            new_versions[number].commit(update)
+        old_versions, model.serving = model.serving, new_versions
         model.incoming, model.is_outdated = {}, self.is_outdated
         model.on_demand &= not self.pins
         # Failures of versions that are no longer configured are removed.
         model.outcomes = {
             number: outcome
             for number, outcome in model.outcomes.items()
-            if number not in new and not outcome.is_failure
-        } | dict.fromkeys(old.keys() - new.keys(), UNLOADED)
-        model.retiring += [v for number, v in old.items() if new.get(number) is not v]
+            if number not in new_versions and not outcome.is_failure
+        } | dict.fromkeys(old_versions.keys() - new_versions.keys(), UNLOADED)
+        model.retiring += [
+            v for number, v in old_versions.items() if new_versions.get(number) is not v
+        ]
         self.keep_source()
         model.last_load = self.fingerprint, self.source.config
         self.phase = OrderPhase.PUBLISHING
@@ -304,15 +310,15 @@ class Order:
         incoming, model.incoming, self.phase = model.incoming, {}, OrderPhase.DROPPING
         reasons = _reasons(self.failures)
         for number, version in incoming.items():
-            old = model.serving.get(number)
-            if old is version:
+            old_version = model.serving.get(number)
+            if old_version is version:
                 continue
-            if old is None:
+            if old_version is None:
                 reason = reasons.get(number, "another version failed")
                 failure = LoadOutcome(reason, is_logged=True)
                 model.outcomes[number] = UNLOADED if is_cancelled else failure
             else:
-                old.pass_counters_to(None)
+                old_version.pass_counters_to(None)
             if was_offered:
                 model.retiring.append(version)
             else:

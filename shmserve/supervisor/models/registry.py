@@ -133,12 +133,14 @@ class ModelRegistry:
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
-        used = {step for user in models.values() if user.name != name for step in user.step_models}
+        used_steps = {
+            step for user in models.values() if user.name != name for step in user.step_models
+        }
         step_models = models[name].step_models if name in models else []
         return [
             step
             for step in step_models
-            if step not in used and step in models and models[step].for_ensembles
+            if step not in used_steps and step in models and models[step].for_ensembles
         ]
 
     def users_of(self, model: ModelEntry) -> list[ModelEntry]:
@@ -152,8 +154,8 @@ class ModelRegistry:
     def loads_waiting_for(self, model: ModelEntry) -> list[Order]:
         """Return the loads of ensembles that need a model and have not started versions yet."""
         first_orders = [entry.orders[0] for entry in self.models.values() if entry.orders]
-        waiting = (order for order in first_orders if order.phase is OrderPhase.WAITING)
-        return [order for order in waiting if model.name in order.step_models]
+        waiting_orders = (order for order in first_orders if order.phase is OrderPhase.WAITING)
+        return [order for order in waiting_orders if model.name in order.step_models]
 
     def has_users(self, version: ModelVersion) -> bool:
         """Check whether an ensemble needs a version and must end before it.
@@ -423,11 +425,11 @@ class ReadinessCheck:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_S
-        pending = {self._outcome(pid) for pid in pids}
+        pending_outcomes = {self._outcome(pid) for pid in pids}
         any_ready = False
-        while pending:
-            completed, pending = await asyncio.wait(
-                pending,
+        while pending_outcomes:
+            completed, pending_outcomes = await asyncio.wait(
+                pending_outcomes,
                 timeout=max(0.0, deadline - loop.time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )

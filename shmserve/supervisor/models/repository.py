@@ -193,20 +193,22 @@ def check_agents(folder: ModelFolder, config: ModelConfig) -> str:
     for agent in config.model_repository_agents.agents:
         if agent.name != "checksum":
             return f"repository agent '{agent.name}' is not available, known is 'checksum'"
-        for key, expected in sorted(agent.parameters.items()):
+        for key, expected_digest in sorted(agent.parameters.items()):
             kind, _, file = key.partition(":")
             if kind != "MD5" or not file:
                 return f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
             with convert_os_errors(f"file '{file}' for agent 'checksum'"):
                 digest = hashlib.md5((folder.path / file).read_bytes()).hexdigest()
-            if digest != expected.strip().lower():
-                return f"Mismatched MD5 hash for file {file}, expect: {expected}, got: {digest}"
+            if digest != expected_digest.strip().lower():
+                return (
+                    f"Mismatched MD5 hash for file {file}, expect: {expected_digest}, got: {digest}"
+                )
     return ""
 
 
-def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]:
+def versions_to_load(config: ModelConfig, available_versions: Sequence[int]) -> list[int]:
     """Return the available versions that a configuration's version_policy selects, ascending."""
-    versions = sorted(set(available))
+    versions = sorted(set(available_versions))
     policy = config.version_policy
     choice = policy.WhichOneof("policy_choice")
     if choice == "specific":
@@ -217,9 +219,9 @@ def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]
     return versions
 
 
-def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]:
+def missing_versions(config: ModelConfig, available_versions: Sequence[int]) -> list[int]:
     """Return the versions that a configuration's version_policy names and that are missing."""
-    return sorted(set(config.version_policy.specific.versions) - set(available))
+    return sorted(set(config.version_policy.specific.versions) - set(available_versions))
 
 
 def ignored_folders(folder: ModelFolder) -> dict[str, str]:
@@ -356,8 +358,8 @@ def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder 
 
 def _read_versions(path: Path) -> list[int]:
     with os.scandir(path) as entries:
-        numbered = (entry for entry in entries if _VERSION.fullmatch(entry.name))
-        versions = sorted(int(entry.name) for entry in numbered if os.path.isdir(entry))
+        version_folders = (entry for entry in entries if _VERSION.fullmatch(entry.name))
+        versions = sorted(int(entry.name) for entry in version_folders if os.path.isdir(entry))
     return [version for version in versions if version <= _MAX_VERSION]
 
 

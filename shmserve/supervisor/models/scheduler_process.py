@@ -149,18 +149,18 @@ class VersionScheduler:
         """
         context = self._context
         number = self.number if is_first else next(context.numbers)
-        ready = self._ready = asyncio.get_running_loop().create_future()
+        ready_future = self._ready = asyncio.get_running_loop().create_future()
         start = self._start_record(number, spec, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
         hosted = self._latest = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         # A scheduler receives no message before it is ready.
-        await wait_any(ready, hosted.close_future, hosted.child.exited)
+        await wait_any(ready_future, hosted.close_future, hosted.child.exited)
         if self._lifetime.is_stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
-        if not ready.done():
+        if not ready_future.done():
             await context.hosts.close(hosted)
             exited = hosted.child.exited
             reason = hosted.close_future.result() or (

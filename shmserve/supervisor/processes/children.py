@@ -568,16 +568,16 @@ def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
 
 def _imported_files(file: Path) -> set[Path]:
     """Return a Python file and the files in its folder that it imports, directly or not."""
-    imported, remaining = set[Path](), [file]
-    while remaining:
-        source = remaining.pop()
+    imported, remaining_files = set[Path](), [file]
+    while remaining_files:
+        source = remaining_files.pop()
         if source in imported or not source.is_file():
             continue
         imported.add(source)
         with contextlib.suppress(OSError, SyntaxError, ValueError):
             for name in _imported_packages(source):
                 package = file.parent / name
-                remaining += [package.with_suffix(".py"), *package.glob("*.py")]
+                remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
     return imported
 
 

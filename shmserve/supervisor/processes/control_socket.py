@@ -84,16 +84,16 @@ class Acknowledgements:
     def begin(self, peers: Iterable[Hashable]) -> int:
         """Return the number of a new change that is sent to these peers."""
         number = next(self._numbers)
-        missing = set(peers)
-        if missing:
-            self._missing_peers[number] = missing
+        missing_peers = set(peers)
+        if missing_peers:
+            self._missing_peers[number] = missing_peers
         return number
 
     def acknowledged(self, peer: Hashable, number: int) -> None:
         """Record that `peer` has acknowledged a change, or no longer has to."""
-        missing = self._missing_peers.get(number, set())
-        missing.discard(peer)
-        if not missing and self._missing_peers.pop(number, None) is not None:
+        missing_peers = self._missing_peers.get(number, set())
+        missing_peers.discard(peer)
+        if not missing_peers and self._missing_peers.pop(number, None) is not None:
             self._complete.set()
 
     def exited(self, peer: Hashable) -> None:
@@ -157,8 +157,8 @@ class ControlSocket:
             handler: The callback for messages that have no service.
         """
         self._enrolled[address] = _Peer(role, handler)
-        early = [item for item in self._early_messages if item[0] == address]
-        for item in early:
+        early_messages = [item for item in self._early_messages if item[0] == address]
+        for item in early_messages:
             self._early_messages.remove(item)
             self._take(*item)
 
@@ -347,9 +347,9 @@ class TraceControl:
         """
         if changes:
             previous_changes = self._changes.get(model)
-            merged = (previous_changes or {}) | changes
+            merged_changes = (previous_changes or {}) | changes
             self._changes[model] = {
-                key: value for key, value in merged.items() if value is not None
+                key: value for key, value in merged_changes.items() if value is not None
             }
             if problem := self._settings_of(model).problem:
                 self._changes[model] = previous_changes or {}

@@ -113,10 +113,10 @@ class SchedulerHosts:
         """Return the process that hosts a group, or start one."""
         async with self._spawning:
             self._hosts = [host for host in self._hosts if host.child.alive]
-            existing = self._running_host(group)
-            if existing is not None:
-                existing.names |= group.names
-                return existing
+            existing_host = self._running_host(group)
+            if existing_host is not None:
+                existing_host.names |= group.names
+                return existing_host
             start = HostStart(group.title, self._run_dir, self._logging.settings)
             child = await self._zygote.spawn(group.title, _ENTRY, encode_start(start))
             host = _Host(child)

@@ -102,9 +102,9 @@ def main(argv: list[str]) -> int:
     set_process_title(title)
     gc.disable()  # nearly all objects stay alive, and collections take a tenth of the import time
     for name in argv[5:]:
-        loaded = pkgutil.resolve_name(name)
-        if callable(loaded):
-            loaded()
+        loaded_object = pkgutil.resolve_name(name)
+        if callable(loaded_object):
+            loaded_object()
     # A collection in a child would otherwise copy all pages of the imported objects.
     gc.collect()
     gc.freeze()

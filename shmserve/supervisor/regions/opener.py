@@ -71,14 +71,14 @@ class RegionQuota:
                 raise InvalidArgument(
                     f"at most {limit} shared memory regions can be registered ({flag})"
                 )
-        for used, limit, flag in (
+        for used_amount, limit, flag in (
             (self._bytes[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
             (self._bytes.total(), policy.max_byte_size, "--shm-max-byte-size"),
         ):
-            if byte_size > limit - used:
+            if byte_size > limit - used_amount:
                 raise InvalidArgument(
-                    f"a region of {byte_size} bytes is too large: {used} of the {limit} bytes that "
-                    f"can be registered are in use ({flag})"
+                    f"a region of {byte_size} bytes is too large: {used_amount} of the {limit} "
+                    f"bytes that can be registered are in use ({flag})"
                 )
         self._regions[uid] += 1
         self._bytes[uid] += byte_size

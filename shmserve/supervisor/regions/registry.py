@@ -195,9 +195,9 @@ class RegionRegistry:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
                 for region in self._kept_regions.restore({kept_name: fds}, self._opener.readmit):
-                    if existing := self._active.get(region.name):
+                    if existing_region := self._active.get(region.name):
                         # Both servers of the handover choose the larger name.
-                        existing.kept_name = max(existing.kept_name, kept_name)
+                        existing_region.kept_name = max(existing_region.kept_name, kept_name)
                         self._opener.close(region)
                     else:
                         await self._activate(region)
@@ -256,19 +256,19 @@ class RegionRegistry:
         require_integer(byte_size, "byte_size")
         key = posix_shm.normalize_key(name, key)
         async with self._lock:
-            existing = self._active.get(name)
-            if existing is not None:
-                if not existing.owner.admits(peer):
+            existing_region = self._active.get(name)
+            if existing_region is not None:
+                if not existing_region.owner.admits(peer):
                     raise _name_in_use(name)
-                if not existing.is_orphaned:
-                    if not _is_same(existing, key, offset, byte_size, pin):
+                if not existing_region.is_orphaned:
+                    if not _is_same(existing_region, key, offset, byte_size, pin):
                         raise _name_in_use(name)
-                    return {"memory_id": existing.memory_id}
+                    return {"memory_id": existing_region.memory_id}
             region = await self._opener.open_object(name, key, offset, byte_size, peer, pin=pin)
             region.lease_holder = lease_holder
-            if existing is not None:
+            if existing_region is not None:
                 logger.info("region replaced: the object behind its name was removed")
-                await self._withdraw(existing, _OBJECT_REMOVED)
+                await self._withdraw(existing_region, _OBJECT_REMOVED)
             self._kept_regions.add(region)
             await self._activate(region)
             return {"memory_id": region.memory_id}
@@ -300,14 +300,14 @@ class RegionRegistry:
         async with self._lock:
             if self._has_cuda(name, handle, offset, byte_size, peer):
                 return
-            existing = self._active.get(name)
+            existing_region = self._active.get(name)
             region = self._opener.open_cuda(
                 *(name, memory_id, handle, offset, byte_size, peer),
                 exporter_pid,
                 self._exporter_exited,
             )
-            if existing is not None:
-                await self._withdraw(existing, _OBJECT_REMOVED)
+            if existing_region is not None:
+                await self._withdraw(existing_region, _OBJECT_REMOVED)
             await self._activate(region)
 
     def _has_cuda(self, name: str, handle: CudaHandle, offset: int, size: int, peer: Peer) -> bool:
@@ -316,11 +316,17 @@ class RegionRegistry:
         Raises:
             AlreadyExists: The name is in use for another region.
         """
-        existing = self._active.get(name)
-        if existing is None or (existing.is_orphaned and existing.owner.admits(peer)):
+        existing_region = self._active.get(name)
+        if existing_region is None or (
+            existing_region.is_orphaned and existing_region.owner.admits(peer)
+        ):
             return False
-        is_same = (existing.cuda, existing.offset, existing.byte_size) == (handle, offset, size)
-        if not is_same or not existing.owner.admits(peer):
+        is_same = (existing_region.cuda, existing_region.offset, existing_region.byte_size) == (
+            handle,
+            offset,
+            size,
+        )
+        if not is_same or not existing_region.owner.admits(peer):
             raise _name_in_use(name)
         return True
 
@@ -390,13 +396,18 @@ class RegionRegistry:
         self.draining.close()
 
 
-def _is_same(existing: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
-    registered = (existing.key, existing.offset, existing.byte_size, existing.pinned)
-    if existing.shared is None or registered != (key, offset, byte_size, pin):
+def _is_same(existing_region: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
+    registered = (
+        existing_region.key,
+        existing_region.offset,
+        existing_region.byte_size,
+        existing_region.pinned,
+    )
+    if existing_region.shared is None or registered != (key, offset, byte_size, pin):
         return False
     current = posix_shm.open_object(key)
     os.close(current.fd)
-    return current.file == existing.shared.file
+    return current.file == existing_region.shared.file
 
 
 def _name_in_use(name: str) -> AlreadyExists:

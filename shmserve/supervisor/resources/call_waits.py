@@ -116,12 +116,12 @@ class CallWaits:
     def _stuck(self) -> list[_Wait]:
         """Return the largest set of waits that only wait for each other."""
         stuck: list[_Wait] = []
-        remaining = [wait for report in self._reports.values() for wait in report.waits]
-        while len(stuck) != len(remaining):
-            stuck = remaining
+        remaining_waits = [wait for report in self._reports.values() for wait in report.waits]
+        while len(stuck) != len(remaining_waits):
+            stuck = remaining_waits
             executions = {caller for wait in stuck for caller in wait.callers()}
             pids = {pid for pid, _ in executions}
-            remaining = [wait for wait in stuck if self._is_stuck(wait, executions, pids)]
+            remaining_waits = [wait for wait in stuck if self._is_stuck(wait, executions, pids)]
         return stuck
 
     def _is_stuck(self, wait: _Wait, executions: set[_Execution], pids: set[int]) -> bool:

@@ -128,9 +128,9 @@ class RateLimiter:
             InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.
                 The messages are Triton's.
         """
-        needed = [item for needs in instances.values() for item in needs.resources.items()]
-        resources = {*self._capacity, *(resource for resource, _ in needed)}
-        for resource, count in needed:
+        needed_items = [item for needs in instances.values() for item in needs.resources.items()]
+        resources = {*self._capacity, *(resource for resource, _ in needed_items)}
+        for resource, count in needed_items:
             self._check_resource(resource, count, resources)
         members = self._members.values()
         scores = [instance.score for record in members for instance in record.instances.values()]
@@ -194,9 +194,11 @@ class RateLimiter:
             The tickets that are granted now.
         """
         record = self._members.get(member)
-        if record is None or (ended := record.instances.pop(index, None)) is None:
+        if record is None or (removed_instance := record.instances.pop(index, None)) is None:
             return []
-        self._pending = [request for request in self._pending if request.instance is not ended]
+        self._pending = [
+            request for request in self._pending if request.instance is not removed_instance
+        ]
         self._compute_capacities()
         return self._grant()
 
@@ -268,15 +270,21 @@ class RateLimiter:
             for instance in record.instance_by_ticket.values()
             if instance.pid in pids
         ]
-        used: Counter[Resource] = Counter()
+        used_counts: Counter[Resource] = Counter()
         for instance in holders:
-            used.update(instance.needs.resources)
+            used_counts.update(instance.needs.resources)
         record = self._members.get(member)
         instances = [] if record is None else record.instances.values()
-        if any(self._fits(instance.needs.resources, used) for instance in instances):
+        if any(self._fits(instance.needs.resources, used_counts) for instance in instances):
             return set()
-        needed = {resource for instance in instances for resource in instance.needs.resources}
-        return {holder.pid for holder in holders if not needed.isdisjoint(holder.needs.resources)}
+        needed_resources = {
+            resource for instance in instances for resource in instance.needs.resources
+        }
+        return {
+            holder.pid
+            for holder in holders
+            if not needed_resources.isdisjoint(holder.needs.resources)
+        }
 
     def _grant(self) -> list[GrantedTicket]:
         granted: list[GrantedTicket] = []
@@ -290,9 +298,10 @@ class RateLimiter:
                 reserved.update(needs)
         return granted
 
-    def _fits(self, needs: Mapping[Resource, int], used: Mapping[Resource, int]) -> bool:
+    def _fits(self, needs: Mapping[Resource, int], used_counts: Mapping[Resource, int]) -> bool:
         return all(
-            used[resource] + count <= self._capacity[resource] for resource, count in needs.items()
+            used_counts[resource] + count <= self._capacity[resource]
+            for resource, count in needs.items()
         )
 
     def _grant_request(self, request: _PendingRequest) -> None:

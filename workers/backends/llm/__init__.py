@@ -83,8 +83,10 @@ def complete(
         "parameters": {**config.get("parameters", {}), **parameters},
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
-        written = {tensor["name"]: tensor for tensor in config.get(field) or ()}
-        completed[field] = list(({tensor["name"]: tensor for tensor in tensors} | written).values())
+        written_tensors = {tensor["name"]: tensor for tensor in config.get(field) or ()}
+        completed[field] = list(
+            ({tensor["name"]: tensor for tensor in tensors} | written_tensors).values()
+        )
     return completed
 
 

@@ -114,29 +114,32 @@ class ChatTemplate:
         """Return the name of the template to use."""
         name = requested or ("tool_use" if tools and "tool_use" in self.sources else "default")
         if name not in self.sources:
-            allowed = ", ".join(sorted(self.sources))
+            allowed_names = ", ".join(sorted(self.sources))
             raise InvalidArgument(
-                f"chat_template: {clip(repr(name))} is unknown (allowed: {allowed})"
+                f"chat_template: {clip(repr(name))} is unknown (allowed: {allowed_names})"
             )
         return str(name)
 
     def _compile(self, name: str) -> _CompiledTemplate:
         if name not in self._compiled:
             source = self.sources[name]
-            parsed = self._environment.parse(source)
+            parsed_template = self._environment.parse(source)
             self._compiled[name] = _CompiledTemplate(
                 self._environment.from_string(source),
-                any(_names(loop.iter, "content") for loop in parsed.find_all(nodes.For)),
-                any(test.name in _TYPE_TESTS for test in parsed.find_all(nodes.Test)),
-                any(constant.value == "developer" for constant in parsed.find_all(nodes.Const)),
+                any(_names(loop.iter, "content") for loop in parsed_template.find_all(nodes.For)),
+                any(test.name in _TYPE_TESTS for test in parsed_template.find_all(nodes.Test)),
+                any(
+                    constant.value == "developer"
+                    for constant in parsed_template.find_all(nodes.Const)
+                ),
                 "content" in source,
-                any(map(_checks_content, parsed.find_all((nodes.Test, nodes.Compare)))),
+                any(map(_checks_content, parsed_template.find_all((nodes.Test, nodes.Compare)))),
                 any(
                     test.name == "none" and _names(test.node, "content")
-                    for test in parsed.find_all(nodes.Test)
+                    for test in parsed_template.find_all(nodes.Test)
                 ),
-                _takes_argument_text(parsed),
-                frozenset(meta.find_undeclared_variables(parsed)),
+                _takes_argument_text(parsed_template),
+                frozenset(meta.find_undeclared_variables(parsed_template)),
             )
         return self._compiled[name]
 
@@ -180,22 +183,22 @@ def _names(node: nodes.Node, name: str) -> bool:
     return name in (getattr(node, "attr", ""), getattr(node, "name", ""))
 
 
-def _takes_argument_text(parsed: nodes.Template) -> bool:
+def _takes_argument_text(parsed_template: nodes.Template) -> bool:
     """Return whether a template writes `arguments` without a filter, and without a type test."""
     names = {"arguments"}
-    for assign in parsed.find_all(nodes.Assign):
+    for assign in parsed_template.find_all(nodes.Assign):
         if _names(assign.node, "arguments") and isinstance(assign.target, nodes.Name):
             names.add(assign.target.name)
-    written: list[nodes.Node] = []
-    for sum_node in parsed.find_all(nodes.Add):
-        written += sum_node.left, sum_node.right
-    for output in parsed.find_all(nodes.Output):
-        written += output.nodes
-    for concatenation in parsed.find_all(nodes.Concat):
-        written += concatenation.nodes
-    tested = (test.node for test in parsed.find_all(nodes.Test))
+    written_nodes: list[nodes.Node] = []
+    for sum_node in parsed_template.find_all(nodes.Add):
+        written_nodes += sum_node.left, sum_node.right
+    for output in parsed_template.find_all(nodes.Output):
+        written_nodes += output.nodes
+    for concatenation in parsed_template.find_all(nodes.Concat):
+        written_nodes += concatenation.nodes
+    tested = (test.node for test in parsed_template.find_all(nodes.Test))
     tests_type = any(_names(node, name) for node in tested for name in names)
-    return not tests_type and any(_names(node, name) for node in written for name in names)
+    return not tests_type and any(_names(node, name) for node in written_nodes for name in names)
 
 
 def _checks_content(node: nodes.Node) -> bool:
@@ -211,15 +214,15 @@ def conversation(text: str) -> dict[str, Any]:
     Raises:
         InvalidArgument: The text is not valid.
     """
-    allowed = "a JSON list of messages, each with a role and a content"
+    allowed_text = "a JSON list of messages, each with a role and a content"
     try:
         value = json.loads(text)
     except ValueError:
-        raise InvalidArgument(f"messages: {clip(repr(text))} is not {allowed}") from None
+        raise InvalidArgument(f"messages: {clip(repr(text))} is not {allowed_text}") from None
     chat: dict[str, Any] = value if isinstance(value, dict) else {"messages": value}
     messages = chat.get("messages")
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed}")
+        raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed_text}")
     for name in _VARIABLE_TYPES.keys() & chat.keys():
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
@@ -243,7 +246,9 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value
 
 
-def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> dict[str, Any]:
+def _prepare_message(
+    received_message: dict[str, Any], template: _CompiledTemplate
+) -> dict[str, Any]:
     """Return a received message in the form that a template requires.
 
     - Nulls and an empty list of calls are removed.
@@ -255,7 +260,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
       tool's message is always joined.
     - A string becomes a part if the template only accepts parts.
     """
-    message = {name: value for name, value in received.items() if value is not None}
+    message = {name: value for name, value in received_message.items() if value is not None}
     for name in ("role", "name", "tool_call_id", *_REASONING_NAMES):
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
@@ -324,18 +329,18 @@ def _prepare_call(call: Any, is_text: bool) -> Any:
 
 
 def _mark_end(
-    received: Mapping[str, Any], message: dict[str, Any], template: _CompiledTemplate
+    received_message: Mapping[str, Any], message: dict[str, Any], template: _CompiledTemplate
 ) -> str:
     """Append the end mark to the last text of a message, in place; return the text.
 
     As in transformers, the last part with a text is continued, and the text may be empty.
 
     Args:
-        received: The message in the request.
+        received_message: The message in the request.
         message: The message for the template.
         template: The template.
     """
-    if received.get("content") is None:
+    if received_message.get("content") is None:
         raise InvalidArgument("continue_final_message: the last message has no content")
     if not template.names_content:
         raise InvalidArgument(

@@ -91,8 +91,8 @@ class Prompt:
         parameters = self.parameters
         beams: list[BeamSearch] = []
         if parameters.beams:
-            penalty, early = parameters.length_penalty, parameters.early_stopping
-            beams = [BeamSearch(parameters.beams, penalty, early, list(self.end_tokens))]
+            penalty, early_stopping = parameters.length_penalty, parameters.early_stopping
+            beams = [BeamSearch(parameters.beams, penalty, early_stopping, list(self.end_tokens))]
         return Prepared(
             self.key,
             np.array(self.tokens, np.int32).tobytes(),
@@ -211,13 +211,15 @@ class DraftModel:
     def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         """Return proposed tokens as a `Propose` function does."""
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
-        ready = self._catch_up(rows)
-        max_drafts = max((row.draft_count for _, row in ready), default=0)
+        ready_rows = self._catch_up(rows)
+        max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for round_ in range(max_drafts):
-            draft_rows = [(sequence, row) for sequence, row in ready if row.draft_count > round_]
+            draft_rows = [
+                (sequence, row) for sequence, row in ready_rows if row.draft_count > round_
+            ]
             logits = self._next_logits(draft_rows, proposals)
             self._append_drafts(logits, draft_rows, proposals)
-        for sequence, row in ready:
+        for sequence, row in ready_rows:
             sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
         return proposals
 
@@ -315,7 +317,7 @@ class WorkerEngine:
 
     def step(self, message: Step) -> Stepped:
         """Execute a step; sequences whose requests have ended are reported as skipped."""
-        started = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         self._begin_sequences(message)
         self.passes.cache.copy(message.swap_out, message.swap_in, message.copies)
         rows = self._prepare_rows(message)
@@ -331,7 +333,7 @@ class WorkerEngine:
         return Stepped(
             message.step,
             results,
-            gather_ns=planned - started,
+            gather_ns=planned - start_ns,
             forward_ns=computed - planned,
             sample_ns=time.perf_counter_ns() - computed,
             draft_ns=planned - prepared,
@@ -443,8 +445,8 @@ class WorkerEngine:
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
         raw_logits = _copy_raw(row_logits, sampled)
         process(row_logits, sampled)
-        accepted = verify(row_logits, sampled, checks)
-        parts = zip(plans, checks, accepted, strict=True)
+        accepted_tokens = verify(row_logits, sampled, checks)
+        parts = zip(plans, checks, accepted_tokens, strict=True)
         outputs = [self._append_tokens(*part, raw_logits) for part in parts]
         self.emit(outputs)
         return [
@@ -469,8 +471,8 @@ class WorkerEngine:
         matcher = sequence.matcher
         if matcher is not None and not matcher.is_stopped():
             matcher.consume_tokens(tokens[:-1] if finish_reason else tokens)
-            ended = finish_reason == "stop" and tokens[-1] in prompt.end_tokens
-            if ended and not matcher.is_accepting():
+            is_end = finish_reason == "stop" and tokens[-1] in prompt.end_tokens
+            if is_end and not matcher.is_accepting():
                 name = prompt.parameters.grammar_name
                 self.fail({prompt.key}, InvalidArgument(f"{name}: {_NO_ALLOWED_TOKEN}"))
         scores: list[TokenLogprobs] = []

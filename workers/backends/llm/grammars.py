@@ -185,15 +185,15 @@ def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[tor
     the position after the last. The matcher's state does not change.
     """
     masks = [_bitmask(matcher)]
-    accepted: list[int] = []
+    accepted_tokens: list[int] = []
     for token in drafts:
         if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
             break
-        accepted.append(token)
+        accepted_tokens.append(token)
         masks.append(_bitmask(matcher))
-    if accepted:
-        matcher.rollback(len(accepted))
-    return accepted, masks
+    if accepted_tokens:
+        matcher.rollback(len(accepted_tokens))
+    return accepted_tokens, masks
 
 
 def _bitmask(matcher: Any) -> torch.Tensor:

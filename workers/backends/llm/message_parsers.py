@@ -107,10 +107,10 @@ class MessageParser:
         self.is_reasoning = self.format.starts_reasoning
         self._message_reading = self._read_message()
 
-    def feed(self, text: str, ended: bool = False) -> None:
-        """Parse more text; `ended` if it is the last."""
+    def feed(self, text: str, is_end: bool = False) -> None:
+        """Parse more text, the last if `is_end`."""
         self._buffer += text
-        self._is_ended = self._is_ended or ended
+        self._is_ended = self._is_ended or is_end
         with suppress(StopIteration):
             next(self._message_reading)
 

@@ -303,15 +303,15 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
 def _parse_number(name: str, value: Any) -> dict[str, Any]:
     minimum, maximum = _RANGES[name]
     is_integer = isinstance(minimum, int)
-    allowed = f"{'an integer' if is_integer else 'a number'} from {minimum} to {maximum}"
+    allowed_text = f"{'an integer' if is_integer else 'a number'} from {minimum} to {maximum}"
     try:
         number = float(value)
         exact = int(value) if is_integer else number
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(allowed) from None
+        raise ValueError(allowed_text) from None
     in_range = math.isfinite(number) and minimum <= exact <= maximum
     if isinstance(value, bool) or not in_range or (is_integer and number != float(exact)):
-        raise ValueError(allowed)
+        raise ValueError(allowed_text)
     return {name: exact}
 
 
@@ -335,22 +335,22 @@ def _parse_top_logprobs(name: str, value: Any) -> dict[str, Any]:
     return {name: _parse_number("logprobs", value)["logprobs"]}
 
 
-def _decode_json(value: Any, allowed: str) -> Any:
+def _decode_json(value: Any, allowed_text: str) -> Any:
     """Decode a value that may be JSON in a string."""
     if not isinstance(value, str):
         return value
     try:
         return parse_json(value)
     except ValueError:
-        raise ValueError(allowed) from None
+        raise ValueError(allowed_text) from None
 
 
 def _parse_stop(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a string or a list of up to {_MAX_STOPS} strings, none of them empty"
+    allowed_text = f"a string or a list of up to {_MAX_STOPS} strings, none of them empty"
     stops = [value] if isinstance(value, str) else value
     is_valid = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
     if not is_valid or len(stops) > _MAX_STOPS:
-        raise ValueError(allowed)
+        raise ValueError(allowed_text)
     return {name: tuple(stops)}
 
 
@@ -370,25 +370,25 @@ def _parse_bad_words(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
-    allowed = "a list of tokens (integers)"
-    tokens = _decode_json(value, allowed)
+    allowed_text = "a list of tokens (integers)"
+    tokens = _decode_json(value, allowed_text)
     is_list = isinstance(tokens, list) and all(type(token) is int for token in tokens)
     if not is_list or (name == "allowed_token_ids" and not tokens):
-        raise ValueError(allowed + (", not empty" if is_list else ""))
+        raise ValueError(allowed_text + (", not empty" if is_list else ""))
     return {name: tuple(tokens)}
 
 
 def _parse_bias(name: str, value: Any) -> dict[str, Any]:
-    allowed = "an object of tokens with numbers from -100 to 100"
-    decoded = _decode_json(value, allowed)
+    allowed_text = "an object of tokens with numbers from -100 to 100"
+    decoded = _decode_json(value, allowed_text)
     if not isinstance(decoded, dict):
-        raise ValueError(allowed)
+        raise ValueError(allowed_text)
     try:
         biases = {int(token): float(bias) for token, bias in with_pauses(decoded.items())}
     except (TypeError, ValueError):
-        raise ValueError(allowed) from None
+        raise ValueError(allowed_text) from None
     if not all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
-        raise ValueError(allowed)
+        raise ValueError(allowed_text)
     return {name: biases}
 
 
@@ -400,10 +400,10 @@ def _parse_early_stopping(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
-    allowed = (
+    allowed_text = (
         "an object with a type of text, json_object, json_schema, regex or grammar, and its content"
     )
-    spec = _decode_json(value, allowed)
+    spec = _decode_json(value, allowed_text)
     kind = spec.get("type") if isinstance(spec, dict) else None
     match kind:
         case "text":
@@ -418,25 +418,25 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
             return _parse_regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
             return _parse_grammar(name, spec.get("grammar"))
-    raise ValueError(allowed)
+    raise ValueError(allowed_text)
 
 
 def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     """Parse `structured_outputs`, an object with one constraint and options."""
-    allowed = f"an object with one of {', '.join(_CONSTRAINTS)}"
-    members = _decode_json(value, allowed)
+    allowed_text = f"an object with one of {', '.join(_CONSTRAINTS)}"
+    members = _decode_json(value, allowed_text)
     if not isinstance(members, dict):
-        raise ValueError(allowed)
+        raise ValueError(allowed_text)
     enabled = {key: option for key, option in members.items() if option not in (None, False)}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
     unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
     if len(kinds) != 1 or unknown:
-        raise ValueError(allowed + f", and of the options {', '.join(_OPTIONS)}")
+        raise ValueError(allowed_text + f", and of the options {', '.join(_OPTIONS)}")
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     for key in ("disable_any_whitespace", "disable_fallback"):
         if not isinstance(members.get(key), bool | None):
-            raise ValueError(f"{allowed}; {key} is true or false")
+            raise ValueError(f"{allowed_text}; {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
@@ -455,10 +455,10 @@ def _with_options(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _parse_schema(name: str, value: Any) -> dict[str, Any]:
-    allowed = "a JSON schema"
-    schema = _decode_json(value, allowed)
+    allowed_text = "a JSON schema"
+    schema = _decode_json(value, allowed_text)
     if not isinstance(schema, (dict, bool)):
-        raise ValueError(allowed)
+        raise ValueError(allowed_text)
     return {"grammar": ("json_schema", json.dumps(schema))}
 
 
@@ -494,13 +494,13 @@ _parse_grammar = partial(_parse_text, kind="grammar")
 
 
 def _parse_choice(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a list of 1 to {_MAX_CHOICES} strings, none of them empty"
-    choices = _decode_json(value, allowed)
+    allowed_text = f"a list of 1 to {_MAX_CHOICES} strings, none of them empty"
+    choices = _decode_json(value, allowed_text)
     is_valid = isinstance(choices, list) and all(
         isinstance(choice, str) and choice for choice in choices
     )
     if not is_valid or not 0 < len(choices) <= _MAX_CHOICES:
-        raise ValueError(allowed)
+        raise ValueError(allowed_text)
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 

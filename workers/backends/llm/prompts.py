@@ -198,8 +198,8 @@ class PromptReader:
         self._max_length = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        self._special = {text.content: token for token, text in added if text.special}
+        added_tokens = self._tokenizer.get_added_tokens_decoder().items()
+        self._special = {text.content: token for token, text in added_tokens if text.special}
         pieces = self._tokenizer.get_vocab()
         # Tokenizers may have more tokens than the model.
         vocabulary = max(self._vocabulary, 1 + max(pieces.values(), default=0))
@@ -465,25 +465,25 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
         The parameters, and whether `echo` is one of them. Log probabilities then include the
         prompt's. `exclude_input_in_output` and the default of /v2 only concern the text.
     """
-    merged = {**request.schema.parameters}
-    text = inputs.get("sampling_parameters") or merged.pop("sampling_parameters", None)
+    merged_values = {**request.schema.parameters}
+    text = inputs.get("sampling_parameters") or merged_values.pop("sampling_parameters", None)
     if text:
         try:
-            merged |= parse_json(text)
+            merged_values |= parse_json(text)
         except (TypeError, ValueError):
             problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
             raise InvalidArgument(problem) from None
     for name in ("stream", "exclude_input_in_output"):
         if name in inputs:
-            merged[name] = inputs[name]
+            merged_values[name] = inputs[name]
     if "messages" in inputs:
         # A chat template writes the special tokens itself.
-        merged.setdefault("add_special_tokens", False)
-    echoes = merged.get("echo") in (True, "true")
-    if merged.get("exclude_input_in_output") is not None:
+        merged_values.setdefault("add_special_tokens", False)
+    echoes = merged_values.get("echo") in (True, "true")
+    if merged_values.get("exclude_input_in_output") is not None:
         echoes = False
-        merged["echo"] = not merged["exclude_input_in_output"]
-    elif merged.get("echo") is None:
+        merged_values["echo"] = not merged_values["exclude_input_in_output"]
+    elif merged_values.get("echo") is None:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
-        merged["echo"] = not merged.get("stream", False)
-    return merged, echoes
+        merged_values["echo"] = not merged_values.get("stream", False)
+    return merged_values, echoes

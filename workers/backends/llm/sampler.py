@@ -161,10 +161,10 @@ def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
         ids, biases = (tensor.to(logits.device) for tensor in parameters.bias_tensors)
         logits[ids] += biases
     if parameters.allowed_token_ids:
-        allowed = parameters.allowed_tensor.to(logits.device)
-        allowed_logits = logits[allowed]
+        allowed_ids = parameters.allowed_tensor.to(logits.device)
+        allowed_logits = logits[allowed_ids]
         logits.fill_(-math.inf)
-        logits[allowed] = allowed_logits
+        logits[allowed_ids] = allowed_logits
     if parameters.forbidden is not None:
         logits[parameters.forbidden(row.tokens[row.prompt_length :])] = -math.inf
 
@@ -174,15 +174,15 @@ def _penalise(logits: torch.Tensor, row: SampledRow) -> None:
     tokens = torch.tensor(row.tokens, device=logits.device)
     if parameters.repetition_penalty != 1.0:
         distinct = torch.unique(tokens)
-        old, penalty = logits[distinct], parameters.repetition_penalty
-        logits[distinct] = torch.where(old < 0, old * penalty, old / penalty)
+        old_logits, penalty = logits[distinct], parameters.repetition_penalty
+        logits[distinct] = torch.where(old_logits < 0, old_logits * penalty, old_logits / penalty)
     present, counts = torch.unique(tokens[row.prompt_length :], return_counts=True)
     logits[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
 
-def _mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+def _mask(logits: torch.Tensor, allowed_bits: torch.Tensor) -> None:
     """Forbid the tokens whose bits are not set in int32 words, least significant bit first."""
-    bits = (allowed.unsqueeze(1) >> torch.arange(32)) & 1
+    bits = (allowed_bits.unsqueeze(1) >> torch.arange(32)) & 1
     permitted = bits.flatten()[: len(logits)].bool().to(logits.device)
     logits[len(permitted) :] = -math.inf
     logits[: len(permitted)].masked_fill_(~permitted, -math.inf)
@@ -339,10 +339,12 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     `logits` are unprocessed, [rows, vocabulary].
     """
     scores = logits.log_softmax(-1)
-    selected = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).squeeze(1)
+    token_scores = scores.gather(
+        1, torch.tensor(tokens, device=scores.device).unsqueeze(1)
+    ).squeeze(1)
     likeliest = scores.topk(min(top, scores.shape[1]))
-    ranks = (scores > selected.unsqueeze(1)).sum(1) + 1
-    columns = (selected, likeliest.indices, likeliest.values, ranks)
+    ranks = (scores > token_scores.unsqueeze(1)).sum(1) + 1
+    columns = (token_scores, likeliest.indices, likeliest.values, ranks)
     return [
         TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
         for token, value, ids, values, rank in zip(
@@ -356,5 +358,5 @@ def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]
 
     `logits` are unprocessed, [vocabulary].
     """
-    best = logits.log_softmax(-1).topk(min(count, len(logits)))
-    return best.indices.tolist(), best.values.tolist()
+    top_scores = logits.log_softmax(-1).topk(min(count, len(logits)))
+    return top_scores.indices.tolist(), top_scores.values.tolist()

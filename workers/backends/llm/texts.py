@@ -148,7 +148,7 @@ class SampleText:
             stop = self._append_text(token, ending)
             if self.parser is not None:
                 self.reasoning_tokens += self.parser.is_reasoning
-                self.parser.feed(self.pending_text[start:], ended=bool(stop or ending))
+                self.parser.feed(self.pending_text[start:], is_end=bool(stop or ending))
             if self._skip_characters or self._skip_tokens:
                 self._skip_sent()
             if stop:
@@ -210,11 +210,11 @@ class SampleText:
 
     def take(self) -> tuple[str, list[int], list[ScoredToken]]:
         """Return and clear the pending text, tokens and log probabilities."""
-        pending = self.pending_text, self.pending_tokens, self.pending_logprobs
+        pending_parts = self.pending_text, self.pending_tokens, self.pending_logprobs
         self.sent_characters += len(self.pending_text)
         self.sent_tokens += len(self.pending_tokens)
         self.pending_text, self.pending_tokens, self.pending_logprobs = "", [], []
-        return pending
+        return pending_parts
 
 
 def _mean_logprob(sample: SampleText) -> float:
@@ -278,10 +278,10 @@ class TextResponse:
         count = self.prompt.parameters.n
         if len(self.samples) <= count:
             return self.samples
-        best = sorted(self.samples, key=_mean_logprob, reverse=True)[:count]
-        for index, sample in enumerate(best):
+        best_samples = sorted(self.samples, key=_mean_logprob, reverse=True)[:count]
+        for index, sample in enumerate(best_samples):
             sample.index = index
-        return best
+        return best_samples
 
     def _is_last(self, sample: SampleText) -> bool:
         other_samples = (
@@ -326,11 +326,11 @@ class TextResponse:
     def _encode_usage(self, samples: list[SampleText]) -> bytes:
         counted = self.samples if self.prompt.parameters.stream else samples
         prompt = self.prompt
-        parsed = [sample for sample in self.samples if sample.parser is not None]
-        reasoning_tokens = sum(sample.reasoning_tokens for sample in parsed)
+        parsed_samples = [sample for sample in self.samples if sample.parser is not None]
+        reasoning_tokens = sum(sample.reasoning_tokens for sample in parsed_samples)
         return orjson.dumps(
             {
-                **({"reasoning_tokens": reasoning_tokens} if parsed else {}),
+                **({"reasoning_tokens": reasoning_tokens} if parsed_samples else {}),
                 "prompt_tokens": len(prompt.tokens),
                 "completion_tokens": sum(sample.token_count for sample in self.samples),
                 "cached_tokens": max(prompt.cached_tokens, 0),

@@ -108,8 +108,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self.special = frozenset(token for token, text in added.items() if text.special)
+        added_tokens = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(token for token, text in added_tokens.items() if text.special)
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         suffix = _WORD_SUFFIX.search(state)
         self._word_suffix = json.loads(suffix[1]) if suffix else ""
@@ -179,10 +179,12 @@ class TokenTexts:
     def count_complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
         count = len(tokens)
-        while missing := self._incomplete_bytes(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
-            while missing > 0:
+        while missing_bytes := self._incomplete_bytes(
+            tokens[max(count - _MAX_HELD_TOKENS, 0) : count]
+        ):
+            while missing_bytes > 0:
                 count -= 1
-                missing -= len(self.bytes_of(tokens[count]))
+                missing_bytes -= len(self.bytes_of(tokens[count]))
         return count
 
     def _incomplete_bytes(self, tokens: Sequence[int]) -> int:
@@ -295,12 +297,14 @@ class Detokenizer:
 
     def _advance(self, text: str) -> str:
         """Return the text after the context in `text`; its tokens become the context."""
-        pending = self._tokens[self._context_count :]
+        pending_tokens = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
         extends_context = text.startswith(self._context_text)
-        new_text = text[len(self._context_text) :] if extends_context else self._decode(pending)
-        self._tokens, self._context_count = pending, len(pending)
-        self._context_text = self._decode(pending)
+        new_text = (
+            text[len(self._context_text) :] if extends_context else self._decode(pending_tokens)
+        )
+        self._tokens, self._context_count = pending_tokens, len(pending_tokens)
+        self._context_text = self._decode(pending_tokens)
         self._emitted_length += len(new_text)
         self._held_length = self._replaced_length = 0
         return new_text

@@ -591,18 +591,18 @@ def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 def _python_arguments(lark: Lark, tool: Tool) -> str:
     """Return an expression for keyword arguments, of which some are optional.
 
-    From the last parameter to the first, `first` is the expression for the arguments from this
-    parameter on, and `further` the same with a comma before it.
+    From the last parameter to the first, `first_member` is the expression of the arguments from
+    this parameter on, and `further` the same with a comma before it.
     """
-    first, further = '""', '""'
+    first_member, further = '""', '""'
     for name, schema, required in reversed(_parameters(tool, NAME.pattern)):
         value = f"{lark.text(name + '=')} {lark.json(schema)}"
         rest_rule = lark.rule(further)
         begin = f"{value} {rest_rule}"
-        first = begin if required else f"{begin} | {lark.rule(first)}"
+        first_member = begin if required else f"{begin} | {lark.rule(first_member)}"
         with_comma = f"{lark.text(', ')} {value} {rest_rule}"
         further = with_comma if required else f"{with_comma} | {rest_rule}"
-    return lark.rule(first)
+    return lark.rule(first_member)
 
 
 FAMILIES: Mapping[str, ToolSyntax] = {

@@ -76,15 +76,15 @@ def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
         raise InvalidArgument(f"tool_choice: '{clip(unknown[0])}' is not a name of `tools`")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         conversation["tools"] = [tool for tool in definitions if tool["function"]["name"] in names]
-    selected = tuple(tool for tool in tools if not names or tool.name in names)
+    selected_tools = tuple(tool for tool in tools if not names or tool.name in names)
     is_named = isinstance(choice, dict) and choice["type"] == "function"
-    return ToolRequest(selected, mode == "required", parallel is not False and not is_named)
+    return ToolRequest(selected_tools, mode == "required", parallel is not False and not is_named)
 
 
-def _check_type(field: str, value: Any, kind: type[Any], allowed: str) -> None:
+def _check_type(field: str, value: Any, kind: type[Any], allowed_text: str) -> None:
     """Raise InvalidArgument if a value is neither of a type nor null."""
     if not isinstance(value, kind | None):
-        raise InvalidArgument(f"{field}: {clip(repr(value))} is not {allowed}")
+        raise InvalidArgument(f"{field}: {clip(repr(value))} is not {allowed_text}")
 
 
 def _parse_tool(index: int, tool: Any) -> Tool:
@@ -172,27 +172,27 @@ def _schema_error(root: dict[str, Any]) -> str:
             return f"{path[1:]}: {clip(repr(schema))} is not a schema (an object or a boolean)"
         for key, value in ({} if isinstance(schema, bool) else schema).items():
             position = f"{path}.{key}"
-            allowed = ""
+            allowed_text = ""
             if value is None:
                 continue
             if key in SCHEMA_MAPS:
-                allowed = "" if isinstance(value, dict) else "an object of schemas"
+                allowed_text = "" if isinstance(value, dict) else "an object of schemas"
                 schemas += (
-                    [] if allowed else ((f"{position}.{name}", value[name]) for name in value)
+                    [] if allowed_text else ((f"{position}.{name}", value[name]) for name in value)
                 )
             elif key in _SCHEMA_LIST_KEYS or (key == "items" and isinstance(value, list)):
-                allowed = "" if isinstance(value, list) and value else "a list of schemas"
-                parts = enumerate([] if allowed else value)
+                allowed_text = "" if isinstance(value, list) and value else "a list of schemas"
+                parts = enumerate([] if allowed_text else value)
                 schemas += ((f"{position}[{index}]", subschema) for index, subschema in parts)
             elif key in _SCHEMA_KEYS:
                 schemas.append((position, value))
             elif key in _VALUE_CHECKS and not _VALUE_CHECKS[key][0](value):
-                allowed = _VALUE_CHECKS[key][1]
+                allowed_text = _VALUE_CHECKS[key][1]
             elif key == "$ref" and value.startswith("#/"):
                 exists = resolve_reference(value, root) is not None
-                allowed = "" if exists else "a reference to a part of the schema"
-            if allowed:
-                return f"{position[1:]}: {clip(repr(value))} is not {allowed}"
+                allowed_text = "" if exists else "a reference to a part of the schema"
+            if allowed_text:
+                return f"{position[1:]}: {clip(repr(value))} is not {allowed_text}"
     return ""
 
 
@@ -204,10 +204,10 @@ def _parse_choice(choice: Any) -> tuple[str, set[str]]:
     name = _function_name(choice)
     if kind == "function" and name:
         return "required", {name}
-    allowed = choice.get("allowed_tools", choice) if kind == "allowed_tools" else None
-    if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list):
-        names = {_function_name(allowed_tool) for allowed_tool in allowed["tools"]}
-        mode = allowed.get("mode")
+    allowed_tools = choice.get("allowed_tools", choice) if kind == "allowed_tools" else None
+    if isinstance(allowed_tools, dict) and isinstance(allowed_tools.get("tools"), list):
+        names = {_function_name(allowed_tool) for allowed_tool in allowed_tools["tools"]}
+        mode = allowed_tools.get("mode")
         if mode in ("auto", "required") and names and "" not in names:
             return mode, names
     raise InvalidArgument(
@@ -236,9 +236,9 @@ class MessageFormats:
         self._family = FAMILIES.get(ALIASES.get(tool_parser, tool_parser))
         self._reasoning = REASONING.get(reasoning_parser, ())
         self._always_reasons = reasoning_parser == "deepseek_r1"
-        added = tokenizer.get_added_tokens_decoder().items()
-        self._added_tokens = {text.content: token for token, text in added}
-        self._special = {text.content for _, text in added if text.special}
+        added_tokens = tokenizer.get_added_tokens_decoder().items()
+        self._added_tokens = {text.content: token for token, text in added_tokens}
+        self._special = {text.content for _, text in added_tokens if text.special}
 
     def make_format(
         self, request: ToolRequest | None, prompt: str, hides_reasoning: bool = False

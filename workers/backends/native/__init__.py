@@ -259,18 +259,21 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
                 or tensor_type.datatype != spec.datatype
                 or not shapes_match(dims, tensor_type.dims)
             ):
-                actual = "no"
+                actual_text = "no"
                 if tensor_type is not None:
-                    actual = f"{TO_CONFIG[tensor_type.datatype]} {shape_text(tensor_type.dims)} for"
+                    actual_text = (
+                        f"{TO_CONFIG[tensor_type.datatype]} {shape_text(tensor_type.dims)} for"
+                    )
                 raise InvalidArgument(
                     f"{side} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
-                    f"{shape_text(dims)} in the configuration, but 'predict' has {actual} '{name}'"
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {actual_text} "
+                    f"'{name}'"
                 )
-        missing = sorted(required - set(specs))
-        if missing:
+        missing_names = sorted(required - set(specs))
+        if missing_names:
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' has '{missing[0]}', which is not an {side} "
-                "of the configuration"
+                f"'predict' of model '{signature.name}' has '{missing_names[0]}', which is not an "
+                f"{side} of the configuration"
             )
 
 

@@ -461,12 +461,14 @@ def parameter(model: type, name: str) -> str | None:
         InvalidArgument: The attribute has a wrong type.
     """
     value = getattr(model, name, None)
-    allowed_types, allowed = _PARAMETER_ATTRIBUTES[name]
+    allowed_types, allowed_text = _PARAMETER_ATTRIBUTES[name]
     if value is None:
         return None
     if type(value) not in allowed_types:
-        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}, got {value!r}")
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed_text}, got {value!r}")
     try:
         return json.dumps(value) if allowed_types == (dict,) else str(value)
     except TypeError as error:
-        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}: {error}") from None
+        raise InvalidArgument(
+            f"'{model.__name__}.{name}' must be {allowed_text}: {error}"
+        ) from None

@@ -101,17 +101,17 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         folders = (context.version_dir, context.model_dir)
         paths = (str(folder / name) for folder in folders if (folder / name).exists())
         options.register_custom_ops_library(next(paths, name))
-    selected = providers(config, context.kind, context.device_id)
-    available = runtime.get_available_providers()
-    for name, _ in selected:
-        if name not in available:
+    selected_providers = providers(config, context.kind, context.device_id)
+    available_providers = runtime.get_available_providers()
+    for name, _ in selected_providers:
+        if name not in available_providers:
             raise Unavailable(
                 f"model '{context.model_name}' needs {name}, but the installed onnxruntime only "
-                f"has {', '.join(available)}" + _HINTS.get(name, "")
+                f"has {', '.join(available_providers)}" + _HINTS.get(name, "")
             )
-    session = runtime.InferenceSession(str(path), options, providers=selected)
+    session = runtime.InferenceSession(str(path), options, providers=selected_providers)
     active = session.get_providers()
-    for name, _ in selected:
+    for name, _ in selected_providers:
         if name not in active:  # onnxruntime falls back to the CPU if a library does not load
             raise Unavailable(f"{name} of onnxruntime cannot be used on {context.device}: see log")
     return session
@@ -287,11 +287,13 @@ def check(
                 )
             if spec.name not in generated:
                 _check_tensor(side, spec, file_tensors[spec.name], signature)
-    missing = sorted({item.name for item in description.inputs} - {*signature.inputs, *generated})
-    if missing:
+    missing_inputs = sorted(
+        {item.name for item in description.inputs} - {*signature.inputs, *generated}
+    )
+    if missing_inputs:
         raise InvalidArgument(
             f"unable to load model '{name}', configuration expects {len(signature.inputs)} inputs, "
-            f"model provides {len(description.inputs)}: '{missing[0]}' is missing"
+            f"model provides {len(description.inputs)}: '{missing_inputs[0]}' is missing"
         )
 
 
@@ -310,11 +312,11 @@ def _check_tensor(side: str, spec: TensorSpec, tensor: FileTensor, signature: Si
     if fits_scalar(spec, tensor) and signature.max_batch_size == 0:
         return
     dims = spec.model_dims
-    expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-    if side == "input" and not spec.ragged and not shapes_match(dims, expected):
+    expected_dims = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
+    if side == "input" and not spec.ragged and not shapes_match(dims, expected_dims):
         raise InvalidArgument(
             f"model '{signature.name}', tensor '{spec.name}': the model expects "
-            f"{len(expected)} dimensions (shape {shape_text(expected)}) but the model "
+            f"{len(expected_dims)} dimensions (shape {shape_text(expected_dims)}) but the model "
             f"configuration specifies {len(dims)} dimensions (shape {shape_text(dims)})"
         )
 

@@ -286,11 +286,13 @@ class PythonExecution:
             WrongCount: The model did not return one response for each request.
             BaseException: Any exception of the model.
         """
-        received = list(map(ReceivedRequest, requests, repeat(self._lender)))
+        received_requests = list(map(ReceivedRequest, requests, repeat(self._lender)))
         try:
-            responses = self._execute(received)
+            responses = self._execute(received_requests)
         except BaseException as error:
-            responses = self._sent_responses(received) if isinstance(error, Exception) else []
+            responses = (
+                self._sent_responses(received_requests) if isinstance(error, Exception) else []
+            )
             if not responses:
                 self._lender.discard_loans()
                 raise
@@ -298,7 +300,7 @@ class PythonExecution:
                 "model '%s' failed after it had sent its responses", self._context.model_name
             )
         self._lender.check_loans(responses)
-        _detach_kept_inputs(requests, received)
+        _detach_kept_inputs(requests, received_requests)
         return responses
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -312,15 +314,15 @@ class PythonExecution:
         if self._runner is not None:
             self._runner.close()
 
-    def _execute(self, received: list[ReceivedRequest]) -> list[Response]:
+    def _execute(self, received_requests: list[ReceivedRequest]) -> list[Response]:
         # A copy, because a model may empty its list.
-        returned = self._model.execute(list(received))
+        returned = self._model.execute(list(received_requests))
         if type(returned) is not list:
-            returned = self._as_list(returned, received)
+            returned = self._as_list(returned, received_requests)
         try:
-            pairs = list(zip(received, returned, strict=True))
+            pairs = list(zip(received_requests, returned, strict=True))
         except ValueError:
-            raise WrongCount(len(received), len(returned)) from None
+            raise WrongCount(len(received_requests), len(returned)) from None
         outboxes: list[SingleResponse] = []
         for request, response in pairs:
             if request.outbox and response is None:
@@ -337,14 +339,14 @@ class PythonExecution:
             for request, response in pairs
         ]
 
-    def _as_list(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
+    def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
         if asyncio.iscoroutine(returned):
             returned = self.run(returned)
         if returned is None and all(
-            request.outbox is not None or request.rescheduled for request in received
+            request.outbox is not None or request.rescheduled for request in received_requests
         ):
-            return [None] * len(received)
+            return [None] * len(received_requests)
         if not isinstance(returned, list):
             problem = f"Expected a list in the execute return, found type '{type(returned)}'."
             raise _misuse_error(self._instance, problem)
@@ -386,13 +388,13 @@ class PythonExecution:
                 raise outbox.error
 
     @staticmethod
-    def _sent_responses(received: Sequence[ReceivedRequest]) -> list[Response]:
+    def _sent_responses(received_requests: Sequence[ReceivedRequest]) -> list[Response]:
         """Return the responses that the model has sent, if every request has one."""
         sent_responses = [
-            request.outbox.response for request in received if request.outbox is not None
+            request.outbox.response for request in received_requests if request.outbox is not None
         ]
         responses = [response for response in sent_responses if response is not None]
-        return responses if len(responses) == len(received) else []
+        return responses if len(responses) == len(received_requests) else []
 
 
 class DecoupledExecution:
@@ -418,8 +420,8 @@ class DecoupledExecution:
             # The time when the model's threads have finished with the inputs is unknown.
             for item in stream.request.inputs.values():
                 self._context.copy_counter.inputs += item.detach()
-        received = [DecoupledRequest(stream) for stream in streams]
-        returned = self._model.execute(list(received))
+        received_requests = [DecoupledRequest(stream) for stream in streams]
+        returned = self._model.execute(list(received_requests))
         if asyncio.iscoroutine(returned):
             self._running_loop().run(returned, partial(_fail_all, streams))
         elif returned is not None:
@@ -429,7 +431,7 @@ class DecoupledExecution:
                 f"Python model '{instance}' is using the decoupled mode and the execute function "
                 "must return None.",
             )
-        for request, stream in zip(received, streams, strict=True):
+        for request, stream in zip(received_requests, streams, strict=True):
             if request.rescheduled and self._iterative:
                 stream.reschedule()
             elif request.rescheduled:
@@ -470,13 +472,15 @@ async def _wait_for_senders(outboxes: Sequence[SingleResponse]) -> None:
         outbox_changed.clear()
 
 
-def _detach_kept_inputs(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
+def _detach_kept_inputs(
+    requests: Sequence[Request], received_requests: Sequence[ReceivedRequest]
+) -> None:
     """Copy the inputs that the model keeps, because their memory is reused."""
     for index, request in enumerate(requests):
         if not request.shared:
             continue
-        is_referenced = sys.getrefcount(received[index]) > _LIST_REFCOUNT
-        tensors = received[index].tensors
+        is_referenced = sys.getrefcount(received_requests[index]) > _LIST_REFCOUNT
+        tensors = received_requests[index].tensors
         for name in tensors:
             if is_referenced or sys.getrefcount(tensors[name]) > _LIST_REFCOUNT:
                 tensors[name].detach()

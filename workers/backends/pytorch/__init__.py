@@ -204,11 +204,11 @@ def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
     """
     for spec in signature.inputs.values():
         if (spec.datatype == "BYTES") != (spec.name in strings):
-            accepted = "List[str] in TorchScript" if spec.name in strings else "a tensor"
+            accepted_type = "List[str] in TorchScript" if spec.name in strings else "a tensor"
             raise InvalidArgument(
                 f"input '{spec.name}' of model '{signature.name}' has data_type "
-                f"{TO_CONFIG[spec.datatype]}, but the model takes {accepted}: only List[str] takes "
-                "TYPE_STRING"
+                f"{TO_CONFIG[spec.datatype]}, but the model takes {accepted_type}: only List[str] "
+                "takes TYPE_STRING"
             )
     for side, specs in (("input", signature.inputs), ("output", signature.outputs)):
         for spec in specs.values():

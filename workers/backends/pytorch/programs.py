@@ -87,15 +87,15 @@ class ArgumentBinding:
             else:
                 self._check_count(model, inputs, arguments)
                 positions = _positions(model, "input", inputs, len(arguments))
-            missing = [
+            missing_arguments = [
                 argument.name
                 for position, argument in enumerate(arguments)
                 if argument.required and position not in positions
             ]
-            if missing:
+            if missing_arguments:
                 raise InvalidArgument(
-                    f"model '{model}' takes the argument(s) {_quoted_list(missing)}, but its "
-                    "configuration has no input of this name; the inputs are "
+                    f"model '{model}' takes the argument(s) {_quoted_list(missing_arguments)}, but "
+                    "its configuration has no input of this name; the inputs are "
                     f"{_quoted_list(inputs)}"
                 )
         self.by_position = sorted(zip(positions, inputs, strict=True))
@@ -173,15 +173,15 @@ class ResultBinding:
             # All outputs are then mapped by field: the order may differ.
             return self._by_key(dict(zip(fields, result, strict=True)))
         values = result if isinstance(result, (tuple, list)) else (result,)
-        missing = [
+        missing_outputs = [
             name
             for name, position in zip(self._outputs, self._positions, strict=True)
             if position >= len(values)
         ]
-        if missing:
+        if missing_outputs:
             raise Internal(
                 f"model '{self._model}' returned {len(values)} output(s), but not "
-                f"{_quoted_list(missing)}"
+                f"{_quoted_list(missing_outputs)}"
             )
         return {
             name: values[position]
@@ -189,12 +189,12 @@ class ResultBinding:
         }
 
     def _by_key(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        missing = [name for name in self._outputs if name not in result]
-        if missing:
+        missing_outputs = [name for name in self._outputs if name not in result]
+        if missing_outputs:
             raise Internal(
                 f"model '{self._model}' returned the output(s) "
                 f"{_quoted_list(list(map(str, result)))}, but its configuration names "
-                f"{_quoted_list(missing)}"
+                f"{_quoted_list(missing_outputs)}"
             )
         return {name: result[name] for name in self._outputs}
 
@@ -567,9 +567,9 @@ def check(
         if fits_scalar(spec, tensor) and max_batch_size == 0:
             continue
         dims = spec.model_dims
-        expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-        if not shapes_match(dims, expected):
+        expected_dims = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
+        if not shapes_match(dims, expected_dims):
             raise InvalidArgument(
                 f"input '{name}' of model '{signature.name}' has the shape {shape_text(dims)}, but "
-                f"its program takes {shape_text(expected)}"
+                f"its program takes {shape_text(expected_dims)}"
             )

@@ -134,8 +134,10 @@ class VllmAnswer:
         """
         if scores is None:
             return {**self._token_entry(token, None), "logprob": None, "top_logprobs": None}
-        ranked = sorted(scores.items(), key=lambda pair: pair[1].rank)
-        likeliest = list(itertools.starmap(self._token_entry, ranked[: top if top >= 0 else None]))
+        ranked_scores = sorted(scores.items(), key=lambda pair: pair[1].rank)
+        likeliest = list(
+            itertools.starmap(self._token_entry, ranked_scores[: top if top >= 0 else None])
+        )
         members = {"rank": scores[token].rank, "top_logprobs": likeliest}
         return {**self._token_entry(token, scores[token]), **members}
 

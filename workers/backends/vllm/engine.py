@@ -190,9 +190,9 @@ class VllmEngine:
         self._tokenizer = client.renderer.tokenizer
         self._defaults = self._config.get_diff_sampling_param()
         self._max_tokens = max_tokens_cap(self._config, self._defaults)
-        numbered = enumerate(arguments.adapters.items(), 1)
+        numbered_adapters = enumerate(arguments.adapters.items(), 1)
         self._adapters = {
-            name: LoRARequest(name, number, path) for number, (name, path) in numbered
+            name: LoRARequest(name, number, path) for number, (name, path) in numbered_adapters
         }
         options = {
             "chat_template_content_format": "auto",

@@ -113,13 +113,13 @@ _warned_names: set[str] = set()
 
 def _warn_of_misspelt(holder: dict[str, Any]) -> None:
     """Log unknown members whose names resemble a known name, once for each known name."""
-    for name, likely in find_misspelt(holder):
-        if likely not in _warned_names:
-            _warned_names.add(likely)
+    for name, likely_name in find_misspelt(holder):
+        if likely_name not in _warned_names:
+            _warned_names.add(likely_name)
             logger.warning(
                 "a request has the unknown field '%s'; did its client mean '%s'?",
                 clip(name),
-                likely,
+                likely_name,
             )
 
 

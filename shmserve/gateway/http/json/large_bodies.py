@@ -147,10 +147,10 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
         raise (JsonFault if header["malformed"] else InvalidArgument)(header["error"])
     prompts = {name: Packed(*columns) for name, columns in header["prompts"].items()}
     for prompt in prompts.values():
-        missing = prompt.byte_size
-        while missing:
-            prompt.pieces.append(await output.readexactly(min(missing, _PIECE)))
-            missing -= len(prompt.pieces[-1])
+        missing_bytes = prompt.byte_size
+        while missing_bytes:
+            prompt.pieces.append(await output.readexactly(min(missing_bytes, _PIECE)))
+            missing_bytes -= len(prompt.pieces[-1])
     body = header["body"]
     for holder in _holders(body):
         for name in header["packed"]:
@@ -173,8 +173,8 @@ def _holders(body: Any) -> list[dict[str, Any]]:
 
 def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     """Return the error about a prompt or other fields that are too large, or ""."""
-    named = (body.get("model") or model) if isinstance(body, dict) else None
-    token_limit = longest.get(named) if isinstance(named, str) else None
+    requested_model = (body.get("model") or model) if isinstance(body, dict) else None
+    token_limit = longest.get(requested_model) if isinstance(requested_model, str) else None
     if token_limit is None:
         return ""
     nested = body.get("parameters")

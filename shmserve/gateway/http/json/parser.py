@@ -199,17 +199,17 @@ def find_misspelt(holder: Any) -> Iterator[tuple[str, str]]:
     """Yield the unknown members of an object of a request, and the likely meant member of each."""
     unknown = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
     for name in unknown[:_MAX_COMPARED_NAMES]:
-        likely = nearest(name, _MEMBERS)
-        if likely and likely not in holder:
-            yield name, likely
+        likely_name = nearest(name, _MEMBERS)
+        if likely_name and likely_name not in holder:
+            yield name, likely_name
 
 
 def missing_error(field: str, holder: Any) -> JsonFault:
     """Return the error for a missing member, with the misspelt member of `holder`, if any."""
     hint = "".join(
         f"; did you misspell it as '{clip(name)}'?"
-        for name, likely in find_misspelt(holder)
-        if likely == field
+        for name, likely_name in find_misspelt(holder)
+        if likely_name == field
     )
     return JsonFault(
         f"Unable to parse '{field}': attempt to access non-existing object member '{field}'{hint}"

@@ -113,15 +113,15 @@ def decode_parts(
 ) -> Iterator[bytes]:
     """Yield the bytes of each part of the values, with the checks of `decode`."""
     _refuse_binary_only(datatype, name)
-    actual = 0
+    actual_count = 0
     for part in parts:
         values, kinds = _flatten_with_types(part)
         data = _pack_values(values, kinds, datatype, name)
-        actual += len(values)
-        _check_count(actual, count, datatype, name)
+        actual_count += len(values)
+        _check_count(actual_count, count, datatype, name)
         yield data
-    if actual < count:
-        raise _too_few_error(actual, count, name)
+    if actual_count < count:
+        raise _too_few_error(actual_count, count, name)
 
 
 def _refuse_binary_only(datatype: str, name: str) -> None:
@@ -132,8 +132,8 @@ def _refuse_binary_only(datatype: str, name: str) -> None:
         )
 
 
-def _check_count(actual: int, count: int, datatype: str, name: str) -> None:
-    if actual > count:
+def _check_count(actual_count: int, count: int, datatype: str, name: str) -> None:
+    if actual_count > count:
         initial = "s" if datatype == "BYTES" else "S"
         raise JsonFault(
             f"Unable to parse 'data': {initial}hape does not match true shape of 'data' field "
@@ -141,10 +141,10 @@ def _check_count(actual: int, count: int, datatype: str, name: str) -> None:
         )
 
 
-def _too_few_error(actual: int, count: int, name: str) -> JsonFault:
+def _too_few_error(actual_count: int, count: int, name: str) -> JsonFault:
     return JsonFault(
         "Failed to parse 'data' field: shape does not match true shape (input "
-        f"'{name}': its shape has {count} elements, {actual} are given)"
+        f"'{name}': its shape has {count} elements, {actual_count} are given)"
     )
 
 
@@ -197,12 +197,12 @@ def _pack_strings(values: list[str], name: str) -> bytes:
 
 
 def _misfit_error(
-    values: list[Any], fits: Callable[[Any], bool], json_type: str, expected: str, name: str
+    values: list[Any], fits: Callable[[Any], bool], json_type: str, expected_text: str, name: str
 ) -> JsonFault:
     """Return the error that names the first value that is not a `json_type`."""
     description = _describe_value(next(value for value in values if not fits(value)))
     return JsonFault(
-        f"Unable to parse 'data': attempt to access JSON non-{json_type} as {expected} "
+        f"Unable to parse 'data': attempt to access JSON non-{json_type} as {expected_text} "
         f"(input '{name}' has {description})"
     )
 
@@ -264,13 +264,13 @@ def _non_finite_word(value: float) -> bytes:
 
 
 def _string_parts(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> Iterator[bytes]:
-    separator, actual = b"[", 0
+    separator, actual_count = b"[", 0
     for values in _decode_strings(memoryview(data), name):
         yield separator + orjson.dumps(values)[1:-1]
-        separator, actual = b",", actual + len(values)
-    if actual != element_count(shape):
+        separator, actual_count = b",", actual_count + len(values)
+    if actual_count != element_count(shape):
         raise Internal("internal error")
-    yield b"]" if actual else b"[]"
+    yield b"]" if actual_count else b"[]"
 
 
 def _decode_strings(data: memoryview, name: str) -> Iterator[list[str]]:

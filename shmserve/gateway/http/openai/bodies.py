@@ -313,8 +313,8 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
     is_packed = is_prompt and member_type is (str if value.kind == "text" else list)
     if type(value) is not member_type and not is_packed:
         nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
-        allowed = nouns.get(member_type, "an integer")
-        raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
+        allowed_text = nouns.get(member_type, "an integer")
+        raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed_text}")
     return value
 
 

@@ -138,7 +138,7 @@ def select_supported_fields(
     Raises:
         InvalidArgument: Fields are refused. The message names the first of them.
     """
-    refused = _REFUSED_EMBEDDING_FIELDS if supported is EMBEDDING_FIELDS else _REFUSED_FIELDS
+    refused_fields = _REFUSED_EMBEDDING_FIELDS if supported is EMBEDDING_FIELDS else _REFUSED_FIELDS
     fields: dict[str, Any] = {}
     problems: list[str] = []
     unknown: list[str] = []
@@ -149,21 +149,23 @@ def select_supported_fields(
             problems.append(f"{clip(name)}: {value} is not a finite number")
         elif name in supported:
             fields[name] = value
-        elif name in refused:
-            problems += _check_refused(name, value, refused[name])
+        elif name in refused_fields:
+            problems += _check_refused(name, value, refused_fields[name])
         elif name not in _IGNORED_FIELDS:
             unknown.append(name)
     if "stream_options" in fields and type(fields["stream_options"]) is dict:
         for name, value in fields["stream_options"].items():
-            allowed = _STREAM_OPTIONS.get(name)
-            if allowed is not None and value is not None:
-                problems += _check_refused(f"stream_options.{name}", value, allowed)
+            allowed_values = _STREAM_OPTIONS.get(name)
+            if allowed_values is not None and value is not None:
+                problems += _check_refused(f"stream_options.{name}", value, allowed_values)
             elif name not in _STREAM_OPTIONS:
                 unknown.append(f"stream_options.{name}")
     for name in unknown[:_MAX_REPORTED]:
         if refuse_unknown:
-            known = supported | refused.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS.keys()
-            problems.append(f"{clip(name)}: unknown field{suggestion(name, known)}")
+            known_fields = (
+                supported | refused_fields.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS.keys()
+            )
+            problems.append(f"{clip(name)}: unknown field{suggestion(name, known_fields)}")
         else:
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:

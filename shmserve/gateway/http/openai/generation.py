@@ -133,7 +133,7 @@ def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[st
             rows.append(None)
             continue
         top = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
-        ranked = {
+        ranked_logprobs = {
             str(candidate["token_id"]): {
                 "logprob": candidate["logprob"],
                 "rank": candidate["rank"],
@@ -141,7 +141,7 @@ def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[st
             }
             for candidate in (token, *top)
         }
-        rows.append(ranked)
+        rows.append(ranked_logprobs)
     return rows
 
 
@@ -276,8 +276,12 @@ class Choices:
         if "prompt_token_ids" in fields:
             self._prompt_sizes[prompt] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new = self._prompt_sizes.get(prompt, 0), sample.tokens
-        usage = {"prompt_tokens": size, "completion_tokens": new, "total_tokens": size + new}
+        size, new_tokens = self._prompt_sizes.get(prompt, 0), sample.tokens
+        usage = {
+            "prompt_tokens": size,
+            "completion_tokens": new_tokens,
+            "total_tokens": size + new_tokens,
+        }
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
@@ -462,8 +466,10 @@ class _Generation:
         gateway, model = self._gateway, self._text_request.model
         arrived_ns = time.monotonic_ns()
         for infer_request in self._text_request.infer_requests():
-            built = await build_in_turns(gateway, model, infer_request)
-            queue = ResponseQueue(gateway, self._request, built, arrived_ns, self._response_event)
+            built_request = await build_in_turns(gateway, model, infer_request)
+            queue = ResponseQueue(
+                gateway, self._request, built_request, arrived_ns, self._response_event
+            )
             self._queues.append(queue)
             if len(self._text_request.prompts) > 1:
                 await asyncio.sleep(0)  # other requests are handled in between
@@ -504,10 +510,10 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
-                    choices, ended = self._take_response(prompt, queue)
+                    choices, has_ended = self._take_response(prompt, queue)
                     if choices:
                         results.append(choices)
-                    if ended:
+                    if has_ended:
                         del unfinished[prompt]
             yield results
 

@@ -128,11 +128,11 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidArgument: A member is wrong, or not supported.
     """
-    for name, allowed in _ALLOWED_VALUES.items():
+    for name, allowed_values in _ALLOWED_VALUES.items():
         value = body.get(name)
-        if value is not None and value not in allowed:
+        if value is not None and value not in allowed_values:
             reason = _REFUSAL_REASONS.get(
-                name, f"supported is {' or '.join(map(repr, allowed)) or 'null'}"
+                name, f"supported is {' or '.join(map(repr, allowed_values)) or 'null'}"
             )
             raise InvalidArgument(f"{name}: {clip(repr(value))}: {reason}")
     bodies.check_member(body, "store", bool, False)
@@ -422,8 +422,8 @@ class ResponseObject:
         item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
         if kind == "function_call":
             item["arguments"] = text
-            named = {"arguments": text, "name": item["name"]}
-            events = [self._item_event(f"{_EVENT_PREFIXES[kind]}.done", **named)]
+            named_fields = {"arguments": text, "name": item["name"]}
+            events = [self._item_event(f"{_EVENT_PREFIXES[kind]}.done", **named_fields)]
         else:
             part = self._content_part(kind)
             item["content"] = [part]
@@ -475,8 +475,14 @@ class ResponseObject:
         fault = orjson.loads(response_error(error))["error"]
         code = fault["code"] or "server_error"
         details = {"code": code, "message": fault["message"], "param": fault["param"]}
-        failed = {**self._object("failed"), "error": {"code": code, "message": fault["message"]}}
-        events = [self._event("error", **details), self._event("response.failed", response=failed)]
+        failed_object = {
+            **self._object("failed"),
+            "error": {"code": code, "message": fault["message"]},
+        }
+        events = [
+            self._event("error", **details),
+            self._event("response.failed", response=failed_object),
+        ]
         return self.frames([[events]])
 
     def _object(self, status: str) -> dict[str, Any]:
@@ -487,13 +493,13 @@ class ResponseObject:
         }
         reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
         usage = self._usage or {}
-        prompt, new = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        prompt, completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         counts = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0)},
-            "output_tokens": new,
+            "output_tokens": completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)},
-            "total_tokens": prompt + new,
+            "total_tokens": prompt + completion_tokens,
         }
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {

@@ -191,9 +191,11 @@ class Architecture:
         epsilon = config.get("rms_norm_eps")
         if epsilon is not None and not 0 <= epsilon <= _MAX_NUMBER:
             problems.append(f"config.json: rms_norm_eps: {epsilon!r} is not a number from 0")
-        for name, allowed in _SUPPORTED.items():
-            if config.get(name, allowed[0]) not in allowed:
-                problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")
+        for name, allowed_values in _SUPPORTED.items():
+            if config.get(name, allowed_values[0]) not in allowed_values:
+                problems.append(
+                    f"config.json: {name}: {config[name]!r} is not {allowed_values[0]!r}"
+                )
         if len(problems) > problem_count:
             return None
         rope = _rope(config, problems)
@@ -295,11 +297,12 @@ def _family(config: Mapping[str, Any], problems: list[str]) -> str:
         family = config["model_type"]
     if not family:
         field, value = "architectures", ", ".join(map(str, names))
-        allowed = ", ".join(_FAMILIES)
+        allowed_names = ", ".join(_FAMILIES)
         if not names and config.get("model_type"):
-            field, value, allowed = "model_type", config["model_type"], ", ".join(DEFAULTS)
+            field, value, allowed_names = "model_type", config["model_type"], ", ".join(DEFAULTS)
         problems.append(
-            f"config.json: {field}: {value or 'nothing'} is not supported (supported: {allowed})"
+            f"config.json: {field}: {value or 'nothing'} is not supported "
+            f"(supported: {allowed_names})"
         )
     return family
 
@@ -345,8 +348,10 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     if factor not in _SUPPORTED["partial_rotary_factor"]:
         problems.append(f"config.json: {field}: partial_rotary_factor: {factor!r} is not 1.0")
     if kind not in _ROPE_FIELDS:
-        allowed = ", ".join(_ROPE_FIELDS)
-        problems.append(f"config.json: {field}: {kind!r} is not supported (supported: {allowed})")
+        allowed_names = ", ".join(_ROPE_FIELDS)
+        problems.append(
+            f"config.json: {field}: {kind!r} is not supported (supported: {allowed_names})"
+        )
         return Rope(10_000.0, "default", {})
     positions = config["max_position_embeddings"]
     original = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or positions
@@ -355,9 +360,9 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
         scaling["factor"] = positions / original
     required = (*_ROPE_FIELDS[kind], *([_ORIGINAL] if kind in ("llama3", "yarn") else []))
     optional = [name for name in _YARN_KEYS if kind == "yarn" and scaling.get(name) is not None]
-    missing = [name for name in required if scaling.get(name) is None]
-    if missing:
-        problems.append(f"config.json: {field}: {kind} needs {', '.join(missing)}")
+    missing_fields = [name for name in required if scaling.get(name) is None]
+    if missing_fields:
+        problems.append(f"config.json: {field}: {kind} needs {', '.join(missing_fields)}")
         return Rope(10_000.0, "default", {})
     for name in (*required, *optional, "rope_theta"):
         number = scaling[name]

@@ -167,18 +167,20 @@ class Pass:
 
     def select(self, indices: list[int]) -> Pass:
         """Return a pass of the `indices` rows, which are the last ones of their spans."""
-        selected = Pass(self.block_size, self.device)
+        selected_rows = Pass(self.block_size, self.device)
         for span in self.spans:
             end = span.first_row + span.size
             count = bisect_left(indices, end) - bisect_left(indices, span.first_row)
             if count:
                 start = span.start + span.size - count
-                new = RowSpan(len(selected.tokens), count, start, span.block_table, span.is_prompt)
-                selected.spans.append(new)
-                selected.tokens += self.tokens[end - count : end]
-                selected.positions += self.positions[end - count : end]
-                selected.slots += self.slots[end - count : end]
-        return selected
+                new_span = RowSpan(
+                    len(selected_rows.tokens), count, start, span.block_table, span.is_prompt
+                )
+                selected_rows.spans.append(new_span)
+                selected_rows.tokens += self.tokens[end - count : end]
+                selected_rows.positions += self.positions[end - count : end]
+                selected_rows.slots += self.slots[end - count : end]
+        return selected_rows
 
     def pad(self, rows: int) -> None:
         """Repeat the last row until there are `rows` rows."""
@@ -498,8 +500,8 @@ def _pad(output: torch.Tensor, rows: int) -> torch.Tensor:
 
     Padding rows store the same keys and values in the same slot as the last row.
     """
-    missing = rows - output.shape[0]
-    return torch.cat((output, output[-1:].expand(missing, -1))) if missing else output
+    missing_rows = rows - output.shape[0]
+    return torch.cat((output, output[-1:].expand(missing_rows, -1))) if missing_rows else output
 
 
 def _cumulative_lengths(counts: Iterable[int], device: str) -> torch.Tensor:
@@ -521,8 +523,8 @@ def make_attention(cache: KvCache, architecture: Architecture, device: str) -> A
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that sparse tensors are in beta state
-            output, expected = (attention.for_rows(rows)(queries, 0) for attention in pair)
-        works = torch.allclose(output, expected, atol=1e-4)
+            output, expected_output = (attention.for_rows(rows)(queries, 0) for attention in pair)
+        works = torch.allclose(output, expected_output, atol=1e-4)
     except Exception:  # this version of torch or this device has no such kernel
         works = False
     return fastest(cache) if works else Attention(cache)

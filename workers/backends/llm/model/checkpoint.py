@@ -155,13 +155,13 @@ class Checkpoint:
         architecture = Architecture.of(config, problems) if config else None
         settings = read_json(path / "tokenizer_config.json", problems, optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
-        stored = _read_headers(path, problems)
+        stored_tensors = _read_headers(path, problems)
         quantisation = Quantisation.of(_quantisation_config(path, config, problems), problems)
         defaults = read_json(path / "generation_config.json", problems, optional=True)
         preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
         end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         if architecture is not None:
-            _check_weights(architecture, quantisation, stored, problems)
+            _check_weights(architecture, quantisation, stored_tensors, problems)
         templates = _read_templates(path, settings, problems)
         if problems:
             raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
@@ -172,7 +172,7 @@ class Checkpoint:
         known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
         end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults)
-        parts = architecture, tokenizer, stored, quantisation
+        parts = architecture, tokenizer, stored_tensors, quantisation
         return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
 
     def has(self, name: str) -> bool:
@@ -220,11 +220,11 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     if not isinstance(value, dict):
         problems.append(f"{path.name} is not a JSON object")
         return {}
-    for (types, allowed), names in _FIELD_TYPES.get(path.name, {}).items():
+    for (types, allowed_text), names in _FIELD_TYPES.get(path.name, {}).items():
         for name in names.split():
             if value.get(name) is not None and type(value[name]) not in types:
                 value_text = clip(repr(value.pop(name)))
-                problems.append(f"{path.name}: {name}: {value_text} is not {allowed}")
+                problems.append(f"{path.name}: {name}: {value_text} is not {allowed_text}")
     return value
 
 
@@ -306,16 +306,16 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
     """Return the reason why a tokenizer of a class of transformers cannot be used, or ""."""
     if kind in (f"{name}Tokenizer" for name in _UNSUPPORTED_CLASSES.split()):
-        allowed = f"{', '.join(_SPECIAL_TOKENS)}, PreTrainedTokenizerFast and unknown names"
+        allowed_classes = f"{', '.join(_SPECIAL_TOKENS)}, PreTrainedTokenizerFast and unknown names"
         class_name = repr(kind)
     elif kind in _SPECIAL_TOKENS and not isinstance(tokenizer.model, models.BPE):
-        allowed = "PreTrainedTokenizerFast"
+        allowed_classes = "PreTrainedTokenizerFast"
         class_name = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
     else:
         return ""
     return (
         f"tokenizer_class: {class_name} is not supported, because that class replaces parts of "
-        f"tokenizer.json (supported: {allowed})"
+        f"tokenizer.json (supported: {allowed_classes})"
     )
 
 
@@ -364,16 +364,16 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
 
 
 def _add_tokens(
-    tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str, int], kind: str
+    tokenizer: Tokenizer, settings: dict[str, Any], added_tokens: dict[str, int], kind: str
 ) -> None:
     """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
-    named = [settings[name] for name in _special_tokens(settings)]
+    named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
-    texts = [_content(token) for token in (*named, *extra)]
+    texts = [_content(token) for token in (*named_tokens, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
         number: {"content": text, "special": text in texts}
-        for text, number in added.items()
+        for text, number in added_tokens.items()
         if number not in known_tokens
     }
     tokens = {int(number): _added_token(token) for number, token in declared.items()}
@@ -381,10 +381,12 @@ def _add_tokens(
     if kind == "Qwen2Tokenizer":  # the class resets the properties of special tokens
         tokenizer.add_special_tokens([_added_token(text) for text in texts])
         return
-    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    tokens_by_text = {
+        token.content: token for token in tokenizer.get_added_tokens_decoder().values()
+    }
     tokenizer.add_special_tokens(
-        [known.get(_content(token)) or _added_token(token) for token in named]
-        + [_added_token(token) for token in extra if _content(token) not in known]
+        [tokens_by_text.get(_content(token)) or _added_token(token) for token in named_tokens]
+        + [_added_token(token) for token in extra if _content(token) not in tokens_by_text]
     )
 
 
@@ -440,31 +442,31 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
 def _check_weights(
     architecture: Architecture,
     quantisation: Quantisation,
-    stored: dict[str, StoredTensor],
+    stored_tensors: dict[str, StoredTensor],
     problems: list[str],
 ) -> None:
     """Add missing and misfitting weights to `problems`; tied models need one of two weights."""
-    if not stored:
+    if not stored_tensors:
         return
-    if architecture.layers > len(stored):  # the list of weights would have no limit
+    if architecture.layers > len(stored_tensors):  # the list of weights would have no limit
         problems.append(
             f"config.json: num_hidden_layers: {architecture.layers} is more than the number of "
-            f"weights in the files, {len(stored)}"
+            f"weights in the files, {len(stored_tensors)}"
         )
         return
-    expected = architecture.weights()
-    if architecture.tied_embeddings and _HEAD in stored:
-        expected[_HEAD] = expected[_EMBEDDING]
-        stored.setdefault(_EMBEDDING, stored[_HEAD])
-    missing: list[str] = []
+    expected_shapes = architecture.weights()
+    if architecture.tied_embeddings and _HEAD in stored_tensors:
+        expected_shapes[_HEAD] = expected_shapes[_EMBEDDING]
+        stored_tensors.setdefault(_EMBEDDING, stored_tensors[_HEAD])
+    missing_names: list[str] = []
     misfits: list[str] = []
-    for name, shape in expected.items():
-        if "values" not in quantisation.parts(name, stored):
-            missing.append(name)
-        elif problem := quantisation.problem(name, shape, stored):
+    for name, shape in expected_shapes.items():
+        if "values" not in quantisation.parts(name, stored_tensors):
+            missing_names.append(name)
+        elif problem := quantisation.problem(name, shape, stored_tensors):
             misfits.append(problem)
-    if missing:
-        problems.append(f"weights are missing: {_list_names(missing)}")
+    if missing_names:
+        problems.append(f"weights are missing: {_list_names(missing_names)}")
     if misfits:
         problems.append(f"weights do not fit config.json: {_list_names(misfits)}")
 
@@ -506,12 +508,12 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
         document = read_json(path / "chat_template.json", problems, optional=True)
         setting = document.get("chat_template")
     if not templates and isinstance(setting, list):
-        named = [template for template in setting if isinstance(template, dict)]
-        if len(named) < len(setting):
+        named_templates = [template for template in setting if isinstance(template, dict)]
+        if len(named_templates) < len(setting):
             problems.append(
                 "tokenizer_config.json: chat_template: an item of the list is not an object"
             )
-        setting = {template.get("name"): template.get("template") for template in named}
+        setting = {template.get("name"): template.get("template") for template in named_templates}
     if not templates and isinstance(setting, dict):
         return {str(name): str(template) for name, template in setting.items()}
     return templates or ({"default": str(setting)} if setting else {})

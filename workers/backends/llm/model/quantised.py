@@ -104,17 +104,18 @@ class Quantisation:
             for part in _sections(config):
                 permitted = _METHODS[name].settings if config else {}
                 unsupported += [
-                    (field, part[field], allowed)
-                    for field, allowed in permitted.items()
-                    if part.get(field) is not None and str(part[field]).lower() not in allowed
+                    (field, part[field], allowed_values)
+                    for field, allowed_values in permitted.items()
+                    if part.get(field) is not None
+                    and str(part[field]).lower() not in allowed_values
                 ]
         sparsity = config.get("sparsity_config") or {}
         if sparsity.get("format", "dense") != "dense":
             unsupported.append(("sparsity_config.format", sparsity["format"], ("dense",)))
         if (config.get("transform_config") or {}).get("config_groups"):
             unsupported.append(("transform_config", config["transform_config"], (None,)))
-        for field, value, allowed in unsupported:
-            supported = ", ".join(map(str, allowed))
+        for field, value, allowed_values in unsupported:
+            supported = ", ".join(map(str, allowed_values))
             problems.append(
                 f"config.json: quantization_config: {field}: {value!r} is not supported, "
                 f"supported: {supported}"
@@ -126,23 +127,27 @@ class Quantisation:
         method = name if name in _METHODS else ""
         return cls(method, zero_offset, tuple(_group_sizes(config)), required_roles, is_interleaved)
 
-    def parts(self, name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def parts(
+        self, name: str, stored_tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, StoredTensor]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
         prefix, last_part = name[: -len("weight")], name[-len("weight") :]
         by_role: dict[str, StoredTensor] = {}
-        if name in stored:
-            by_role["values"] = stored[name]
+        if name in stored_tensors:
+            by_role["values"] = stored_tensors[name]
         if last_part == "weight" and self.method:
             method = _METHODS[self.method]
             for role, endings in {"values": tuple(method.values), **method.roles}.items():
                 for ending in endings:
-                    if prefix + ending in stored:
-                        by_role.setdefault(role, stored[prefix + ending])
+                    if prefix + ending in stored_tensors:
+                        by_role.setdefault(role, stored_tensors[prefix + ending])
         return by_role
 
-    def problem(self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> str:
+    def problem(
+        self, name: str, shape: tuple[int, ...], stored_tensors: Mapping[str, StoredTensor]
+    ) -> str:
         """Return the problem of a weight in the files, or ""."""
-        parts = self.parts(name, stored)
+        parts = self.parts(name, stored_tensors)
         values = parts["values"]
         if values.dtype in _PLAIN_TYPES and "scales" not in parts:
             if values.shape == shape:
@@ -151,16 +156,16 @@ class Quantisation:
         if not self.method:
             return f"{name} is {values.dtype} without a quantization_config in config.json"
         method = _METHODS[self.method]
-        allowed = method.values.get(values.name.rpartition(".")[2], ())
-        if values.dtype not in allowed:
-            supported = ", ".join(allowed)
+        allowed_types = method.values.get(values.name.rpartition(".")[2], ())
+        if values.dtype not in allowed_types:
+            supported = ", ".join(allowed_types)
             return f"{values.name} is {values.dtype}, but {self.method} supports {supported}"
-        missing = [
+        missing_parts = [
             " or ".join(endings)
             for role, endings in method.roles.items()
             if role in self.required_roles and role not in parts
         ]
-        return f"{values.name} has no {' and no '.join(missing)}" if missing else ""
+        return f"{values.name} has no {' and no '.join(missing_parts)}" if missing_parts else ""
 
     def dequantise(
         self, name: str, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor]

@@ -72,8 +72,8 @@ def can_pack() -> bool:
         output, first_rows = layer(rows), layer(rows[:MIN_ROWS])
     except Exception:  # the operator is missing, or has other arguments
         return False
-    expected = functional.linear(rows, weight, weight[:, 0])
-    is_close = torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
+    expected_output = functional.linear(rows, weight, weight[:, 0])
+    is_close = torch.allclose(output, expected_output, rtol=1e-4, atol=1e-4)
     return is_close and torch.equal(output[:MIN_ROWS], first_rows)
 
 
@@ -150,13 +150,13 @@ def _saturates() -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 256, generator=generator)
     rows = torch.randn(16, 256, generator=generator)
-    expected = functional.linear(rows, weight)
+    expected_output = functional.linear(rows, weight)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         packed = _pack_int8(weight)
     multiply = torch.ops.quantized.linear_dynamic
     full_error, reduced_error = (
-        (multiply(rows, packed, reduce_range) - expected).square().sum()
+        (multiply(rows, packed, reduce_range) - expected_output).square().sum()
         for reduce_range in (False, True)
     )
     return bool(reduced_error < full_error)
@@ -239,10 +239,10 @@ class Transformer:
         attend = attention.for_rows(rows)
         selection = None
         if len(logit_rows) < count:
-            selected = rows.select(logit_rows)
-            selected.pad(MIN_ROWS)
-            padding = logit_rows[-1:] * (len(selected.tokens) - len(logit_rows))
-            selected_attend = attention.for_rows(selected) if logit_rows else attend
+            selected_rows = rows.select(logit_rows)
+            selected_rows.pad(MIN_ROWS)
+            padding = logit_rows[-1:] * (len(selected_rows.tokens) - len(logit_rows))
+            selected_attend = attention.for_rows(selected_rows) if logit_rows else attend
             selection = SelectedRows(logit_rows + padding, selected_attend)
         extended = self.states(*rows.tensors(), cache, attend, selection)
         if not logit_rows:

@@ -100,7 +100,7 @@ def random_text(
 
 def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, Any]]]:
     parser = MessageParser(message_format, stream=True)
-    parser.feed(text, ended=True)
+    parser.feed(text, is_end=True)
     delta = parser.take()
     calls = [(call["name"], json.loads(call["arguments"])) for call in delta.get("tool_calls", ())]
     return delta.get("content", ""), calls
