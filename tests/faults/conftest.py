@@ -1,4 +1,4 @@
-"""Servers for fault tests: a shared one for faults that keep its processes alive, and others."""
+"""Servers for fault tests. Tests whose faults end no process of the server share one server."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -16,10 +16,9 @@ _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part i
 _MAX_MEAN_WEIGHT = 256.0  # maximum weight of a size's mean, in executions
 _SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
-_CHANGE_LENGTH = (
-    8  # number of durations in a row that are a change of the level if all differ from it
-)
-# Minimum ratio of such a change; maximum ratio between such durations.
+# The level changes if this many durations in a row differ from it.
+_CHANGE_LENGTH = 8
+# The minimum ratio of these durations to the level, and the maximum ratio between them.
 _MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal

@@ -390,7 +390,7 @@ class FinishedBeam(NamedTuple):
 
 @dataclass(eq=False)
 class Beams(Generic[T]):
-    """A beam search over one generation's sequences, with the results of transformers'.
+    """A beam search over one generation's sequences, with the same results as in transformers.
 
     The best 2 * width candidates of all beams are considered: those that end are hypotheses, and
     the others are the next beams. `hypotheses` are the best hypotheses so far, best first. A

@@ -80,7 +80,7 @@ class ServiceManager:
         self._notify("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
 
     def alive(self) -> None:
-        """Send a sign of life."""
+        """Notify the service manager's watchdog that the server is alive."""
         self._notify_unless_queued("WATCHDOG=1")
 
     def stopping(self, state: str) -> None:

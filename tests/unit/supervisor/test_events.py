@@ -128,6 +128,17 @@ def test_missing_events_are_counted(arrived: set[int]) -> None:
     assert gaps.count_up_to("new", 7) == 0
 
 
+def _count_events(reader: EventReader, total: int = 0) -> tuple[int, int]:
+    """Return how many events are read and lost until they are `total`, or one has the pid -1."""
+    read_count = lost_count = 0
+    for received_event in reader.follow():
+        read_count += received_event.event is not None
+        lost_count += received_event.lost
+        if read_count + lost_count == total or getattr(received_event.event, "pid", 0) == -1:
+            return read_count, lost_count
+    raise AssertionError
+
+
 def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
     count = 50_000
 
@@ -138,15 +149,7 @@ def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
                 for number in range(count):  # the publisher does not wait for subscribers
                     publisher.publish(m.ProcessStarted(number, "x"))
 
-                def count_events() -> tuple[int, int]:
-                    read_count = lost_count = 0
-                    for received_event in reader.follow():
-                        read_count, lost_count = read_count + 1, lost_count + received_event.lost
-                        if received_event.event.pid == -1:
-                            return read_count, lost_count
-                    raise AssertionError
-
-                reading_task = asyncio.ensure_future(asyncio.to_thread(count_events))
+                reading_task = asyncio.ensure_future(asyncio.to_thread(_count_events, reader))
                 while (
                     not reading_task.done()
                 ):  # until an event arrives, when the queue has space again
@@ -173,19 +176,7 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):
                     publisher.publish(m.ProcessStarted(number, "x"))
-
-                def count_events() -> tuple[int, int]:
-                    read_count = lost_count = 0
-                    for received_event in reader.follow():
-                        read_count, lost_count = (
-                            read_count + (received_event.event is not None),
-                            lost_count + received_event.lost,
-                        )
-                        if read_count + lost_count == count:
-                            return read_count, lost_count
-                    raise AssertionError
-
-                return await asyncio.to_thread(count_events)
+                return await asyncio.to_thread(_count_events, reader, count)
 
     read_count, lost_count = asyncio.run(run_reader())
     assert 0 < read_count < count

@@ -285,7 +285,7 @@ def test_header_blocks_of_ended_streams_are_decoded() -> None:
     """4.3: their fields are in the table for the blocks that follow."""
     engine = Engine().take(CLIENT_OPENING + BEGUN)
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
-    indexed_field = b"\x40\x01a\x01b"  # in the table from now on
+    indexed_field = b"\x40\x01a\x01b"  # adds the field to the dynamic table
     engine.take(frame(HEADERS, WHOLE, 1, indexed_field) + frame(HEADERS, WHOLE, 3, POST + b"\xbe"))
     assert engine.requests[3].fields[-1] == (b"a", b"b")
 

@@ -1,4 +1,4 @@
-"""Passes for CUDA graphs, computed without a graph: the results equal those of other passes."""
+"""The passes that CUDA graphs record, computed without a graph, equal ordinary passes."""
 
 import random
 from collections.abc import Callable
