@@ -97,7 +97,8 @@ class Arena:
         except OSError as error:  # the limit of ulimit -f or ulimit -v
             os.close(self._fd)
             raise Unavailable(
-                f"no server memory for tensors ({capacity} bytes): {error.strerror}"
+                f"no server memory for tensors ({capacity} bytes): {error.strerror}; reduce "
+                "--arena-byte-size, or raise the limits of ulimit -f and -v"
             ) from None
         self._view = memoryview(self._map)
         self._free_list = FreeList(capacity)
