@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shmserve.errors import Internal, ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs, Work
 from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import Attach, CheckMemory, CheckReady, ReadyChecked, Stop
@@ -101,7 +101,7 @@ class WorkerInstance:
         """Run all warm-up samples in order.
 
         Raises:
-            Internal: A request has failed; the text is Triton's.
+            InvalidArgument: A request has failed; the text is Triton's.
         """
         context = self._context
         text = f"model '{context.model_name}' instance {context.instance_name}"
@@ -117,7 +117,8 @@ class WorkerInstance:
                 if errors:
                     logger.debug("%s failed to run warmup sample '%s'", text, name)
                     failure = f"failed to run warmup sample '{name}'"
-                    raise Internal("".join(f"{failure}: {error.message}; " for error in errors))
+                    texts = [f"{failure}: {error.message}; " for error in errors]
+                    raise InvalidArgument("".join(texts))
 
     def run(self, endpoint: str) -> None:
         """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""

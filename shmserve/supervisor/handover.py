@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shmserve.common.peers import credentials
 from shmserve.common.tasks import in_background, wait_any
@@ -32,7 +33,10 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 logger = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
+
 _GO, _ACCEPT = "go", "accept"
+_LOST_PREDECESSOR = "the previous server has exited; start this one again, without --take-over"
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +77,19 @@ class Handover:
 
     # --- the predecessor
 
+    async def run_beside_predecessor(self, work: asyncio.Future[T]) -> T:
+        """Return the result of `work`, which needs the predecessor if there is one.
+
+        Raises:
+            Unavailable: The predecessor has exited before, and its last process has deleted this
+                server's run directory.
+        """
+        if self._predecessor is not None:
+            await wait_any(work, self._predecessor.end_future)
+            if not work.done():
+                raise Unavailable(_LOST_PREDECESSOR)
+        return await work
+
     async def take_over(self) -> None:
         """Take over from the predecessor, if any, and wait until clients may be accepted.
 
@@ -89,7 +106,7 @@ class Handover:
                 raise FileNotFoundError
             self.run_dir.replace_predecessor()
         except OSError:
-            raise Unavailable("the previous server has exited") from None
+            raise Unavailable(_LOST_PREDECESSOR) from None
         self._listeners.shared_sockets = offer.shared
         logger.info(
             "registrations of regions received from the previous server: %d",

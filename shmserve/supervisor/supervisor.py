@@ -179,7 +179,8 @@ class Supervisor:
             loading = asyncio.ensure_future(self._load())
             waited_for = asyncio.ensure_future(self.manager.keep_waiting())
             try:
-                has_loaded, _ = await asyncio.gather(loading, gateways)
+                started = asyncio.gather(loading, gateways)
+                has_loaded, _ = await self.handover.run_beside_predecessor(started)
             except BaseException:
                 await end_all(*(task for task in (loading, gateways) if not task.done()))
                 raise

@@ -148,15 +148,18 @@ def test_a_successor_that_fails_before_it_is_ready(
         assert_untouched(server)
 
 
-def test_the_first_one_ends_meanwhile(repository: Path, slow_models: Path, run_dir: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_first_one_ends_meanwhile(
+    repository: Path, slow_models: Path, run_dir: Path, number: signal.Signals
+) -> None:
+    """The successor exits at once, although its model still loads."""
     with first(repository, run_dir) as server:
         following = start_successor(server, slow_models)
-        visit = following.gate.next()
-        server.process.terminate()
-        assert server.wait_exit(30) == 0
-        visit.release()
-        following.gate.close()
+        following.gate.next()
+        server.process.send_signal(number)
+        assert server.wait_exit(30) is not None
         assert following.wait_exit(30) == 1
+        following.gate.close()
         assert "the previous server has exited" in following.log()
         following.discard()
 

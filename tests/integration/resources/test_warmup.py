@@ -222,12 +222,13 @@ def test_warmup_requests_are_not_counted(server: Server) -> None:
         (
             "broken",
             _SAMPLE_FIELDS % (2, 1, "zero_data: true"),
-            "failed to run warmup sample 's': not 1; failed to run warmup sample 's': not 1; ",
+            "Invalid argument: failed to run warmup sample 's': not 1; "
+            "failed to run warmup sample 's': not 1; ",
         ),
         (
             "raising",
             _SAMPLE_FIELDS % (1, 1, "zero_data: true"),
-            "failed to run warmup sample 's': ",
+            "Invalid argument: failed to run warmup sample 's': ",
         ),
         (
             "missing",
