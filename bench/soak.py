@@ -40,7 +40,7 @@ class Run:
     failed: list[str] = field(default_factory=list)
     latencies: dict[str, list[float]] = field(default_factory=dict)
 
-    def take(self, line: str) -> None:
+    def record(self, line: str) -> None:
         """Record a line of the load generator."""
         report = json.loads(line)
         self.failed += report["failed"]
@@ -103,7 +103,7 @@ def soak(seconds: float, rate: float) -> int:
             assert load.stdout is not None
             window_end = time.monotonic() + window
             for line in load.stdout:
-                run.take(line)
+                run.record(line)
                 if time.monotonic() >= window_end:
                     churn(client)
                     print(f"{len(run.samples):3} {run.close_window(server)}", flush=True)

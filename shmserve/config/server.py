@@ -319,7 +319,7 @@ def _group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
 
 
-def _models(parsed: Parsed, needed: bool, collected: Collected) -> tuple[list[Path], list[str]]:
+def _models(parsed: Parsed, are_needed: bool, collected: Collected) -> tuple[list[Path], list[str]]:
     for text in (*parsed.repeated["model-repository"], *parsed.positional):
         collected(_check_local, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
@@ -335,7 +335,7 @@ def _models(parsed: Parsed, needed: bool, collected: Collected) -> tuple[list[Pa
     for path in repositories:
         if not _URL.match(str(path)):
             collected(_check_folder, path, parsed)
-    if needed and not repositories and not files:
+    if are_needed and not repositories and not files:
         text = "--model-repository: at least one is needed (or a path/model.py:Class)"
         collected.problems.append(text)
     return repositories, files

@@ -456,17 +456,17 @@ class Arrivals:
 
         Each item is the expected number of requests so far and the expected wait.
         """
-        chance, requests, wait_ns = 1.0, 0.0, 0.0
+        arrival_probability, requests, wait_ns = 1.0, 0.0, 0.0
         for extra in range(max_requests):
             statistics = self._likely_statistics(self._in_flight + extra)
             if statistics is None:
                 return
             miss_chance = 1 - statistics.chance
-            wait_ns += chance * (
+            wait_ns += arrival_probability * (
                 statistics.chance * statistics.gap_ns + miss_chance * statistics.patience_ns
             )
-            chance *= statistics.chance
-            requests += chance
+            arrival_probability *= statistics.chance
+            requests += arrival_probability
             yield requests, wait_ns
 
     @property

@@ -374,7 +374,7 @@ OTHER_ERRORS: dict[str, tuple[str, Any, str, str]] = {
 
 
 @pytest.mark.parametrize("case", OTHER_ERRORS)
-def test_another_refused_call(call: Any, case: str) -> None:
+def test_an_unsupported_call_is_refused(call: Any, case: str) -> None:
     method, request, status, text = OTHER_ERRORS[case]
     assert refusal(getattr(call, method), request) == (status, text)
 

@@ -456,10 +456,10 @@ def test_older_names_of_constraints() -> None:
     assert body == {"n": 2, "structured_outputs": {"regex": "a"}}
     parameters = {"guided_decoding": {"choice": ["a"], "regex": None}, "guided_choice": ["b"]}
     assert engine._request_body(parameters) == {"structured_outputs": {"choice": ["b"]}}
-    twice = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
-    assert engine._request_body(twice) == {"structured_outputs": {"regex": "a"}}
+    repeated_fields = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
+    assert engine._request_body(repeated_fields) == {"structured_outputs": {"regex": "a"}}
     with pytest.raises(InvalidArgument, match=r"structured_outputs: it differs from .*'b'"):
-        engine._request_body({**twice, "guided_regex": "b"})
+        engine._request_body({**repeated_fields, "guided_regex": "b"})
 
 
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
