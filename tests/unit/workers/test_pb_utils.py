@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, OutputSchema, RequestSchema, pack_inference
 from shmserve.workers import triton_python_backend_utils as pb_utils
-from shmserve.workers.backends.python import metrics
+from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.errors import to_model_error, to_server_error
 from shmserve.workers.backends.python.request import ReceivedRequest, to_response
 from shmserve.workers.backends.python.tensor import Lender
@@ -367,6 +368,17 @@ def test_request_options_are_kept(arguments: dict[str, Any]) -> None:
     request = pb_utils.InferenceRequest(**{**defaults, **arguments})
     for name in ("flags", "correlation_id", "timeout"):
         assert getattr(request, name)() == arguments.get(name, 0)
+
+
+@pytest.mark.parametrize(("version", "text"), [(-1, ""), (0, "0"), (-5, "-5"), (3, "3")])
+def test_only_version_minus_one_is_the_latest(
+    monkeypatch: pytest.MonkeyPatch, version: int, text: str
+) -> None:
+    monkeypatch.setattr(server, "current_server", lambda: SimpleNamespace(trace=lambda: ""))
+    request = pb_utils.InferenceRequest(
+        inputs=[], requested_output_names=[], model_name="other", model_version=version
+    )
+    assert request._call_request().version == text
 
 
 def test_invalid_memory_and_flags_are_refused() -> None:
