@@ -374,7 +374,9 @@ def test_request_options_are_kept(arguments: dict[str, Any]) -> None:
 def test_only_version_minus_one_is_the_latest(
     monkeypatch: pytest.MonkeyPatch, version: int, text: str
 ) -> None:
-    monkeypatch.setattr(server, "current_server", lambda: SimpleNamespace(trace=lambda: ""))
+    names = ("trace", "deadline_ns", "origins", "callers")
+    api = SimpleNamespace(**dict.fromkeys(names, lambda: ()))
+    monkeypatch.setattr(server, "current_server", lambda: api)
     request = pb_utils.InferenceRequest(
         inputs=[], requested_output_names=[], model_name="other", model_version=version
     )
