@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
@@ -148,18 +148,16 @@ class GenerationParameters:
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
     @cached_property
-    def bias_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the tokens of `logit_bias`, and the numbers to add to their logits."""
         biases, count = self.logit_bias, len(self.logit_bias)
         tokens = np.fromiter(biases.keys(), np.int64, count)
-        return torch.from_numpy(tokens), torch.from_numpy(
-            np.fromiter(biases.values(), np.float32, count)
-        )
+        return tokens, np.fromiter(biases.values(), np.float32, count)
 
     @cached_property
-    def allowed_tensor(self) -> torch.Tensor:
-        """Return `allowed_token_ids` as a tensor."""
-        return torch.from_numpy(np.array(self.allowed_token_ids, np.int64))
+    def allowed_array(self) -> NDArray[np.int64]:
+        """Return `allowed_token_ids` as an array."""
+        return np.array(self.allowed_token_ids, np.int64)
 
     @property
     def samples(self) -> int:

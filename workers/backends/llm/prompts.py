@@ -253,8 +253,8 @@ class PromptReader:
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
-        if parameters.restricted:  # a step of the engine would otherwise build the tensors
-            _ = parameters.bias_tensors, parameters.allowed_tensor
+        if parameters.restricted:  # a step of the engine would otherwise build the arrays
+            _ = parameters.bias_arrays, parameters.allowed_array
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens

@@ -158,10 +158,12 @@ def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
     """Apply `logit_bias`, `allowed_token_ids` and `bad_words` to logits [vocabulary], in place."""
     parameters = row.parameters
     if parameters.logit_bias:
-        ids, biases = (tensor.to(logits.device) for tensor in parameters.bias_tensors)
+        ids, biases = (
+            torch.from_numpy(array).to(logits.device) for array in parameters.bias_arrays
+        )
         logits[ids] += biases
     if parameters.allowed_token_ids:
-        allowed_ids = parameters.allowed_tensor.to(logits.device)
+        allowed_ids = torch.from_numpy(parameters.allowed_array).to(logits.device)
         allowed_logits = logits[allowed_ids]
         logits.fill_(-math.inf)
         logits[allowed_ids] = allowed_logits
