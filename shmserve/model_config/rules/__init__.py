@@ -27,7 +27,11 @@ from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, find_repeats
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
-from shmserve.model_config.rules.scheduling import dynamic_problems, sequence_problems
+from shmserve.model_config.rules.scheduling import (
+    dynamic_problems,
+    initial_state_problems,
+    sequence_problems,
+)
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
 
@@ -91,7 +95,7 @@ def validate(
     Raises:
         InvalidArgument: A rule is violated. The message has one line per violation, in the format
             of `Source.check`.
-        LoadProblem: All violations concern tensors, instances and label files.
+        LoadProblem: All violations concern tensors, initial states, instances and label files.
     """
     of_file = [*_file_problems(config, complete), *parameter_problems(config, complete=complete)]
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
@@ -125,6 +129,7 @@ def _load_problems(
         problems += batch_io_problems(config)
     for problem in (*problems, *warmup_problems(config, complete=complete)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
+    yield from initial_state_problems(config)
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)
     if model_dir is not None:
