@@ -50,7 +50,13 @@ _EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("c
 _BATCH_FIELDS = ("batch_input", "batch_output")
 # Other backends receive the tensors of each request separately.
 _BATCH_BACKENDS = ("pytorch", "onnxruntime", "native")
-_TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations")
+# These fields have an effect only for the backend that is named here.
+_TOP_FIELDS = {
+    "cc_model_filenames": "",
+    "metric_tags": "",
+    "model_operations": "onnxruntime",
+    "runtime": "pytorch",
+}
 # Parameters of Triton's backends for files that have an effect here; others cause a warning.
 _FILE_PARAMETERS = {
     "onnxruntime": (
@@ -322,9 +328,8 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
 def _ignored(config: ModelConfig) -> Iterator[str]:
     if config.backend not in _BATCH_BACKENDS:
         yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
-    for name in _TOP_FIELDS:
-        effective = name == "model_operations" and config.backend == "onnxruntime"
-        if _is_set(config, name) and not effective:
+    for name, backend in _TOP_FIELDS.items():
+        if _is_set(config, name) and config.backend != backend:
             yield name
     yield from _ignored_parameters(config)
     for index, control in enumerate(config.model_metrics.metric_control):

@@ -108,8 +108,9 @@ class LoadPlanner:
             written_config, source = repository.read_config(folder, override)
             config = self._with_defaults(written_config, folder)
             # The model cannot be loaded then, whatever else its configuration says.
-            fault = model_config.unknown_backend(config) or repository.check_agents(folder, config)
+            fault = model_config.unknown_backend(config)
             if not fault:
+                repository.check_agents(folder, config)
                 _add_environment(config, folder)
                 self._validate(config, folder, source, complete=False)
                 labels = model_config.read_labels(config, folder.path)

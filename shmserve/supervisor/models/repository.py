@@ -188,22 +188,27 @@ def missing_content(folder: ModelFolder, version: int) -> str:
     return ""
 
 
-def check_agents(folder: ModelFolder, config: ModelConfig) -> str:
-    """Run the repository agents that a configuration names; return an error text, or ""."""
+def check_agents(folder: ModelFolder, config: ModelConfig) -> None:
+    """Run the repository agents that a configuration names.
+
+    Raises:
+        InvalidArgument: An agent is unknown, or has refused the model.
+    """
     for agent in config.model_repository_agents.agents:
         if agent.name != "checksum":
-            return f"repository agent '{agent.name}' is not available, known is 'checksum'"
+            text = f"repository agent '{agent.name}' is not available, known is 'checksum'"
+            raise InvalidArgument(text)
         for key, expected_digest in sorted(agent.parameters.items()):
             kind, _, file = key.partition(":")
             if kind != "MD5" or not file:
-                return f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
+                text = f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
+                raise InvalidArgument(text)
             with convert_os_errors(f"file '{file}' for agent 'checksum'"):
                 digest = hashlib.md5((folder.path / file).read_bytes()).hexdigest()
             if digest != expected_digest.strip().lower():
-                return (
+                raise InvalidArgument(
                     f"Mismatched MD5 hash for file {file}, expect: {expected_digest}, got: {digest}"
                 )
-    return ""
 
 
 def versions_to_load(config: ModelConfig, available_versions: Sequence[int]) -> list[int]:

@@ -243,7 +243,9 @@ def test_repository_agents(tmp_path: Path, agent: str, text: str) -> None:
     config = f'backend: "python" model_repository_agents {{ agents {{ name: {agent} }} }}'
     load_planner = planner(tmp_path, config)
     if text:
-        assert text in refusal(load_planner).message
+        message = refusal(load_planner).message
+        assert text in message
+        assert message.startswith("failed to load 'm', failed to poll from model repository: ")
     else:
         assert len(load_planner.plan("m", "", {})) == 1
 
