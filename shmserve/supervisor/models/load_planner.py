@@ -117,11 +117,11 @@ class LoadPlanner:
         except model_config.LoadProblem as error:
             fault = error.message
         except ShmserveError as error:
-            hint = repository.config_in_version_folder(folder)
+            hint = repository.layout_hint(folder)
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
             raise _not_polled(name, error) from None
-        hint = repository.config_in_version_folder(folder)
+        hint = repository.layout_hint(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
         text = "model %s: ignore version directory '%s' which %s"

@@ -165,12 +165,18 @@ def _template_hint(text: str) -> str:
     return f" (the file is a template: fill in its placeholders {clip(', '.join(placeholders))})"
 
 
-def config_in_version_folder(folder: ModelFolder) -> str:
-    """Return a hint at a config.pbtxt in a version folder of a model that has none, or ""."""
-    for version in folder.versions if folder.config_path is None else ():
-        if _is_file(folder.path / str(version) / CONFIG_FILE):
-            shown_path = f"{folder.name}/{version}/{CONFIG_FILE}"
-            return f"'{shown_path}' is not read: move it to '{folder.name}/{CONFIG_FILE}'"
+def layout_hint(folder: ModelFolder) -> str:
+    """Return a hint at the mistake in the layout of a model without a configuration, or ""."""
+    if folder.config_path is not None:
+        return ""
+    for path in _subfolders(folder.path):
+        if not _is_file(path / CONFIG_FILE):
+            continue
+        shown_path = f"{folder.name}/{path.name}"
+        if path.name in map(str, folder.versions):
+            config_path = f"{folder.name}/{CONFIG_FILE}"
+            return f"'{shown_path}/{CONFIG_FILE}' is not read: move it to '{config_path}'"
+        return f"'{shown_path}' is a model: is the folder '{folder.name}' the repository?"
     return ""
 
 
