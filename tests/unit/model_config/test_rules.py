@@ -468,7 +468,8 @@ def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
         assert problems(f'{PYTHON} {TENSORS} {field}: "{inside_file}"') == ""
 
 
-STATE = """sequence_batching { state { input_name: "s" output_name: "t" data_type: TYPE_INT32 dims: 1
+STATE = """sequence_batching { state {
+    input_name: "s" output_name: "t" data_type: TYPE_INT32 dims: 1
     initial_state { name: "i" data_type: TYPE_INT32 dims: [%s] zero_data: true } } }"""
 
 
