@@ -9,11 +9,10 @@ from dataclasses import field
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.transport.frames import message
+from shmserve.ipc.transport.frames import Message
 
 
-@message
-class Answered:
+class Answered(Message):
     """Sent by the supervisor to the sender of request `id` when the request has succeeded.
 
     The documentation of each request describes the `payload`.
@@ -23,8 +22,7 @@ class Answered:
     payload: dict[str, Any]
 
 
-@message
-class Refused:
+class Refused(Message):
     """Sent by the supervisor to the sender of request `id` when the request has failed.
 
     `message` is meant for the client.
@@ -43,8 +41,7 @@ class Refused:
 # --- models and settings
 
 
-@message
-class LoadModel:
+class LoadModel(Message):
     """Sent by a gateway or a worker to the supervisor to load or reload a model.
 
     `config` is a JSON override or empty. `files` maps paths such as "1/model.py" to contents.
@@ -56,8 +53,7 @@ class LoadModel:
     files: dict[str, Any]
 
 
-@message
-class UnloadModel:
+class UnloadModel(Message):
     """Sent by a gateway or a worker to the supervisor to unload all versions of a model.
 
     The ensembles that need the model are unloaded, too. With `unload_dependents`, so are the models
@@ -69,8 +65,7 @@ class UnloadModel:
     unload_dependents: bool
 
 
-@message
-class IndexRepository:
+class IndexRepository(Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
     The list is that of POST /v2/repository/index.
@@ -80,8 +75,7 @@ class IndexRepository:
     ready: bool
 
 
-@message
-class NameModels:
+class NameModels(Message):
     """Sent by a gateway to the supervisor to request {"names": {model: [aliases]}}.
 
     The reply contains the generative models that are not loaded, but are loaded on demand.
@@ -90,8 +84,7 @@ class NameModels:
     id: int
 
 
-@message
-class ChangeLogging:
+class ChangeLogging(Message):
     """Sent by a gateway to the supervisor to change the log settings of every process.
 
     The reply contains all settings, as in `SetLogging`.
@@ -101,8 +94,7 @@ class ChangeLogging:
     changes: dict[str, Any]
 
 
-@message
-class ChangeTracing:
+class ChangeTracing(Message):
     """Sent by a gateway to the supervisor to change the trace settings of a model.
 
     The model "" means all models without settings of their own. A value of None restores the value
@@ -114,8 +106,7 @@ class ChangeTracing:
     changes: dict[str, Any]
 
 
-@message
-class WantModel:
+class WantModel(Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
     The reply follows once the model serves and all peers have it. The request expires after
@@ -127,8 +118,7 @@ class WantModel:
     patience_s: float
 
 
-@message
-class FindModel:
+class FindModel(Message):
     """Sent by a worker to the supervisor to find a model that its own model calls.
 
     The reply is {"endpoint", "config", "version"}. An empty version means the latest. A model on
@@ -141,8 +131,7 @@ class FindModel:
     patience_s: float = 0.0
 
 
-@message
-class AskReady:
+class AskReady(Message):
     """Sent by a gateway or a worker to the supervisor to request {"ready"} of a model.
 
     The supervisor asks the model, which reports its own readiness. Version "" means the latest.
@@ -156,8 +145,7 @@ class AskReady:
 # --- regions
 
 
-@message
-class RegisterRegion:
+class RegisterRegion(Message):
     """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
     The region belongs to the user `uid`, a member of `groups`. The reply is {"memory_id"}. With
@@ -176,8 +164,7 @@ class RegisterRegion:
     pin: bool
 
 
-@message
-class RegisterCudaRegion:
+class RegisterCudaRegion(Message):
     """Sent by a gateway to the supervisor to register CUDA memory of a client for the user `uid`.
 
     The region is [offset, offset + byte_size) of the memory that `handle` opens. `device_uuid` (16
@@ -197,8 +184,7 @@ class RegisterCudaRegion:
     exporter_pid: int
 
 
-@message
-class UnregisterRegion:
+class UnregisterRegion(Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
     With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
@@ -212,8 +198,7 @@ class UnregisterRegion:
     cuda: bool = False
 
 
-@message
-class RegionInUse:
+class RegionInUse(Message):
     """Sent by a gateway to the supervisor when its use of a retired region begins or ends.
 
     `used` is true at the begin. The supervisor withdraws the region once no gateway uses it.
@@ -223,8 +208,7 @@ class RegionInUse:
     used: bool
 
 
-@message
-class RegionReleased:
+class RegionReleased(Message):
     """Sent by a gateway to the supervisor when none of its requests uses a withdrawn region.
 
     The supervisor sends `RegionDrained` once all gateways have released the region.
@@ -233,8 +217,7 @@ class RegionReleased:
     memory_id: int
 
 
-@message
-class RegionAbandoned:
+class RegionAbandoned(Message):
     """Sent by a gateway to the supervisor when the connection that leased a region has closed.
 
     The supervisor unregisters the region.
@@ -246,8 +229,7 @@ class RegionAbandoned:
 # --- devices and instances
 
 
-@message
-class LeaseWorkspace:
+class LeaseWorkspace(Message):
     """Sent by a worker to the supervisor to lease memory of a device's workspace pool.
 
     The lease is for one execution, and `ReturnWorkspace` ends it. The reply {"place": the packed
@@ -259,8 +241,7 @@ class LeaseWorkspace:
     byte_size: int
 
 
-@message
-class ReturnWorkspace:
+class ReturnWorkspace(Message):
     """Sent by a worker to the supervisor when the device no longer uses a leased workspace.
 
     The lease began at `offset` of the memory `memory_id`.
@@ -271,8 +252,7 @@ class ReturnWorkspace:
     offset: int
 
 
-@message
-class AskTicket:
+class AskTicket(Message):
     """Sent by a scheduler to the supervisor to reserve the resources of an execution.
 
     The execution is on instance `index`, process `pid`. `TicketGranted` follows once the rate
@@ -284,8 +264,7 @@ class AskTicket:
     pid: int = field(default=0, compare=False)
 
 
-@message
-class CheckHolders:
+class CheckHolders(Message):
     """Sent by a scheduler to the supervisor when a call of a model could wait for its own callers.
 
     The processes `pids` wait for the call, which is request `key` of the scheduler. The supervisor
@@ -296,8 +275,7 @@ class CheckHolders:
     pids: list[int]
 
 
-@message
-class ResourcesHeld:
+class ResourcesHeld(Message):
     """Sent by the supervisor to a scheduler when a request can never have its resources.
 
     The callers of request `key` hold these resources.
@@ -306,8 +284,7 @@ class ResourcesHeld:
     key: int
 
 
-@message
-class CallsWaiting:
+class CallsWaiting(Message):
     """Sent by a scheduler to the supervisor at intervals while calls of models wait for long.
 
     The last report has no `waits`.
@@ -320,8 +297,7 @@ class CallsWaiting:
     waits: list[Any]
 
 
-@message
-class CallDeadlocked:
+class CallDeadlocked(Message):
     """Sent by the supervisor to a scheduler when request `key`, a call, is part of a deadlock.
 
     `chain` has the names of the models that wait for each other. The scheduler fails the call, and
@@ -332,8 +308,7 @@ class CallDeadlocked:
     chain: str
 
 
-@message
-class TicketGranted:
+class TicketGranted(Message):
     """Sent by the supervisor to a scheduler when the resources of a ticket are reserved.
 
     The scheduler holds the resources until it sends `TicketReturned`.
@@ -342,8 +317,7 @@ class TicketGranted:
     ticket: int
 
 
-@message
-class TicketReturned:
+class TicketReturned(Message):
     """Sent by a scheduler to the supervisor when it no longer needs a granted or pending ticket.
 
     `executed` is true if the ticket was used. The supervisor releases the ticket's resources.
@@ -356,8 +330,7 @@ class TicketReturned:
 # --- local clients: programs of users on this host
 
 
-@message
-class Hello:
+class Hello(Message):
     """Sent by a program to the supervisor to become a local client.
 
     `version` is that of the protocol. The supervisor responds with `Welcome`.
@@ -366,8 +339,7 @@ class Hello:
     version: int
 
 
-@message
-class Welcome:
+class Welcome(Message):
     """Sent by the supervisor to a program that becomes local client `number`.
 
     The identity of the client's links to schedulers is "NUMBER.TOKEN.LINK".
@@ -377,8 +349,7 @@ class Welcome:
     token: str
 
 
-@message
-class ShareMemory:
+class ShareMemory(Message):
     """Sent by a local client to the supervisor to share the memory of the attached descriptor.
 
     The memory is the first `byte_size` bytes of a sealed memfd. The reply is {"memory": [id, pid,
@@ -391,8 +362,7 @@ class ShareMemory:
     pin: bool
 
 
-@message
-class ShareDeviceMemory:
+class ShareDeviceMemory(Message):
     """Sent by a local client to the supervisor to share memory of the server's device `device_id`.
 
     The memory is the first `byte_size` bytes of what `handle` opens. The reply is {"memory": [id,
@@ -406,8 +376,7 @@ class ShareDeviceMemory:
     device_uuid: bytes
 
 
-@message
-class WithdrawMemory:
+class WithdrawMemory(Message):
     """Sent by a local client to the supervisor when none of its requests uses a shared memory.
 
     The supervisor then notifies all workers, which unmap the memory.
