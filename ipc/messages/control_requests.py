@@ -1,6 +1,6 @@
 """Requests of gateways, schedulers, workers and local clients to the supervisor, and replies.
 
-A request with an `id` is answered by `Answered` or `Refused` with the same id.
+`Answered` or `Refused` answers a request, with the same id.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from dataclasses import field
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.transport.frames import Message
+from shmserve.ipc.transport.frames import Message, Record
+
+
+class ControlRequest(Record):
+    """The fields of a request: its number at the sender."""
+
+    id: int
 
 
 class Answered(Message):
@@ -41,103 +47,93 @@ class Refused(Message):
 # --- models and settings
 
 
-class LoadModel(Message):
+class LoadModel(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to load or reload a model.
 
     `config` is a JSON override or empty. `files` maps paths such as "1/model.py" to contents.
     """
 
-    id: int
     name: str
     config: str
     files: dict[str, Any]
 
 
-class UnloadModel(Message):
+class UnloadModel(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to unload all versions of a model.
 
     The ensembles that need the model are unloaded, too. With `unload_dependents`, so are the models
     that were loaded only for this ensemble.
     """
 
-    id: int
     name: str
     unload_dependents: bool
 
 
-class IndexRepository(Message):
+class IndexRepository(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
     The list is that of POST /v2/repository/index.
     """
 
-    id: int
     ready: bool
 
 
-class NameModels(Message):
+class NameModels(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"names": {model: [aliases]}}.
 
     The reply contains the generative models that are not loaded, but are loaded on demand.
     """
 
-    id: int
 
-
-class ChangeLogging(Message):
+class ChangeLogging(ControlRequest, Message):
     """Sent by a gateway to the supervisor to change the log settings of every process.
 
     The reply contains all settings, as in `SetLogging`.
     """
 
-    id: int
     changes: dict[str, Any]
 
 
-class ChangeTracing(Message):
+class ChangeTracing(ControlRequest, Message):
     """Sent by a gateway to the supervisor to change the trace settings of a model.
 
     The model "" means all models without settings of their own. A value of None restores the value
     at start-up. The reply contains the model's settings, each as a list of strings.
     """
 
-    id: int
     model: str
     changes: dict[str, Any]
 
 
-class WantModel(Message):
+class WantModel(ControlRequest, Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
     The reply follows once the model serves and all peers have it. The request expires after
     `patience_s` seconds; 0 means never.
     """
 
-    id: int
     name: str
     patience_s: float
 
 
-class FindModel(Message):
+class FindModel(ControlRequest, Message):
     """Sent by a worker to the supervisor to find a model that its own model calls.
 
     The reply is {"endpoint", "config", "version"}. An empty version means the latest. A model on
     demand is loaded, as by `WantModel`.
     """
 
-    id: int
     name: str
     version: str
     patience_s: float = 0.0
 
 
-class AskReady(Message):
+class AskReady(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to request {"ready"} of a model.
 
     The supervisor asks the model, which reports its own readiness. Version "" means the latest.
     """
 
-    id: int
     name: str
     version: str
 
@@ -145,7 +141,7 @@ class AskReady(Message):
 # --- regions
 
 
-class RegisterRegion(Message):
+class RegisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
     The region belongs to the user `uid`, a member of `groups`. The reply is {"memory_id"}. With
@@ -153,7 +149,6 @@ class RegisterRegion(Message):
     workers on CUDA devices lock its pages.
     """
 
-    id: int
     name: str
     key: str
     offset: int
@@ -164,7 +159,7 @@ class RegisterRegion(Message):
     pin: bool
 
 
-class RegisterCudaRegion(Message):
+class RegisterCudaRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register CUDA memory of a client for the user `uid`.
 
     The region is [offset, offset + byte_size) of the memory that `handle` opens. `device_uuid` (16
@@ -172,7 +167,6 @@ class RegisterCudaRegion(Message):
     process.
     """
 
-    id: int
     name: str
     handle: bytes
     device_id: int
@@ -184,14 +178,13 @@ class RegisterCudaRegion(Message):
     exporter_pid: int
 
 
-class UnregisterRegion(Message):
+class UnregisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
     With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
     belong to the user.
     """
 
-    id: int
     name: str
     uid: int
     groups: list[int]
@@ -229,14 +222,13 @@ class RegionAbandoned(Message):
 # --- devices and instances
 
 
-class LeaseWorkspace(Message):
+class LeaseWorkspace(ControlRequest, Message):
     """Sent by a worker to the supervisor to lease memory of a device's workspace pool.
 
     The lease is for one execution, and `ReturnWorkspace` ends it. The reply {"place": the packed
     range} follows once that much is free.
     """
 
-    id: int
     device: str
     byte_size: int
 
@@ -349,7 +341,7 @@ class Welcome(Message):
     token: str
 
 
-class ShareMemory(Message):
+class ShareMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share the memory of the attached descriptor.
 
     The memory is the first `byte_size` bytes of a sealed memfd. The reply is {"memory": [id, pid,
@@ -357,19 +349,17 @@ class ShareMemory(Message):
     workers on CUDA devices lock its pages.
     """
 
-    id: int
     byte_size: int
     pin: bool
 
 
-class ShareDeviceMemory(Message):
+class ShareDeviceMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share memory of the server's device `device_id`.
 
     The memory is the first `byte_size` bytes of what `handle` opens. The reply is {"memory": [id,
     byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
     """
 
-    id: int
     byte_size: int
     handle: bytes
     device_id: int
