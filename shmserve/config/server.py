@@ -265,6 +265,8 @@ def _load_models(parsed: Parsed) -> tuple[str, ...]:
         raise InvalidArgument("--load-model: needs --model-control-mode=explicit")
     if "*" in names and len(names) > 1:
         raise InvalidArgument("--load-model: '*' loads all models and must stand alone")
+    if not all(map(str.strip, names)):
+        raise InvalidArgument("--load-model: the name of a model cannot be empty")
     return names
 
 

@@ -298,6 +298,7 @@ def test_errors_of_the_whole_command_line() -> None:
     assert f"name the class to serve, {__file__}:CLASS" in refusal(__file__)
     mode = "--model-control-mode=explicit"
     assert "must stand alone" in refusal(str(ROOT), mode, "--load-model=*", "--load-model=m")
+    assert "cannot be empty" in refusal(str(ROOT), mode, "--load-model=m", "--load-model= ")
     assert settings(mode, "--load-model=*").load_models == ("*",)
     assert "--http-port: a value is missing" in refusal("--http-port", "--gateways=2")
 

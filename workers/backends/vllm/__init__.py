@@ -41,7 +41,6 @@ from shmserve.workers.user_code import EventLoopThread
 logger = logging.getLogger(__name__)
 
 _CHECK_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
-_CANCELLED = Cancelled("request cancelled")
 
 _METRIC_PREFIX = "vllm:"
 _UNSUPPORTED_INPUTS = {"image", "embedding_request"}  # inputs of Triton's vllm_backend
@@ -195,7 +194,7 @@ async def _wait_for_credit(stream: OutputStream, credit: asyncio.Event) -> None:
 
 def _end_cancelled(stream: OutputStream, future: Future[None]) -> None:
     if future.cancelled():
-        stream.fail(_CANCELLED)  # ignored if the stream has ended
+        stream.fail(Cancelled("request cancelled"))  # ignored if the stream has ended
 
 
 def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str, Any]) -> str:

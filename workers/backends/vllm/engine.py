@@ -6,7 +6,6 @@ validate parameters and parse messages.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.workers.backends.llm.chat_template import conversation
 from shmserve.workers.backends.llm.model.checkpoint import read_json
 from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
-
-logger = logging.getLogger(__name__)
 
 FILE = "model.json"
 # The arguments of vLLM's server are these and `tool_call_parser`; others are those of its engine.
@@ -282,9 +279,9 @@ class VllmEngine:
         limit = getattr(request, "max_completion_tokens", None)
         limit = request.max_tokens if limit is None else limit
         prompt_length = len(prompt["prompt_token_ids"])
-        max_tokens = self._max_tokens if defaults else None
-        limits = self._config.max_model_len, limit, prompt_length, defaults, max_tokens
-        limit = get_max_tokens(*limits)
+        cap = self._max_tokens if defaults else None
+        max_length = self._config.max_model_len
+        limit = get_max_tokens(max_length, limit, prompt_length, defaults, cap)
         sampling = request.to_sampling_params(limit, defaults)
         call = VllmCall(request, prompt, sampling, self._tokenizer.decode)
         if echo:
@@ -301,8 +298,7 @@ class VllmEngine:
         """Add the parsers of a chat's messages to its call."""
         template_options = self._renderer.effective_chat_template_kwargs(call.request)
         options = {"chat_template_kwargs": template_options, "model_config": self._config}
-        arguments = self._tokenizer, call.request.tools
-        new_parser = partial(self._renderer.parser, *arguments, **options)
+        new_parser = partial(self._renderer.parser, self._tokenizer, call.request.tools, **options)
         parser, tokens = new_parser(), call.prompt["prompt_token_ids"]
         call.options["reasoning_ended"] = call.request.resolve_reasoning_ended(parser, tokens)
         if parser.reasoning_parser is not None:
@@ -330,11 +326,9 @@ class VllmEngine:
             detokenize = protocol.DetokenizeRequest(tokens=tokens)
             result = _check_accepted(await self._tokenization.create_detokenize(detokenize, None))
             return {"text_output": ("BYTES", [result.prompt])}
-        is_chat = name == "messages"
-        request_class = (
-            protocol.TokenizeChatRequest if is_chat else protocol.TokenizeCompletionRequest
-        )
-        body = conversation(inputs[name]) if is_chat else {"prompt": inputs[name]}
+        request_class, body = protocol.TokenizeCompletionRequest, {"prompt": inputs[name]}
+        if name == "messages":
+            request_class, body = protocol.TokenizeChatRequest, conversation(inputs[name])
         special = {key: parameters[key] for key in parameters if key == "add_special_tokens"}
         tokenize = request_class.model_validate({**body, **special, "return_token_strs": True})
         result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))
