@@ -69,7 +69,7 @@ def test_names_of_properties_follow_their_schema(
         {"propertyNames": {"pattern": "^a"}, "patternProperties": {"^b": {}}},
         {"propertyNames": {"pattern": "^a", "maxLength": 3}},
         {"propertyNames": {"anyOf": [{"const": "a"}, {"const": "b"}]}},
-        {"propertyNames": {"enum": ["a", 3]}},
+        {"propertyNames": {"enum": [3]}},
         {"propertyNames": {"format": "email"}},
         {"propertyNames": {"$ref": "#/$defs/None"}},
         {"propertyNames": False},
