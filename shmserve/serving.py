@@ -19,7 +19,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,10 @@ def serve(
         Unavailable: The server did not become ready in time.
     """
     if os.environ.get(_INSIDE):
-        raise InvalidArgument("a model called shmserve.serve() while the server imported its file")
+        raise InvalidArgument(
+            "a model called shmserve.serve() while the server imported its file; call it below "
+            "`if __name__ == '__main__':`"
+        )
     single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
     classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
@@ -180,8 +183,7 @@ def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
     matches = [match for match in map(_FAILED.match, lines) if match]
     if matches:
         kind = kinds.get(matches[0][1], ShmserveError)
-        texts = dict.fromkeys(match[2].replace("\\n", "\n") for match in matches)
-        return kind("\n".join(texts))
+        return kind("\n".join(dict.fromkeys(match[2] for match in matches)))
     if status is None:
         return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
     return InvalidArgument(
@@ -225,6 +227,13 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
     is_importable = package != "__main__" and PathFinder.find_spec(package) is not None
     if is_importable and "<locals>" not in cls.__qualname__:
+        try:
+            attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
+        except AttributeError:
+            raise InvalidArgument(
+                f"module '{cls.__module__}' has no class '{cls.__qualname__}': define it by a "
+                "class statement in a file"
+            ) from None
         text = f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
         if "." in cls.__qualname__:
             text += f"{cls.__name__} = {cls.__qualname__}\n"
@@ -285,7 +294,10 @@ def _source_of(cls: type) -> str:
     if "<locals>" not in cls.__qualname__ and _cells(cls) is None:
         blocks.sort(key=itemgetter(0))
     is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
-    text = "from __future__ import annotations\n" if is_future else ""
+    header = ["from __future__ import annotations"] if is_future else []
+    if package := sys.modules[cls.__module__].__package__:  # relative imports need it
+        header.append(f"__package__ = {package!r}")
+    text = "; ".join(header) + "\n" if header else ""
     for line, block in blocks:
         text += "\n" * (line - 1 - text.count("\n")) + block.rstrip("\n") + "\n"
     return text
@@ -314,9 +326,26 @@ def _source_file(cls: type) -> Path | None:
 
 
 def _cells(cls: type) -> list[str] | None:
-    """Return the cells of the notebook in which a class is defined, or None."""
+    """Return the cells of the notebook in which a class is defined, or None.
+
+    Jupyter lists them. Marimo, and the prompt of Python 3.13, store each cell in `linecache` as a
+    file that does not exist.
+    """
     cells = vars(sys.modules[cls.__module__]).get("In")
-    return cells if isinstance(cells, list) else None
+    if isinstance(cells, list):
+        return cells
+    owners = [base for base in cls.__mro__ if base.__module__ == cls.__module__]
+    codes = [getattr(value, "__code__", None) for base in owners for value in vars(base).values()]
+    cell = next((code.co_filename for code in codes if code), "")
+    prefix = re.match(r".*/|<[a-z-]+", cell)
+    if prefix is None or cell == str(_source_file(cls)) or cell not in linecache.cache:
+        return None
+    files = [
+        file
+        for file, entry in linecache.cache.items()
+        if file.startswith(prefix[0]) and len(entry) > 1 and entry[1] is None and file != cell
+    ]
+    return ["".join(linecache.getlines(file)) for file in [*files, cell]]
 
 
 def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -78,13 +79,6 @@ class _Verdict:
     text: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument("--input", action="append", default=[])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--on-cpu", action="store_true")
-
-
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """Check the repositories that the flags name, and print a line for each model.
 
@@ -93,8 +87,10 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
     values = {name: load_value(name, text) for name, text in map(split_input, args.input)}
-    with redirect_stderr(config.log.log_file):
-        return _check_models(config, values, as_json=args.json)
+    with os.fdopen(os.dup(1), "w") as report, contextlib.redirect_stdout(report):
+        os.dup2(2, 1)  # what models print goes to stderr: stdout has only the report
+        with redirect_stderr(config.log.log_file):
+            return _check_models(config, values, as_json=args.json)
 
 
 def _check_models(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> int:

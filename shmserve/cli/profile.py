@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.protocols.servers import read_token
 
 _PREFIX = "shmserve_llm_"
 _BAR_WIDTH = 40  # width of a bar in characters
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.seconds <= 0:
         raise InvalidArgument(f"--seconds: {args.seconds:g} is not more than 0")
-    profile = watch(args.metrics_url, args.token, args.model, args.seconds)
+    token = read_token(args.token_file) if args.token_file else ""
+    profile = watch(args.metrics_url, token, args.model, args.seconds)
     print(table(args.model, profile))
     if args.plot and profile.steps:
         plot(args.plot, args.model, profile)

@@ -1,6 +1,7 @@
 """The flags and the source of a class that `shmserve.serve` sends to its server."""
 
 import importlib.util
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,6 +148,63 @@ def test_a_class_of_a_notebook_is_found_in_the_last_cell_that_defines_it() -> No
     namespace = {"__name__": "model"}
     exec(text, namespace)
     assert namespace["Scaled"]().predict(3) == 9  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "file"),
+    [("<python-input-{}>", None), ("/tmp/marimo_1/__marimo__cell_{}_.py", "/tmp/notebook.py")],
+)
+def test_a_class_of_a_cell_is_found_in_linecache(
+    pattern: str, file: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = ["from shmserve.model import FP32", "FACTOR = 3", "class Scaled:\n    n = 1"]
+    cells += ["class Base:\n    def predict(self, x): return x * FACTOR"]
+    cells += ["class Scaled(Base): factor = 1", "unused = 1"]
+    notebook = ModuleType("a_notebook")
+    if file is not None:
+        notebook.__file__ = file
+    monkeypatch.setitem(sys.modules, "a_notebook", notebook)
+    monkeypatch.setitem(linecache.cache, "<attrs generated>", (1, None, ["FACTOR = 9"], ""))
+    for index, text in enumerate(cells):
+        name = pattern.format(index)
+        lines = text.splitlines(keepends=True)
+        monkeypatch.setitem(linecache.cache, name, (len(text), None, lines, name))
+        exec(compile(text, name, "exec"), vars(notebook))
+    source = serving._source_of(notebook.Scaled)
+    assert "n = 1" not in source and "unused" not in source
+    namespace = {"__name__": "model"}
+    exec(source, namespace)
+    assert namespace["Scaled"]().predict(3) == 9  # type: ignore[operator]
+
+
+def test_relative_imports_of_a_class_know_their_package(
+    load: Callable[[str], ModuleType],
+) -> None:
+    script = "from __future__ import annotations\n" + SCRIPT
+    module = load(script.replace('"""A script."""\n', ""))
+    module.__package__ = "collections"
+    source = serving._source_of(module.Model) + "from .abc import Sized\n"
+    namespace = {"__name__": "model", "__file__": __file__}
+    exec(source, namespace)
+    assert "Sized" in namespace
+
+
+def test_a_class_without_a_class_statement_is_refused(tmp_path: Path) -> None:
+    made = type("Made", (), {})
+    with pytest.raises(
+        InvalidArgument, match=r"module 'tests\.unit\.test_serving' has no .* 'Made'"
+    ):
+        serving._file_of(made, tmp_path, {})
+
+
+def test_the_error_of_a_failed_load_keeps_its_lines() -> None:
+    log = (
+        "E 2026-01-31T12:00:00.123Z supervisor[7] failed to load 'm' version 1: Internal: one\n"
+        '    two: raise RuntimeError("one\\ntwo")\n'
+        "I 2026-01-31T12:00:00.124Z supervisor[7] exited\n"
+    )
+    error = serving._failure(log, 1, 1.0)
+    assert str(error) == 'one\n    two: raise RuntimeError("one\\ntwo")'
 
 
 @pytest.mark.parametrize(

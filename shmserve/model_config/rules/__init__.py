@@ -27,7 +27,11 @@ from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, find_repeats
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
-from shmserve.model_config.rules.scheduling import dynamic_problems, sequence_problems
+from shmserve.model_config.rules.scheduling import (
+    dynamic_problems,
+    initial_state_problems,
+    sequence_problems,
+)
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
 
@@ -46,7 +50,13 @@ _EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("c
 _BATCH_FIELDS = ("batch_input", "batch_output")
 # Other backends receive the tensors of each request separately.
 _BATCH_BACKENDS = ("pytorch", "onnxruntime", "native")
-_TOP_FIELDS = ("cc_model_filenames", "metric_tags", "model_operations")
+# These fields have an effect only for the backend that is named here.
+_TOP_FIELDS = {
+    "cc_model_filenames": "",
+    "metric_tags": "",
+    "model_operations": "onnxruntime",
+    "runtime": "pytorch",
+}
 # Parameters of Triton's backends for files that have an effect here; others cause a warning.
 _FILE_PARAMETERS = {
     "onnxruntime": (
@@ -91,7 +101,7 @@ def validate(
     Raises:
         InvalidArgument: A rule is violated. The message has one line per violation, in the format
             of `Source.check`.
-        LoadProblem: All violations concern tensors, instances and label files.
+        LoadProblem: All violations concern tensors, initial states, instances and label files.
     """
     of_file = [*_file_problems(config, complete), *parameter_problems(config, complete=complete)]
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
@@ -125,6 +135,7 @@ def _load_problems(
         problems += batch_io_problems(config)
     for problem in (*problems, *warmup_problems(config, complete=complete)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
+    yield from initial_state_problems(config)
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)
     if model_dir is not None:
@@ -317,9 +328,8 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
 def _ignored(config: ModelConfig) -> Iterator[str]:
     if config.backend not in _BATCH_BACKENDS:
         yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
-    for name in _TOP_FIELDS:
-        effective = name == "model_operations" and config.backend == "onnxruntime"
-        if _is_set(config, name) and not effective:
+    for name, backend in _TOP_FIELDS.items():
+        if _is_set(config, name) and config.backend != backend:
             yield name
     yield from _ignored_parameters(config)
     for index, control in enumerate(config.model_metrics.metric_control):

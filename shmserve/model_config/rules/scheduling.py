@@ -186,14 +186,20 @@ def _state(path: Key, state: ModelSequenceBatching.State, name: str) -> Iterator
                 f"indicate a variable-size dimension for {name}"
             )
             yield Problem((*path, "dims", index), text)
-    if len(state.initial_state) > 1:
-        text = (
-            f"initial_state field for state input '{tensor}' must contain exactly one or zero "
-            f"element. Found '{len(state.initial_state)}' elements."
-        )
-        yield Problem((*path, "initial_state"), text)
-    for index, initial in enumerate(state.initial_state):
-        yield from _initial_state(path, (*path, "initial_state", index), state, initial)
+
+
+def initial_state_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Yield the problems of the initial values of `sequence_batching.state`."""
+    for position, state in enumerate(config.sequence_batching.state):
+        path: Key = (*_SEQUENCE, "state", position)
+        if len(state.initial_state) > 1:
+            text = (
+                f"initial_state field for state input '{state.input_name}' must contain exactly "
+                f"one or zero element. Found '{len(state.initial_state)}' elements."
+            )
+            yield Problem((*path, "initial_state"), text)
+        for index, initial in enumerate(state.initial_state):
+            yield from _initial_state(path, (*path, "initial_state", index), state, initial)
 
 
 def _initial_state(

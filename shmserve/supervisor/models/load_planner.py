@@ -108,19 +108,20 @@ class LoadPlanner:
             written_config, source = repository.read_config(folder, override)
             config = self._with_defaults(written_config, folder)
             # The model cannot be loaded then, whatever else its configuration says.
-            fault = model_config.unknown_backend(config) or repository.check_agents(folder, config)
+            fault = model_config.unknown_backend(config)
             if not fault:
+                repository.check_agents(folder, config)
                 _add_environment(config, folder)
                 self._validate(config, folder, source, complete=False)
                 labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
             fault = error.message
         except ShmserveError as error:
-            hint = repository.config_in_version_folder(folder)
+            hint = repository.layout_hint(folder)
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
             raise _not_polled(name, error) from None
-        hint = repository.config_in_version_folder(folder)
+        hint = repository.layout_hint(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
         text = "model %s: ignore version directory '%s' which %s"

@@ -165,12 +165,18 @@ def _template_hint(text: str) -> str:
     return f" (the file is a template: fill in its placeholders {clip(', '.join(placeholders))})"
 
 
-def config_in_version_folder(folder: ModelFolder) -> str:
-    """Return a hint at a config.pbtxt in a version folder of a model that has none, or ""."""
-    for version in folder.versions if folder.config_path is None else ():
-        if _is_file(folder.path / str(version) / CONFIG_FILE):
-            shown_path = f"{folder.name}/{version}/{CONFIG_FILE}"
-            return f"'{shown_path}' is not read: move it to '{folder.name}/{CONFIG_FILE}'"
+def layout_hint(folder: ModelFolder) -> str:
+    """Return a hint at the mistake in the layout of a model without a configuration, or ""."""
+    if folder.config_path is not None:
+        return ""
+    for path in _subfolders(folder.path):
+        if not _is_file(path / CONFIG_FILE):
+            continue
+        shown_path = f"{folder.name}/{path.name}"
+        if path.name in map(str, folder.versions):
+            config_path = f"{folder.name}/{CONFIG_FILE}"
+            return f"'{shown_path}/{CONFIG_FILE}' is not read: move it to '{config_path}'"
+        return f"'{shown_path}' is a model: is the folder '{folder.name}' the repository?"
     return ""
 
 
@@ -188,22 +194,27 @@ def missing_content(folder: ModelFolder, version: int) -> str:
     return ""
 
 
-def check_agents(folder: ModelFolder, config: ModelConfig) -> str:
-    """Run the repository agents that a configuration names; return an error text, or ""."""
+def check_agents(folder: ModelFolder, config: ModelConfig) -> None:
+    """Run the repository agents that a configuration names.
+
+    Raises:
+        InvalidArgument: An agent is unknown, or has refused the model.
+    """
     for agent in config.model_repository_agents.agents:
         if agent.name != "checksum":
-            return f"repository agent '{agent.name}' is not available, known is 'checksum'"
+            text = f"repository agent '{agent.name}' is not available, known is 'checksum'"
+            raise InvalidArgument(text)
         for key, expected_digest in sorted(agent.parameters.items()):
             kind, _, file = key.partition(":")
             if kind != "MD5" or not file:
-                return f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
+                text = f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
+                raise InvalidArgument(text)
             with convert_os_errors(f"file '{file}' for agent 'checksum'"):
                 digest = hashlib.md5((folder.path / file).read_bytes()).hexdigest()
             if digest != expected_digest.strip().lower():
-                return (
+                raise InvalidArgument(
                     f"Mismatched MD5 hash for file {file}, expect: {expected_digest}, got: {digest}"
                 )
-    return ""
 
 
 def versions_to_load(config: ModelConfig, available_versions: Sequence[int]) -> list[int]:

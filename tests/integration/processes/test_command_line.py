@@ -291,8 +291,11 @@ def test_check_loads_models_of_a_gpu_on_the_cpu(repository: Path) -> None:
     repositories.add(repository, "identity")
     config = repository / "identity" / "config.pbtxt"
     config.write_text(config.read_text() + "instance_group { kind: KIND_GPU gpus: 7 }\n")
+    file = repository / "identity" / "1" / "model.py"
+    file.write_text(f"{file.read_text()}\nprint('imported')\n")
     assert run_command("check", str(repository)).returncode == 2
     completed = run_command("check", str(repository), "--on-cpu", "--json")
+    assert "imported" in completed.stderr
     report = json.loads(completed.stdout)
     assert (completed.returncode, report["models"][0]["outcome"]) == (0, "ok")
     assert report["summary"] == {"ok": 1, "refused": 0, "differs": 0, "FAILED": 0}

@@ -36,7 +36,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
 
 def test_a_missing_server_is_named() -> None:
     request = argparse.Namespace(
-        model="m", seconds=1.0, metrics_url="http://127.0.0.1:9/metrics", token="", plot=None
+        model="m", seconds=1.0, metrics_url="http://127.0.0.1:9/metrics", token_file=None, plot=None
     )
     with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9/metrics"):
         profile.run(request)
@@ -49,3 +49,23 @@ def test_a_missing_server_is_named() -> None:
     request.seconds = 0.0
     with pytest.raises(InvalidArgument, match="--seconds: 0 is not more than 0"):
         profile.run(request)
+
+
+def test_the_token_comes_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[str] = []
+
+    def watch(_url: str, token: str, *_: object) -> profile.Profile:
+        tokens.append(token)
+        return PROFILE
+
+    monkeypatch.setattr(profile, "watch", watch)
+    file = tmp_path / "tokens"
+    file.write_text("# of the metrics\nsecret metrics\n")
+    request = argparse.Namespace(
+        model="m", seconds=1.0, metrics_url="http://127.0.0.1:9", token_file=str(file), plot=None
+    )
+    assert profile.run(request) == 0
+    request.token_file = str(tmp_path / "missing")
+    with pytest.raises(InvalidArgument, match="--token-file: cannot read"):
+        profile.run(request)
+    assert tokens == ["secret"]

@@ -220,6 +220,12 @@ def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
     assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
 
 
+@pytest.mark.parametrize(("backend", "ignored"), [("python", ["runtime"]), ("pytorch", [])])
+def test_a_runtime_has_an_effect_for_pytorch_only(backend: str, ignored: list[str]) -> None:
+    config = parse_pbtxt(f'backend: "{backend}" runtime: "model.py"')
+    assert ignored_fields(normalise(config, "m", 0)) == ignored
+
+
 def test_fields_without_effect_are_listed() -> None:
     config = normalise(parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"]), "rich", 0)
     assert ignored_fields(config) == [

@@ -468,12 +468,19 @@ def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
         assert problems(f'{PYTHON} {TENSORS} {field}: "{inside_file}"') == ""
 
 
+STATE = """sequence_batching { state {
+    input_name: "s" output_name: "t" data_type: TYPE_INT32 dims: 1
+    initial_state { name: "i" data_type: TYPE_INT32 dims: [%s] zero_data: true } } }"""
+
+
 @pytest.mark.parametrize(
     ("text", "is_version_error"),
     [
         ("instance_group { kind: KIND_GPU }", True),
         ('input { name: "I" dims: 0 }', True),
         ('input { name: "I" dims: 0 } max_batch_size: -1', False),
+        (STATE % "1, 1", True),
+        (STATE.replace("dims: 1", "dims: 0") % "1", False),
         ("max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }", False),
     ],
 )

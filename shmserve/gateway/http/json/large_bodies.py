@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import numpy as np
@@ -29,10 +31,13 @@ from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads, loads_che
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.inference.request import check_member_count
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.logs import warn_once
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
-# Maximum bytes of all other fields, which the gateway parses in 20 ms.
+# Maximum bytes of all fields that are no prompts, which the worker parses, and of the header.
 _MAX_OTHER_BYTES = 2 * LARGE
 _BYTES_A_TOKEN = 128  # maximum average bytes of a token
 # The maximum number of prompts of OpenAI's APIs, and the error about a longer list.
@@ -42,6 +47,7 @@ _COUNTS = {
 }
 _MAX_PACKED_PROMPTS = 2048
 _NESTED = ("parameters", "input")  # objects whose fields are packed like those of the body
+_MAX_WARNINGS = 256  # number of log records that the gateway may repeat
 _MAX_TOKEN_ID = (1 << 31) - 1
 _PIECE = 1 << 16
 _one_at_a_time = asyncio.Semaphore(1)
@@ -148,6 +154,8 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
     header = loads_checked(await output.readexactly(size))
     if "error" in header:
         raise (JsonFault if header["malformed"] else InvalidArgument)(header["error"])
+    for text in header["warnings"]:
+        warn_once(logger, "%s", text)
     packed = {name: Packed(*columns) for name, columns in header["packed"].items()}
     for value in packed.values():
         missing_bytes = value.byte_size
@@ -294,6 +302,8 @@ def main(convert: Convert | None = None) -> None:
     os.nice(10)
     longest, prompts, model = json.loads(sys.argv[1])
     packer = _Packer(prompts)
+    records = BufferingHandler(_MAX_WARNINGS)
+    logging.basicConfig(handlers=[records])
     try:
         body = loads(sys.stdin.buffer.read())
         if error := long_prompt(body, longest, model):
@@ -304,7 +314,8 @@ def main(convert: Convert | None = None) -> None:
             packer.pack_fields(body)
         else:
             body = type(body)()  # errors about the body name only its type
-        text = _encode_json({"body": body, "packed": packer.packed})
+        warnings = [record.getMessage() for record in records.buffer]
+        text = _encode_json({"body": body, "packed": packer.packed, "warnings": warnings})
         if len(text) > _MAX_OTHER_BYTES:
             raise InvalidArgument(f"the fields have {len(text)} bytes, at most {_MAX_OTHER_BYTES}")
     except ShmserveError as fault:

@@ -205,7 +205,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
     assert "'1/model.py' is a Git LFS pointer" in refusal(load_planner).message
 
 
-def test_a_configuration_in_the_version_folder_is_named(tmp_path: Path) -> None:
+def test_a_misplaced_configuration_is_named(tmp_path: Path) -> None:
     load_planner = planner(tmp_path, None)
     folder = tmp_path / "repository" / "m" / "1"
     (folder / "model.py").unlink()
@@ -214,6 +214,11 @@ def test_a_configuration_in_the_version_folder_is_named(tmp_path: Path) -> None:
         "'m/1/config.pbtxt' is not read: move it to 'm/config.pbtxt'"
         in refusal(load_planner).message
     )
+    (folder / "config.pbtxt").unlink()
+    (folder.parent / "inner").mkdir()
+    (folder.parent / "inner" / "config.pbtxt").write_text("")
+    text = "'m/inner' is a model: is the folder 'm' the repository?"
+    assert text in refusal(load_planner).message
 
 
 def test_an_unfilled_template_is_named(tmp_path: Path) -> None:
@@ -243,7 +248,9 @@ def test_repository_agents(tmp_path: Path, agent: str, text: str) -> None:
     config = f'backend: "python" model_repository_agents {{ agents {{ name: {agent} }} }}'
     load_planner = planner(tmp_path, config)
     if text:
-        assert text in refusal(load_planner).message
+        message = refusal(load_planner).message
+        assert text in message
+        assert message.startswith("failed to load 'm', failed to poll from model repository: ")
     else:
         assert len(load_planner.plan("m", "", {})) == 1
 
