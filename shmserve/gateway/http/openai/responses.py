@@ -392,7 +392,7 @@ class ResponseObject:
     def _called(self, name: str) -> tuple[str, dict[str, str]]:
         """Return the type of the item for a call, and the names of the called tool as members."""
         tools = self.body.get("tools") or []
-        for tool in orjson.loads(tools.contents) if type(tools) is orjson.Fragment else tools:
+        for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
             if tool["type"] == "custom" and tool["name"] == name:
                 return "custom_tool_call", {"name": name}
             if tool["type"] == "namespace" and name in _namespace_functions(tool, ""):
