@@ -212,12 +212,9 @@ def _extract(archive: Path, root: Path) -> None:
     """
     root.mkdir()
     links: list[tuple[Path, str]] = []
-    try:
-        opened_archive = tarfile.open(archive)
-    except tarfile.ReadError:
-        text = "it is no tar archive, or is not compressed with gzip, bzip2 or xz"
-        raise tarfile.ReadError(text) from None
-    with opened_archive as tar:
+    if not tarfile.is_tarfile(archive):
+        raise tarfile.TarError("it is no tar archive, or not compressed with gzip, bzip2 or xz")
+    with tarfile.open(archive) as tar:
         for member in tar:
             path = _path_inside(root, member.name)
             path.parent.mkdir(parents=True, exist_ok=True)
