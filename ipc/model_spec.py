@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
-from shmserve.ipc.transport.frames import Document, from_map, record
+from shmserve.ipc.transport.frames import Document, Record, from_map
 
 STRATEGY_PARAMETER = "batching_strategy"
 TARGET_PARAMETER = "target_p99_ms"
@@ -137,8 +137,7 @@ def _parameter_texts(parameters: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value.get("string_value") or "") for name, value in parameters.items()}
 
 
-@record
-class TensorSpec:
+class TensorSpec(Record):
     """An input or output; `dims` excludes the batch dimension, and -1 is any size.
 
     Clients use the shape `dims`, and the model `model_dims`.
@@ -162,8 +161,7 @@ class TensorSpec:
         return self.dims if self.reshape is None else self.reshape
 
 
-@record
-class BatchTensor:
+class BatchTensor(Record):
     """An entry of `batch_input` or `batch_output`.
 
     A batch input is computed from the shapes of `source_input` in a ragged batch. A batch output is
@@ -176,8 +174,7 @@ class BatchTensor:
     source_input: tuple[str, ...] = ()
 
 
-@record
-class LevelPolicy:
+class LevelPolicy(Record):
     """The limits of a priority level of the queue; 0: no limit.
 
     With `allow_timeout_override`, a request's own shorter timeout applies.
@@ -208,8 +205,7 @@ class LevelPolicy:
         return timeout_us if self.allow_timeout_override and 0 < timeout_us < max_timeout_us else 0
 
 
-@record
-class DynamicBatching:
+class DynamicBatching(Record):
     """The dynamic batcher; also the batching of the oldest requests by the sequence batcher."""
 
     preferred_batch_size: tuple[int, ...] = ()
@@ -222,8 +218,7 @@ class DynamicBatching:
     max_candidate_sequences: int = 0
 
 
-@record
-class SequenceControl:
+class SequenceControl(Record):
     """A control input of a sequence.
 
     The control is given by its values for false and true, or it is the correlation id, which has a
@@ -237,24 +232,21 @@ class SequenceControl:
     bool_false_true: tuple[bool, ...] = ()
 
 
-@record
-class ControlTensor:
+class ControlTensor(Record):
     """An input with the request's position in its sequence."""
 
     name: str = ""
     control: tuple[SequenceControl, ...] = ()
 
 
-@record
-class InitialState:
+class InitialState(Record):
     """The initial state of a sequence: the bytes of a file, or zeros."""
 
     dims: tuple[int, ...] = ()
     data_file: str = ""
 
 
-@record
-class SequenceState:
+class SequenceState(Record):
     """A tensor that a model returns for the next request of the same sequence."""
 
     input_name: str = ""
@@ -265,8 +257,7 @@ class SequenceState:
     use_same_buffer_for_input_output: bool = False
 
 
-@record
-class SequenceBatching:
+class SequenceBatching(Record):
     """The sequence batcher, its control inputs and states."""
 
     max_sequence_idle_microseconds: int = 0
@@ -291,8 +282,7 @@ class SequenceBatching:
         return "", ""
 
 
-@record
-class EnsembleStep:
+class EnsembleStep(Record):
     """A step of an ensemble; the maps are from its model's tensor names to the ensemble's."""
 
     model_name: str = ""
@@ -306,16 +296,14 @@ class EnsembleStep:
         return str(self.model_version) if self.model_version > 0 else ""
 
 
-@record
-class EnsembleScheduling:
+class EnsembleScheduling(Record):
     """The steps of an ensemble; `max_inflight_requests` 0: no limit."""
 
     step: tuple[EnsembleStep, ...] = ()
     max_inflight_requests: int = 0
 
 
-@record
-class LimitedResource:
+class LimitedResource(Record):
     """An amount of a resource of the rate limiter, per device or, if `is_global`, per host."""
 
     name: str = ""
@@ -323,8 +311,7 @@ class LimitedResource:
     count: int = 0
 
 
-@record
-class RateLimit:
+class RateLimit(Record):
     """The resources and priority of an execution for the rate limiter."""
 
     resources: tuple[LimitedResource, ...] = ()
@@ -336,8 +323,7 @@ class RateLimit:
         return any(resource.count for resource in self.resources)
 
 
-@record
-class InstanceGroup:
+class InstanceGroup(Record):
     """Instances of one kind; for KIND_GPU, `count` on each of `gpus`."""
 
     name: str = ""
@@ -347,23 +333,20 @@ class InstanceGroup:
     gpus: tuple[int, ...] = ()
 
 
-@record
-class ExecutionAccelerator:
+class ExecutionAccelerator(Record):
     """An execution provider of onnxruntime."""
 
     name: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
 
 
-@record
-class GraphShape:
+class GraphShape(Record):
     """A batch size to record a CUDA graph for."""
 
     batch_size: int = 0
 
 
-@record
-class Optimization:
+class Optimization(Record):
     """The effective part of `optimization`; accelerators are by the name of their field."""
 
     graph_level: int = _config_field("graph.level", 0)
@@ -374,8 +357,7 @@ class Optimization:
     )
 
 
-@record
-class WarmupInput:
+class WarmupInput(Record):
     """An input of a warm-up sample; `zero_data` and `random_data` are None if not chosen."""
 
     datatype: str = _datatype_field()
@@ -385,8 +367,7 @@ class WarmupInput:
     input_data_file: str = ""
 
 
-@record
-class WarmupSample:
+class WarmupSample(Record):
     """A batch to run before a model is ready, `count` times (0: once)."""
 
     name: str = ""
@@ -395,15 +376,13 @@ class WarmupSample:
     count: int = 0
 
 
-@record
-class MetricControl:
+class MetricControl(Record):
     """The configured histogram buckets of a metric family."""
 
     family: str = _config_field("metric_identifier.family", "")
     buckets: tuple[float, ...] = _config_field("histogram_options.buckets", ())
 
 
-@record
 class ModelSpec(Document):
     """A model's configuration.
 

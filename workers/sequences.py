@@ -47,7 +47,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.samples import read_data
-from shmserve.ipc.transport.frames import record
+from shmserve.ipc.transport.frames import Record
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import OutputStream
@@ -63,8 +63,7 @@ _CONTROL_FORMATS = {
 }
 
 
-@record
-class ControlInput:
+class ControlInput(Record):
     """A control input of a sequence model.
 
     Attributes:
@@ -131,8 +130,7 @@ _INITIAL_STATE_FOLDER = "initial_state"
 _LENGTH_PREFIX_BYTES = 4  # bytes of the length prefix of a text
 
 
-@record
-class StateSpec:
+class StateSpec(Record):
     """A state of a configuration.
 
     Attributes:
@@ -149,8 +147,7 @@ class StateSpec:
     same_buffer: bool
 
 
-@record
-class _StateValue:
+class _StateValue(Record):
     """A state of a sequence: `raw` is host bytes, or a flat tensor of uint8 on a device."""
 
     datatype: str

@@ -71,13 +71,18 @@ def source_location(error: BaseException, folder: Path) -> str:
 
 
 def model_traceback(error: BaseException, folder: Path) -> str:
-    """Return the traceback of `format_error` without its last line, or "" if there is no frame."""
+    """Return the traceback of `format_error` without its last line, or "" if there is no frame.
+
+    That of a SyntaxError shows the line with the error.
+    """
     report = _model_report(error, folder)
-    if not report.stack:
+    if isinstance(error, SyntaxError):  # the lines before the last one show its position
+        message_lines = 1
+    elif report.stack:
+        message_lines = len("".join(report.format_exception_only()).splitlines())
+    else:
         return ""
-    lines = "".join(report.format()).splitlines()
-    last_lines = "".join(report.format_exception_only()).splitlines()
-    return "\n".join(lines[: -len(last_lines)])
+    return "\n".join("".join(report.format()).splitlines()[:-message_lines])
 
 
 def format_error(error: BaseException, folder: Path) -> str:
@@ -100,6 +105,8 @@ def _model_report(error: BaseException, folder: Path) -> traceback.TracebackExce
         chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         for frame in chained.stack:
             frame.filename = frame.filename.replace(f"{folder}/", f"{user_folder}/")
+        if getattr(chained, "filename", None):  # of a SyntaxError
+            chained.filename = chained.filename.replace(f"{folder}/", f"{user_folder}/")
         chained = chained.__cause__ or chained.__context__
     return report
 

@@ -1,6 +1,6 @@
 """Requests of gateways, schedulers, workers and local clients to the supervisor, and replies.
 
-A request with an `id` is answered by `Answered` or `Refused` with the same id.
+`Answered` or `Refused` answers a request, with the same id.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from dataclasses import field
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.transport.frames import message
+from shmserve.ipc.transport.frames import Message, Record
 
 
-@message
-class Answered:
+class ControlRequest(Record):
+    """The fields of a request: its number at the sender."""
+
+    id: int
+
+
+class Answered(Message):
     """Sent by the supervisor to the sender of request `id` when the request has succeeded.
 
     The documentation of each request describes the `payload`.
@@ -23,8 +28,7 @@ class Answered:
     payload: dict[str, Any]
 
 
-@message
-class Refused:
+class Refused(Message):
     """Sent by the supervisor to the sender of request `id` when the request has failed.
 
     `message` is meant for the client.
@@ -43,112 +47,93 @@ class Refused:
 # --- models and settings
 
 
-@message
-class LoadModel:
+class LoadModel(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to load or reload a model.
 
     `config` is a JSON override or empty. `files` maps paths such as "1/model.py" to contents.
     """
 
-    id: int
     name: str
     config: str
     files: dict[str, Any]
 
 
-@message
-class UnloadModel:
+class UnloadModel(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to unload all versions of a model.
 
     The ensembles that need the model are unloaded, too. With `unload_dependents`, so are the models
     that were loaded only for this ensemble.
     """
 
-    id: int
     name: str
     unload_dependents: bool
 
 
-@message
-class IndexRepository:
+class IndexRepository(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
     The list is that of POST /v2/repository/index.
     """
 
-    id: int
     ready: bool
 
 
-@message
-class NameModels:
+class NameModels(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"names": {model: [aliases]}}.
 
     The reply contains the generative models that are not loaded, but are loaded on demand.
     """
 
-    id: int
 
-
-@message
-class ChangeLogging:
+class ChangeLogging(ControlRequest, Message):
     """Sent by a gateway to the supervisor to change the log settings of every process.
 
     The reply contains all settings, as in `SetLogging`.
     """
 
-    id: int
     changes: dict[str, Any]
 
 
-@message
-class ChangeTracing:
+class ChangeTracing(ControlRequest, Message):
     """Sent by a gateway to the supervisor to change the trace settings of a model.
 
     The model "" means all models without settings of their own. A value of None restores the value
     at start-up. The reply contains the model's settings, each as a list of strings.
     """
 
-    id: int
     model: str
     changes: dict[str, Any]
 
 
-@message
-class WantModel:
+class WantModel(ControlRequest, Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
     The reply follows once the model serves and all peers have it. The request expires after
     `patience_s` seconds; 0 means never.
     """
 
-    id: int
     name: str
     patience_s: float
 
 
-@message
-class FindModel:
+class FindModel(ControlRequest, Message):
     """Sent by a worker to the supervisor to find a model that its own model calls.
 
     The reply is {"endpoint", "config", "version"}. An empty version means the latest. A model on
     demand is loaded, as by `WantModel`.
     """
 
-    id: int
     name: str
     version: str
     patience_s: float = 0.0
 
 
-@message
-class AskReady:
+class AskReady(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to request {"ready"} of a model.
 
     The supervisor asks the model, which reports its own readiness. Version "" means the latest.
     """
 
-    id: int
     name: str
     version: str
 
@@ -156,8 +141,7 @@ class AskReady:
 # --- regions
 
 
-@message
-class RegisterRegion:
+class RegisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
     The region belongs to the user `uid`, a member of `groups`. The reply is {"memory_id"}. With
@@ -165,7 +149,6 @@ class RegisterRegion:
     workers on CUDA devices lock its pages.
     """
 
-    id: int
     name: str
     key: str
     offset: int
@@ -176,8 +159,7 @@ class RegisterRegion:
     pin: bool
 
 
-@message
-class RegisterCudaRegion:
+class RegisterCudaRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register CUDA memory of a client for the user `uid`.
 
     The region is [offset, offset + byte_size) of the memory that `handle` opens. `device_uuid` (16
@@ -185,7 +167,6 @@ class RegisterCudaRegion:
     process.
     """
 
-    id: int
     name: str
     handle: bytes
     device_id: int
@@ -197,23 +178,20 @@ class RegisterCudaRegion:
     exporter_pid: int
 
 
-@message
-class UnregisterRegion:
+class UnregisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
     With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
     belong to the user.
     """
 
-    id: int
     name: str
     uid: int
     groups: list[int]
     cuda: bool = False
 
 
-@message
-class RegionInUse:
+class RegionInUse(Message):
     """Sent by a gateway to the supervisor when its use of a retired region begins or ends.
 
     `used` is true at the begin. The supervisor withdraws the region once no gateway uses it.
@@ -223,8 +201,7 @@ class RegionInUse:
     used: bool
 
 
-@message
-class RegionReleased:
+class RegionReleased(Message):
     """Sent by a gateway to the supervisor when none of its requests uses a withdrawn region.
 
     The supervisor sends `RegionDrained` once all gateways have released the region.
@@ -233,8 +210,7 @@ class RegionReleased:
     memory_id: int
 
 
-@message
-class RegionAbandoned:
+class RegionAbandoned(Message):
     """Sent by a gateway to the supervisor when the connection that leased a region has closed.
 
     The supervisor unregisters the region.
@@ -246,21 +222,18 @@ class RegionAbandoned:
 # --- devices and instances
 
 
-@message
-class LeaseWorkspace:
+class LeaseWorkspace(ControlRequest, Message):
     """Sent by a worker to the supervisor to lease memory of a device's workspace pool.
 
     The lease is for one execution, and `ReturnWorkspace` ends it. The reply {"place": the packed
     range} follows once that much is free.
     """
 
-    id: int
     device: str
     byte_size: int
 
 
-@message
-class ReturnWorkspace:
+class ReturnWorkspace(Message):
     """Sent by a worker to the supervisor when the device no longer uses a leased workspace.
 
     The lease began at `offset` of the memory `memory_id`.
@@ -271,8 +244,7 @@ class ReturnWorkspace:
     offset: int
 
 
-@message
-class AskTicket:
+class AskTicket(Message):
     """Sent by a scheduler to the supervisor to reserve the resources of an execution.
 
     The execution is on instance `index`, process `pid`. `TicketGranted` follows once the rate
@@ -284,8 +256,7 @@ class AskTicket:
     pid: int = field(default=0, compare=False)
 
 
-@message
-class CheckHolders:
+class CheckHolders(Message):
     """Sent by a scheduler to the supervisor when a call of a model could wait for its own callers.
 
     The processes `pids` wait for the call, which is request `key` of the scheduler. The supervisor
@@ -296,8 +267,7 @@ class CheckHolders:
     pids: list[int]
 
 
-@message
-class ResourcesHeld:
+class ResourcesHeld(Message):
     """Sent by the supervisor to a scheduler when a request can never have its resources.
 
     The callers of request `key` hold these resources.
@@ -306,8 +276,7 @@ class ResourcesHeld:
     key: int
 
 
-@message
-class CallsWaiting:
+class CallsWaiting(Message):
     """Sent by a scheduler to the supervisor at intervals while calls of models wait for long.
 
     The last report has no `waits`.
@@ -320,8 +289,7 @@ class CallsWaiting:
     waits: list[Any]
 
 
-@message
-class CallDeadlocked:
+class CallDeadlocked(Message):
     """Sent by the supervisor to a scheduler when request `key`, a call, is part of a deadlock.
 
     `chain` has the names of the models that wait for each other. The scheduler fails the call, and
@@ -332,8 +300,7 @@ class CallDeadlocked:
     chain: str
 
 
-@message
-class TicketGranted:
+class TicketGranted(Message):
     """Sent by the supervisor to a scheduler when the resources of a ticket are reserved.
 
     The scheduler holds the resources until it sends `TicketReturned`.
@@ -342,8 +309,7 @@ class TicketGranted:
     ticket: int
 
 
-@message
-class TicketReturned:
+class TicketReturned(Message):
     """Sent by a scheduler to the supervisor when it no longer needs a granted or pending ticket.
 
     `executed` is true if the ticket was used. The supervisor releases the ticket's resources.
@@ -356,8 +322,7 @@ class TicketReturned:
 # --- local clients: programs of users on this host
 
 
-@message
-class Hello:
+class Hello(Message):
     """Sent by a program to the supervisor to become a local client.
 
     `version` is that of the protocol. The supervisor responds with `Welcome`.
@@ -366,8 +331,7 @@ class Hello:
     version: int
 
 
-@message
-class Welcome:
+class Welcome(Message):
     """Sent by the supervisor to a program that becomes local client `number`.
 
     The identity of the client's links to schedulers is "NUMBER.TOKEN.LINK".
@@ -377,8 +341,7 @@ class Welcome:
     token: str
 
 
-@message
-class ShareMemory:
+class ShareMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share the memory of the attached descriptor.
 
     The memory is the first `byte_size` bytes of a sealed memfd. The reply is {"memory": [id, pid,
@@ -386,28 +349,24 @@ class ShareMemory:
     workers on CUDA devices lock its pages.
     """
 
-    id: int
     byte_size: int
     pin: bool
 
 
-@message
-class ShareDeviceMemory:
+class ShareDeviceMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share memory of the server's device `device_id`.
 
     The memory is the first `byte_size` bytes of what `handle` opens. The reply is {"memory": [id,
     byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
     """
 
-    id: int
     byte_size: int
     handle: bytes
     device_id: int
     device_uuid: bytes
 
 
-@message
-class WithdrawMemory:
+class WithdrawMemory(Message):
     """Sent by a local client to the supervisor when none of its requests uses a shared memory.
 
     The supervisor then notifies all workers, which unmap the memory.

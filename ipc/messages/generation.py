@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import field
 
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.transport.frames import message, record
+from shmserve.ipc.transport.frames import Message, Record
 
 
-@record
-class Resumed:
+class Resumed(Record):
     """The state of a sample that another instance had generated in part.
 
     Attributes:
@@ -38,8 +37,7 @@ class Resumed:
     sent_tokens: int = 0
 
 
-@message
-class Prepare:
+class Prepare(Message):
     """Sent by the scheduler to a worker to tokenize the prompt of the only request in `requests`.
 
     The worker does so in parallel to the steps. The reply is `Prepared`, or `ExecutionResponded` if
@@ -51,8 +49,7 @@ class Prepare:
     resumed: list[Resumed] = field(default_factory=list)
 
 
-@record
-class BeamSearch:
+class BeamSearch(Record):
     """The parameters of a request's beam search.
 
     Attributes:
@@ -68,8 +65,7 @@ class BeamSearch:
     end_tokens: list[int]
 
 
-@message
-class Prepared:
+class Prepared(Message):
     """Sent by a worker to the scheduler when a request is ready to run.
 
     Attributes:
@@ -96,8 +92,7 @@ class Prepared:
     replays: bool = False
 
 
-@record
-class NewSequence:
+class NewSequence(Record):
     """A sequence to start in a step: sample `sample` of request `key`.
 
     With a `parent`, the sequence is a copy of that sequence before this step, followed by `token`
@@ -111,8 +106,7 @@ class NewSequence:
     token: int = -1
 
 
-@record
-class Row:
+class Row(Record):
     """The tokens of a sequence to compute in a step.
 
     Attributes:
@@ -134,8 +128,7 @@ class Row:
     samples: bool = True
 
 
-@message
-class Step:
+class Step(Message):
     """Sent by the scheduler to a worker to execute one pass.
 
     The worker begins sequences, copies blocks, computes the rows, and releases the sequences
@@ -153,8 +146,7 @@ class Step:
     copies: list[int] = field(default_factory=list)
 
 
-@record
-class RowResult:
+class RowResult(Record):
     """The result of a row that samples.
 
     Attributes:
@@ -174,8 +166,7 @@ class RowResult:
     scores: list[float] = field(default_factory=list)
 
 
-@message
-class Stepped:
+class Stepped(Message):
     """Sent by a worker to the scheduler when a step is complete.
 
     Attributes:
@@ -199,8 +190,7 @@ class Stepped:
     skipped: list[int] = field(default_factory=list)
 
 
-@message
-class ResponseSent:
+class ResponseSent(Message):
     """Sent by a worker to the scheduler when a response was sent to the client.
 
     Attributes:
@@ -218,8 +208,7 @@ class ResponseSent:
     tokens: int = 0
 
 
-@message
-class Ended:
+class Ended(Message):
     """Sent by a worker to the scheduler when a stop string has ended a sequence.
 
     The scheduler plans no more tokens for the sequence.
@@ -228,8 +217,7 @@ class Ended:
     sequence: int
 
 
-@record
-class Hypothesis:
+class Hypothesis(Record):
     """A finished hypothesis of a beam search.
 
     Attributes:
@@ -243,8 +231,7 @@ class Hypothesis:
     score: float
 
 
-@message
-class Choose:
+class Choose(Message):
     """Sent by the scheduler to a worker when the beam search of request `key` is complete.
 
     The worker responds to the client with these hypotheses, best first.

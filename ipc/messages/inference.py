@@ -6,15 +6,14 @@ import re
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
 
-from shmserve.ipc.transport.frames import message, record
+from shmserve.ipc.transport.frames import Message, Record
 
 # The code of a reply by which a model reschedules a request (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
 _CALLER = re.compile(r"^([0-9]{1,19})/([0-9]{1,19})/(.+)$", re.MULTILINE)
 
 
-@message
-class Submit:
+class Submit(Message):
     """Sent by a client to a scheduler to execute a request.
 
     Attributes:
@@ -77,8 +76,7 @@ class Caller(NamedTuple):
         return [cls(int(pid), int(key), model) for pid, key, model in _CALLER.findall(lines)]
 
 
-@message
-class Cancel:
+class Cancel(Message):
     """Sent by a client to a scheduler to cancel a request.
 
     With `keeps_reading`, the model should end the request, and the client still reads the
@@ -89,8 +87,7 @@ class Cancel:
     keeps_reading: bool = False
 
 
-@message
-class Credit:
+class Credit(Message):
     """Sent by a client to a scheduler when it has read responses of a decoupled model.
 
     The model may send as many further responses.
@@ -102,8 +99,7 @@ class Credit:
     responses: int
 
 
-@message
-class Release:
+class Release(Message):
     """Sent by a client to a scheduler when it has read outputs in a process's memory.
 
     The scheduler has the blocks at these offsets freed. `memory` is the id of that memory: a
@@ -115,15 +111,13 @@ class Release:
     memory: int = field(default=0, compare=False)
 
 
-@message
-class ReportStatistics:
+class ReportStatistics(Message):
     """Sent by a gateway to a scheduler to request `StatisticsReported`."""
 
     id: int
 
 
-@message
-class Finished:
+class Finished(Message):
     """Sent by a scheduler to a client when a request has succeeded.
 
     `schema` and `data` are an `Inferred`. The times are the durations of the phases of its
@@ -139,8 +133,7 @@ class Finished:
     spans: bytes = field(default=b"", compare=False)
 
 
-@message
-class Responded:
+class Responded(Message):
     """Sent by a scheduler to a client for each response of a decoupled model.
 
     The response is an `Inferred`, or an error for the client if `code` is set. An empty `schema`
@@ -161,8 +154,7 @@ class Responded:
     spans: bytes = field(default=b"", compare=False)
 
 
-@message
-class Failed:
+class Failed(Message):
     """Sent by a scheduler to a client when a request has failed; `message` is for the client.
 
     `retry_after_s` is a hint for the client; 0: none. With `early` (its deadline expired at a
@@ -177,8 +169,7 @@ class Failed:
     spans: bytes = field(default=b"", compare=False)
 
 
-@message
-class Settled:
+class Settled(Message):
     """Sent by a scheduler to a client when no worker has a request any more that failed early.
 
     The client then frees the memory of the request.
@@ -187,8 +178,7 @@ class Settled:
     id: int
 
 
-@message
-class StatisticsReported:
+class StatisticsReported(Message):
     """Sent by a scheduler to a gateway with the counters of its model version.
 
     shmserve/scheduler/statistics.py documents the keys.
@@ -198,8 +188,7 @@ class StatisticsReported:
     statistics: dict[str, Any]
 
 
-@record
-class Work:
+class Work(Record):
     """A request in a message to a worker; `schema` and `data` are an `Inference`.
 
     The other fields are those of `Submit`. The deadline also applies to the model's calls of other
@@ -226,8 +215,7 @@ class Work:
         return self.correlation_text or self.correlation_id
 
 
-@record
-class Reply:
+class Reply(Record):
     """The result of one request in a batch.
 
     If `code` is empty the request has succeeded, and `schema` and `data` are an `Inferred`.
@@ -240,8 +228,7 @@ class Reply:
     data: list[Any] = field(default_factory=list)
 
 
-@record
-class SequenceRow:
+class SequenceRow(Record):
     """A row of a batch of sequences: a request `key`, and the slot of its sequence's state.
 
     With `key` 0 the row is a null row, which fills a gap between slots.
@@ -254,8 +241,7 @@ class SequenceRow:
     correlation_text: str = ""
 
 
-@message
-class Execute:
+class Execute(Message):
     """Sent by a scheduler to a worker to execute a batch, in order.
 
     Attributes:
@@ -271,8 +257,7 @@ class Execute:
     rows: list[SequenceRow] = field(default_factory=list)
 
 
-@message
-class EndSequences:
+class EndSequences(Message):
     """Sent by a scheduler to a worker when sequences have ended without an END request.
 
     The worker releases the states in these slots.
@@ -281,8 +266,7 @@ class EndSequences:
     slots: list[int]
 
 
-@message
-class CancelExecution:
+class CancelExecution(Message):
     """Sent by a scheduler to a worker when a request was cancelled.
 
     The worker does not write the outputs of the request. `keeps_reading` is that of `Cancel`.
@@ -292,8 +276,7 @@ class CancelExecution:
     keeps_reading: bool = False
 
 
-@message
-class CreditExecution:
+class CreditExecution(Message):
     """Sent by a scheduler to a worker when a client has sent `Credit`.
 
     The model may send as many further responses.
@@ -303,8 +286,7 @@ class CreditExecution:
     responses: int
 
 
-@message
-class ReleaseOutputs:
+class ReleaseOutputs(Message):
     """Sent by a scheduler to a worker when a process has read outputs in the worker's arena.
 
     The worker frees the blocks at these offsets. `memory` is the id of the arena.
@@ -315,8 +297,7 @@ class ReleaseOutputs:
     memory: int = field(default=0, compare=False)
 
 
-@message
-class ReaderExited:
+class ReaderExited(Message):
     """Sent by a scheduler to a worker after process `pid` has exited.
 
     The worker frees the outputs that the process had not released. The scheduler does not access
@@ -326,8 +307,7 @@ class ReaderExited:
     pid: int
 
 
-@message
-class InstanceReady:
+class InstanceReady(Message):
     """Sent by a worker to a scheduler when its instance is loaded and accepts batches.
 
     `index` is that of the instance within its model.
@@ -337,8 +317,7 @@ class InstanceReady:
     pid: int
 
 
-@message
-class BatchFinished:
+class BatchFinished(Message):
     """Sent by a worker to a scheduler when a batch has ended.
 
     The instance then accepts the next batch. A request of a decoupled model has no reply if an
@@ -357,8 +336,7 @@ class BatchFinished:
     spans: bytes = b""
 
 
-@message
-class ExecutionResponded:
+class ExecutionResponded(Message):
     """Sent by a worker to a scheduler for each response of a decoupled model, as in `Responded`.
 
     The model returned the response at `computed_ns`, and its outputs were written at `written_ns`.
@@ -377,8 +355,7 @@ class ExecutionResponded:
     spans: bytes = b""
 
 
-@message
-class MetricsReported:
+class MetricsReported(Message):
     """Sent by a worker to a scheduler when the custom metrics of its model have changed.
 
     `families` are all metrics since the instance's start, in the format of

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, get_args
 
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.transport.frames import message
+from shmserve.ipc.transport.frames import Message
 
 MODELS = "models"
 PROCESSES = "processes"
@@ -26,8 +26,7 @@ SEQUENCES = "sequences/"
 RECENT = "recent/"
 
 
-@message
-class Acknowledged:
+class Acknowledged(Message):
     """Sent by a process to the supervisor when it has applied the change with this number."""
 
     number: int
@@ -36,8 +35,7 @@ class Acknowledged:
 # --- models
 
 
-@message
-class ModelPublished:
+class ModelPublished(Message):
     """Sent by the supervisor to gateways, ensembles and local clients when a version changes.
 
     The version has become callable, or has new properties. `endpoint` is the endpoint of its
@@ -55,8 +53,7 @@ class ModelPublished:
     acknowledge: int
 
 
-@message
-class ReadinessChanged:
+class ReadinessChanged(Message):
     """Sent by the supervisor to gateways when only the readiness of a version has changed."""
 
     name: str
@@ -64,8 +61,7 @@ class ReadinessChanged:
     ready: bool
 
 
-@message
-class ModelWithdrawn:
+class ModelWithdrawn(Message):
     """Sent by the supervisor to gateways, workers and local clients when a version is withdrawn.
 
     The receiver sends no more requests to the version. Requests in flight on it finish.
@@ -76,8 +72,7 @@ class ModelWithdrawn:
     acknowledge: int
 
 
-@message
-class ModelOnDemand:
+class ModelOnDemand(Message):
     """Sent by the supervisor to gateways and local clients when a model can be loaded on demand.
 
     The receiver sends `WantModel` for it, whether or not a version serves now. A `ModelWithdrawn`
@@ -90,8 +85,7 @@ class ModelOnDemand:
     acknowledge: int
 
 
-@message
-class SchedulerLost:
+class SchedulerLost(Message):
     """Sent by the supervisor to the clients of a scheduler that died or was replaced.
 
     The receiver resubmits the requests of that scheduler to `successor`; a new `ModelPublished`
@@ -107,8 +101,7 @@ class SchedulerLost:
 # --- processes and health
 
 
-@message
-class ProcessExited:
+class ProcessExited(Message):
     """Sent by the supervisor to gateways, schedulers and workers when a process has exited.
 
     The receiver releases the memory of that process, cancels its requests, reruns elsewhere what it
@@ -123,8 +116,7 @@ class ProcessExited:
     reason: str
 
 
-@message
-class OwnerExited:
+class OwnerExited(Message):
     """Sent by the supervisor to local clients when the process `pid` has exited.
 
     The memory of that process is no longer valid.
@@ -135,8 +127,7 @@ class OwnerExited:
     pid: int
 
 
-@message
-class ServerEnding:
+class ServerEnding(Message):
     """Sent by the supervisor to local clients when it stops and has a successor.
 
     The successor will listen at the same path, and the client sends new requests to it. Requests in
@@ -146,8 +137,7 @@ class ServerEnding:
     acknowledge: int
 
 
-@message
-class HealthChanged:
+class HealthChanged(Message):
     """Sent by the supervisor to gateways and local clients when a health check has a new result.
 
     With `exiting`, gateways respond to requests for the server's health with an error.
@@ -161,8 +151,7 @@ class HealthChanged:
 # --- regions
 
 
-@message
-class MemoryDropped:
+class MemoryDropped(Message):
     """Sent by the supervisor to workers, which unmap a memory.
 
     Its region was unregistered, or its owner has exited. An ensemble sends the message to the
@@ -172,8 +161,7 @@ class MemoryDropped:
     memory_id: int
 
 
-@message
-class RegionPublished:
+class RegionPublished(Message):
     """Sent by the supervisor to gateways when a region may be used under `name`.
 
     `memory_range` is its range in its object, as `pack_range` of ipc/tensors/descriptors.py encodes
@@ -191,8 +179,7 @@ class RegionPublished:
     draining: bool = False
 
 
-@message
-class RegionDrained:
+class RegionDrained(Message):
     """Sent by the supervisor to gateways when a draining region is no longer listed.
 
     The last request that used the withdrawn generation ended in all gateways, or a local client
@@ -203,8 +190,7 @@ class RegionDrained:
     acknowledge: int
 
 
-@message
-class RegionRetired:
+class RegionRetired(Message):
     """Sent by the supervisor to gateways when a region was unregistered.
 
     The region is withdrawn once no request uses it. Until then requests may use it. Gateways send
@@ -215,8 +201,7 @@ class RegionRetired:
     acknowledge: int
 
 
-@message
-class RegionWithdrawn:
+class RegionWithdrawn(Message):
     """Sent by the supervisor to gateways when a region's name is free again.
 
     The gateway sends `RegionReleased` when its last request that uses this generation has ended.
@@ -230,8 +215,7 @@ class RegionWithdrawn:
 # --- events of the feed
 
 
-@message
-class EventHeader:
+class EventHeader(Message):
     """The sequence number of an event in its topic, and its time in ns since the epoch.
 
     A gap in the numbers is the number of lost events.
@@ -241,8 +225,7 @@ class EventHeader:
     time_ns: int
 
 
-@message
-class ModelChanged:
+class ModelChanged(Message):
     """Published when a model version has a new state or reason.
 
     The states are those of the repository index; an empty state means that the version is gone.
@@ -254,8 +237,7 @@ class ModelChanged:
     reason: str
 
 
-@message
-class LoadRefused:
+class LoadRefused(Message):
     """Published when a load has failed.
 
     The model serves what it served before.
@@ -265,8 +247,7 @@ class LoadRefused:
     reason: str
 
 
-@message
-class InstancesChanged:
+class InstancesChanged(Message):
     """Published when the number of instances of a model version has changed, between its bounds."""
 
     name: str
@@ -276,16 +257,14 @@ class InstancesChanged:
     reason: str
 
 
-@message
-class ProcessStarted:
+class ProcessStarted(Message):
     """Published when a process of the server has started."""
 
     pid: int
     title: str
 
 
-@message
-class ProcessEnded:
+class ProcessEnded(Message):
     """Published when a process has ended.
 
     `reason` is its exit status or signal, and why the server killed it if it did.
@@ -296,8 +275,7 @@ class ProcessEnded:
     reason: str
 
 
-@message
-class RegionRegistered:
+class RegionRegistered(Message):
     """Published when a region was registered, or a local client has shared memory.
 
     `key` is the key of the object, "memfd" for the memory of a local client, and empty for CUDA
@@ -312,8 +290,7 @@ class RegionRegistered:
     device: int
 
 
-@message
-class RegionUnregistered:
+class RegionUnregistered(Message):
     """Published when a region was unregistered.
 
     `reason` is empty if its owner requested that.
@@ -323,16 +300,14 @@ class RegionUnregistered:
     reason: str
 
 
-@message
-class RegionBlamed:
+class RegionBlamed(Message):
     """Published when a region was unregistered because its memory has killed a worker."""
 
     name: str
     reason: str
 
 
-@message
-class ModelCounted:
+class ModelCounted(Message):
     """Published with the counters of a model version since its load.
 
     The counters include its queue and its running requests now.
@@ -343,8 +318,7 @@ class ModelCounted:
     counters: dict[str, Any]
 
 
-@message
-class SequenceReached:
+class SequenceReached(Message):
     """Published with the sequence number of a topic's latest event.
 
     A lower number means that events were lost.

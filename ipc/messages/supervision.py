@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.transport.frames import Document, from_map, message
+from shmserve.ipc.transport.frames import Message, from_map
 from shmserve.logs import LogSettings
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def encode_start(start: Any) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Document):
+    if isinstance(value, ModelSpec):
         return value.source
     return {entry.name: getattr(value, entry.name) for entry in fields(value)}
 
@@ -144,21 +144,18 @@ def decode_start(cls: type[T], data: bytes) -> T:
 # --- every process
 
 
-@message
-class Started:
+class Started(Message):
     """Sent by a gateway or a scheduler host to the supervisor when it runs and receives.
 
     A gateway then receives the current state, with `HealthChanged` last, and opens its ports.
     """
 
 
-@message
-class Stop:
+class Stop(Message):
     """Sent by the supervisor to a process, which exits after its running work."""
 
 
-@message
-class Drain:
+class Drain(Message):
     """Sent by the supervisor to a gateway or a scheduler before it stops.
 
     The receiver accepts no new work, completes requests in flight, and then sends `Drained`.
@@ -173,13 +170,11 @@ class Drain:
     has_successor: bool = False
 
 
-@message
-class Drained:
+class Drained(Message):
     """Sent by a gateway or a scheduler to the supervisor when it has no work in flight any more."""
 
 
-@message
-class Ping:
+class Ping(Message):
     """Sent by the supervisor to a gateway or a scheduler host to check that it is alive.
 
     The receiver sends `Acknowledged` with this number.
@@ -188,8 +183,7 @@ class Ping:
     acknowledge: int
 
 
-@message
-class LoadsFailed:
+class LoadsFailed(Message):
     """Sent by the supervisor to gateways, for their metrics, when the failed loads have changed.
 
     `models` are pairs of name and version of the models that do not serve since their load failed
@@ -200,8 +194,7 @@ class LoadsFailed:
     count: int
 
 
-@message
-class SetLogging:
+class SetLogging(Message):
     """Sent by the supervisor to all processes of the server, which apply the log settings.
 
     `settings` are the fields of shmserve.logs.LogSettings by name.
@@ -210,8 +203,7 @@ class SetLogging:
     settings: dict[str, Any]
 
 
-@message
-class SetTracing:
+class SetTracing(Message):
     """Sent by the supervisor to gateways and schedulers, which apply the trace settings.
 
     `settings` are the fields of TraceSettings by model name ("" for all other models). A scheduler
@@ -226,21 +218,18 @@ class SetTracing:
 # --- gateways
 
 
-@message
-class GatewayReady:
+class GatewayReady(Message):
     """Sent by a gateway to the supervisor when it listens."""
 
 
-@message
-class Accept:
+class Accept(Message):
     """Sent by the supervisor to a gateway that has a listener of an earlier server.
 
     The gateway accepts the clients that wait there.
     """
 
 
-@message
-class SetTokens:
+class SetTokens(Message):
     """Sent by the supervisor to gateways, which require one of these tokens of clients.
 
     The tokens are encoded as in common/auth_tokens.py.
@@ -249,8 +238,7 @@ class SetTokens:
     tokens: dict[str, Any]
 
 
-@message
-class RequestTraced:
+class RequestTraced(Message):
     """Sent by a scheduler with the trace of a local client's request that was sampled or slow.
 
     The supervisor forwards it to a gateway: gateways write and export traces. `trace` and `spans`
@@ -272,8 +260,7 @@ class RequestTraced:
 # --- schedulers and their hosts
 
 
-@message
-class OpenScheduler:
+class OpenScheduler(Message):
     """Sent by the supervisor to a scheduler host, which opens a scheduler.
 
     `start` is an encoded `SchedulerStart`. The scheduler sends its own `SchedulerReady`.
@@ -282,8 +269,7 @@ class OpenScheduler:
     start: bytes
 
 
-@message
-class SchedulerClosed:
+class SchedulerClosed(Message):
     """Sent by a scheduler host to the supervisor when the scheduler `number` was closed.
 
     With a `reason`, the scheduler could not be opened.
@@ -293,22 +279,19 @@ class SchedulerClosed:
     reason: str
 
 
-@message
-class SchedulerReady:
+class SchedulerReady(Message):
     """Sent by a scheduler to the supervisor when its sockets are bound."""
 
     pid: int
 
 
-@message
-class ResizeCache:
+class ResizeCache(Message):
     """Sent by the supervisor to a scheduler to limit its response cache to `byte_size` bytes."""
 
     byte_size: int
 
 
-@message
-class InstanceExpected:
+class InstanceExpected(Message):
     """Sent by the supervisor to a scheduler when an instance loads or restarts.
 
     Requests wait for the instance. `process` is the number of its process, or 0 before it has one.
@@ -319,8 +302,7 @@ class InstanceExpected:
     process: int
 
 
-@message
-class InstanceGone:
+class InstanceGone(Message):
     """Sent by the supervisor to a scheduler when an instance will not restart.
 
     If it was the last instance, waiting requests fail for `reason`.
@@ -330,8 +312,7 @@ class InstanceGone:
     reason: str
 
 
-@message
-class RetireInstance:
+class RetireInstance(Message):
     """Sent by the supervisor to a scheduler, which sends no new work to an instance.
 
     The instance finishes its batches and sequences, and the scheduler sends `InstanceRetired`.
@@ -340,8 +321,7 @@ class RetireInstance:
     index: int
 
 
-@message
-class CountChange:
+class CountChange(Message):
     """Sent by the supervisor to a scheduler when the autoscaler changes the instances' number.
 
     The scheduler counts the change for its metrics.
@@ -350,8 +330,7 @@ class CountChange:
     is_increase: bool
 
 
-@message
-class InstanceRetired:
+class InstanceRetired(Message):
     """Sent by a scheduler to the supervisor when a retiring instance has finished.
 
     `process` is the number of its process, or 0 if it is unknown.
@@ -360,8 +339,7 @@ class InstanceRetired:
     process: int
 
 
-@message
-class InstanceServed:
+class InstanceServed(Message):
     """Sent by a scheduler to the supervisor when a process has completed its first execution.
 
     A later death of the process is then not counted as a crash loop.
@@ -370,8 +348,7 @@ class InstanceServed:
     process: int
 
 
-@message
-class KillInstance:
+class KillInstance(Message):
     """Sent by a scheduler to the supervisor when an instance has exceeded its execution limit.
 
     The supervisor logs where the instance hangs, and kills its process unless it was replaced.
@@ -381,16 +358,14 @@ class KillInstance:
     reason: str
 
 
-@message
-class SnapshotStatistics:
+class SnapshotStatistics(Message):
     """Sent by the supervisor to a scheduler every second to request `StatisticsSnapshot`.
 
     The snapshot lacks the long lists of responses.
     """
 
 
-@message
-class StatisticsSnapshot:
+class StatisticsSnapshot(Message):
     """Sent by a scheduler to the supervisor with its counters, before they are published.
 
     The successor of the scheduler restores them. `statistics` are those of scheduler/statistics.py,
@@ -402,8 +377,7 @@ class StatisticsSnapshot:
     metrics: list[list[Any]]
 
 
-@message
-class BaseCounters:
+class BaseCounters(Message):
     """Sent by the supervisor to a scheduler with the counters of the versions that it replaces.
 
     The counters are those that `total` in common/model_metrics.py returns. The latest message
@@ -416,8 +390,7 @@ class BaseCounters:
 # --- workers
 
 
-@message
-class WorkerStarted:
+class WorkerStarted(Message):
     """Sent by a worker to the supervisor when it waits for `LoadInstance` or `CompleteConfig`.
 
     On SIGUSR2 the worker appends the stacks of its threads to its open file `stacks_fd`.
@@ -427,8 +400,7 @@ class WorkerStarted:
     stacks_fd: int = -1
 
 
-@message
-class CompleteConfig:
+class CompleteConfig(Message):
     """Sent by the supervisor to a worker to derive the missing parts of a configuration.
 
     The worker responds with `ConfigCompleted`.
@@ -437,8 +409,7 @@ class CompleteConfig:
     config: ModelSpec
 
 
-@message
-class ConfigCompleted:
+class ConfigCompleted(Message):
     """Sent by a worker to the supervisor with the model's own configuration.
 
     The supervisor merges and validates it.
@@ -447,8 +418,7 @@ class ConfigCompleted:
     config: dict[str, Any]
 
 
-@message
-class LoadInstance:
+class LoadInstance(Message):
     """Sent by the supervisor to a worker to load its model with the final configuration.
 
     The worker then connects to the endpoint of its scheduler.
@@ -458,8 +428,7 @@ class LoadInstance:
     endpoint: str
 
 
-@message
-class InstanceLoaded:
+class InstanceLoaded(Message):
     """Sent by a worker to the supervisor when its model is loaded.
 
     The instance connects to its scheduler afterwards. `checks_ready`: the model itself responds to
@@ -470,8 +439,7 @@ class InstanceLoaded:
     device_byte_size: int = 0
 
 
-@message
-class LoadFailed:
+class LoadFailed(Message):
     """Sent by a worker to the supervisor when its model could not be loaded.
 
     `frames` is the traceback of the model's own code.
@@ -482,8 +450,7 @@ class LoadFailed:
     frames: str = ""
 
 
-@message
-class Attach:
+class Attach(Message):
     """Sent by the supervisor to a worker whose scheduler has died or whose model has moved.
 
     The worker connects to the scheduler at this endpoint only.
@@ -492,8 +459,7 @@ class Attach:
     endpoint: str
 
 
-@message
-class CheckReady:
+class CheckReady(Message):
     """Sent by the supervisor to a worker to call the model's readiness check.
 
     The worker responds with `ReadyChecked`.
@@ -502,16 +468,14 @@ class CheckReady:
     id: int
 
 
-@message
-class ReadyChecked:
+class ReadyChecked(Message):
     """Sent by a worker to the supervisor with the result of a `CheckReady`."""
 
     id: int
     ready: bool
 
 
-@message
-class CheckMemory:
+class CheckMemory(Message):
     """Sent by the supervisor to a worker to check CUDA memory that a client registers.
 
     The worker opens the memory, checks that it has `byte_size` bytes, closes it, and responds with
@@ -525,8 +489,7 @@ class CheckMemory:
     byte_size: int
 
 
-@message
-class MemoryChecked:
+class MemoryChecked(Message):
     """Sent by a worker to the supervisor with the result of a `CheckMemory`.
 
     An empty code is success; `message` is for the client.
@@ -537,8 +500,7 @@ class MemoryChecked:
     message: str
 
 
-@message
-class WorkspaceAllocated:
+class WorkspaceAllocated(Message):
     """Sent by a workspace holder to the supervisor when a device's pool is allocated.
 
     `handle` opens the pool.

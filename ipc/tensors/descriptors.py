@@ -25,7 +25,7 @@ import msgpack
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.transport.frames import MalformedMessage, record
+from shmserve.ipc.transport.frames import MalformedMessage, Record
 
 MAX_INT64 = 2**63 - 1
 MAX_UINT64 = 2**64 - 1
@@ -52,8 +52,7 @@ def is_within(offset: int, byte_size: int, limit: int) -> bool:
     return 0 <= offset <= limit and 0 <= byte_size <= limit - offset
 
 
-@record
-class CudaHandle:
+class CudaHandle(Record):
     """The handle of a device allocation of another process.
 
     Attributes:
@@ -67,8 +66,7 @@ class CudaHandle:
     uuid: bytes = b""
 
 
-@record
-class Memory:
+class Memory(Record):
     """A memory object that a process holds open, or a device allocation.
 
     A device allocation cannot shrink, so it is always sealed.
@@ -117,8 +115,7 @@ class Memory:
         object.__setattr__(self, "object", identity)
 
 
-@record
-class Range:
+class Range(Record):
     """A memory range: `byte_size` bytes from `offset` of a memory."""
 
     memory: Memory
@@ -134,8 +131,7 @@ class Range:
         )
 
 
-@record
-class TensorRef:
+class TensorRef(Record):
     """A tensor: its bytes, little-endian and row-major, inline or as a memory range.
 
     The elements of BYTES tensors are a 4-byte length and the bytes.

@@ -19,7 +19,7 @@ import msgpack
 
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
-from shmserve.ipc.transport.frames import MalformedMessage, record
+from shmserve.ipc.transport.frames import MalformedMessage, Record
 
 # A request or response with at most this many tensor bytes contains them in its messages. Below
 # this size, copying through two sockets costs less than an arena allocation and a release message.
@@ -38,8 +38,7 @@ _PACKER = msgpack.Packer()  # creating a packer takes as long as packing a reque
 Packed = tuple[bytes, list[Any]]
 
 
-@record
-class RequestedOutput:
+class RequestedOutput(Record):
     """An output requested by the client.
 
     Attributes:
@@ -54,8 +53,7 @@ class RequestedOutput:
     or_input: bool = False
 
 
-@record
-class Inference:
+class Inference(Record):
     """The content of an inference request. Empty `outputs` request all outputs of the model."""
 
     inputs: tuple[TensorRef, ...]
@@ -90,8 +88,7 @@ def has_overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     return False
 
 
-@record
-class Inferred:
+class Inferred(Record):
     """The response to an `Inference`. A placed output is returned as the client's own range."""
 
     outputs: tuple[TensorRef, ...]

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.ipc.transport.frames import record
+from shmserve.ipc.transport.frames import Record
 
 # The limit of a padded input in a batch. Two small requests that are long in different dimensions
 # could otherwise form a huge batch.
@@ -24,8 +24,7 @@ _MAX_PADDED_ELEMENTS = 1 << 28
 Shape = tuple[int, ...]
 
 
-@record
-class Pad:
+class Pad(Record):
     """The padding of one input.
 
     Attributes:

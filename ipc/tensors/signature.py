@@ -15,7 +15,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, TensorRef
 from shmserve.ipc.tensors.inference import OutputSchema, RequestedOutput, RequestSchema
 from shmserve.ipc.tensors.padding import Pad
-from shmserve.ipc.transport.frames import record
+from shmserve.ipc.transport.frames import Record
 
 # More elements than any machine has memory for. The strides of a batch of such arrays still fit
 # into 63 bits, for every datatype.
@@ -31,8 +31,7 @@ _BATCH_NOTE = (
 )
 
 
-@record
-class BatchFit:
+class BatchFit(Record):
     """The batching properties of a request that fits its model.
 
     Attributes:

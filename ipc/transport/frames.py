@@ -12,14 +12,13 @@ from __future__ import annotations
 import gc
 import types
 import typing
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, partial
 from itertools import starmap
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import msgpack
 
@@ -31,50 +30,60 @@ T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True)
-def record(cls: type[T]) -> type[T]:
-    """Declare a slotted dataclass that is frozen for the type checker only.
+class _RecordType(type):
+    """The metaclass of records: it makes each class a slotted dataclass.
 
-    A frozen dataclass takes five times as long to create, and each request creates a dozen records
-    in each process. The methods that `dataclass` would compile for comparisons and texts are
-    closures here, because a client would compile 300 methods when it is imported.
+    The dataclass is frozen for the type checker only. A frozen dataclass takes five times as long
+    to create, and each request creates a dozen records in each process. The methods that
+    `dataclass` would compile for comparisons and texts are closures here, because a client would
+    compile 300 methods when it is imported.
     """
-    record_class: Any = dataclass(slots=True, eq=False, repr=False)(cls)
-    compared_names = [field.name for field in fields(record_class) if field.compare]
-    shown_names = [field.name for field in fields(record_class) if field.repr]
-    compared_values: Callable[[Any], Any] = attrgetter(*compared_names) if compared_names else type
 
-    def __eq__(self: Any, other: object) -> Any:
-        if type(other) is not record_class:
-            return NotImplemented
-        return compared_values(self) == compared_values(other)
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        declared_class = super().__new__(cls, name, bases, namespace)
+        if "__slots__" in namespace:  # `dataclass` creates the slotted class by a second call
+            return declared_class
+        record_class: Any = dataclass(slots=True, eq=False, repr=False)(declared_class)
+        compared_names = [field.name for field in fields(record_class) if field.compare]
+        shown_names = [field.name for field in fields(record_class) if field.repr]
+        compared_values: Callable[[Any], Any] = (
+            attrgetter(*compared_names) if compared_names else type
+        )
 
-    def __hash__(self: Any) -> int:
-        return hash(compared_values(self))
+        def __eq__(self: Any, other: object) -> Any:
+            if type(other) is not record_class:
+                return NotImplemented
+            return compared_values(self) == compared_values(other)
 
-    def __repr__(self: Any) -> str:
-        field_texts = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown_names)
-        return f"{type(self).__qualname__}({field_texts})"
+        def __hash__(self: Any) -> int:
+            return hash(compared_values(self))
 
-    record_class.__eq__, record_class.__hash__ = __eq__, __hash__
-    if "__repr__" not in cls.__dict__:
-        record_class.__repr__ = __repr__
-    typed: type[T] = record_class
-    return typed
+        def __repr__(self: Any) -> str:
+            field_texts = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown_names)
+            return f"{type(self).__qualname__}({field_texts})"
+
+        record_class.__eq__, record_class.__hash__ = __eq__, __hash__
+        if "__repr__" not in namespace:
+            record_class.__repr__ = __repr__
+        return record_class
 
 
-class Document(ABC):
-    """The base class of records that are sent as the document they were decoded from: `source`."""
+class Record(metaclass=_RecordType):
+    """The base class of records."""
 
     __slots__ = ()
-    source: dict[str, Any]
+
+
+class Document(Record):
+    """The base class of records that are sent as the document they were decoded from: `source`."""
 
     @classmethod
-    @abstractmethod
     def of(cls, source: Mapping[str, Any]) -> Self:
         """Return the record of a document.
 
         Raise TypeError, ValueError and the like if it is invalid.
         """
+        raise NotImplementedError
 
 
 class MalformedMessage(Exception):
@@ -268,19 +277,19 @@ def _checker(annotation: Any) -> Callable[[Any], bool]:
     return lambda value: type(value) is list and all(map(check_element, value))
 
 
-@dataclass_transform(frozen_default=True)
-def message(cls: type[T]) -> type[T]:
-    """Declare a record as a message.
+class Message(Record):
+    """The base class of messages.
 
     Fields are int, str, bytes, bool, float, dict, documents, or lists, also of records without
     lists, dicts or documents. Fields with a default may be omitted at the end. The tag is the
     class's name, or `TAG` if the wire name differs.
     """
-    record_class: Any = record(cls)
-    record_class.TAG = cls.__dict__.get("TAG", cls.__name__)
-    _CLASSES_BY_TAG[record_class.TAG] = record_class
-    typed: type[T] = record_class
-    return typed
+
+    TAG: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.TAG = cls.__dict__.get("TAG", cls.__name__)
+        _CLASSES_BY_TAG[cls.TAG] = cls
 
 
 def _read_fields(tag: str, record_class: type[Any]) -> None:

@@ -1,11 +1,8 @@
 """The flags of verbs: tables in the syntax of config/flags.txt.
 
-infer.txt     `shmserve client infer`
-perf.txt      `shmserve perf`
-profile.txt   `shmserve profile`
-server.txt    all verbs that send requests to a server
-top.txt       `shmserve top`
-tune.txt      `shmserve tune`
+check.txt, doctor.txt, ...   the verb of that name
+infer.txt                    `shmserve client infer`
+server.txt                   all verbs that send requests to a server
 """
 
 from __future__ import annotations

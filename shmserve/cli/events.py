@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from shmserve.cli.arguments import add_flags
 from shmserve.client.events import TOPICS, EventReader, ReceivedEvent
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
@@ -15,23 +16,7 @@ from shmserve.ipc.messages.publications import HealthChanged
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument(
-        "--follow", action="store_true", help="after the state, print each event as it occurs"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="the run directory of the server [that of this user's server]",
-    )
-    parser.add_argument(
-        "--topic",
-        action="append",
-        choices=TOPICS,
-        metavar="TOPIC",
-        help=f"print only this topic (repeatable): {', '.join(TOPICS)} (once per second, with "
-        "--follow) [all except counters]",
-    )
+    add_flags(parser, "events")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.cli.arguments import add_flags
 from shmserve.errors import Unavailable, missing_package
+from shmserve.logs import clean
 from shmserve.protocols.servers import read_token
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 _LOW_HEIGHT = 10  # number of terminal lines below which mainly models are shown
 _RECEIVE_TIMEOUT_S = 15.0  # a server that is silent for longer is considered gone
 _RETRY_DELAY_S = 1.0
-_KEYS_HELP = "sort: h problems n name r rate f fail w wait p p99  arrows Enter: open  q: quit"
+_COLUMN_WIDTH = 8  # a column of figures; the name has the width of two
+_KEYS_HELP = "q: quit  sort: h problems n name r rate f fail w wait p p99  arrows Enter: open"
 _SORT_KEYS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
 _CURSOR_STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(2):  # rates are known from the second update on
             top.update(next(events))
         events.close()  # type: ignore[attr-defined]
-        console.print(Group(*top.page(len(top.models) + 6)))
+        console.print(Group(*top.page(len(top.models) + 6, console.width)))
         return 0
     _Screen(top, request).run(console)
     return 0
@@ -147,7 +149,7 @@ class Top:
             return sorted(self.models)
         return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort), key))
 
-    def page(self, height: int) -> list[RenderableType]:
+    def page(self, height: int, width: int) -> list[RenderableType]:
         """Return the lines of a page: the server, the models or the selected model, its problem."""
         from rich.text import Text
 
@@ -160,9 +162,10 @@ class Top:
         if self.is_open and self.selected_name:
             body = self._details(free_lines)
         else:
-            body = self._overview(keys, free_lines)
+            body = self._overview(keys, free_lines, width)
         problem = self.models.get(self.selected_name, {}).get("because") or ""
-        problem_line = Text(f"{self.selected_name}: {problem}" if problem else "", "red")
+        title = _title(self.selected_name)
+        problem_line = Text(clean(f"{title}: {problem}") if problem else "", "red")
         footer = [problem_line, Text(_KEYS_HELP, "dim")]
         return [*map(_single_line, header), *body, *map(_single_line, footer)]
 
@@ -195,21 +198,29 @@ class Top:
             ),
         ]
 
-    def _overview(self, keys: list[str], free_lines: int) -> list[RenderableType]:
+    def _overview(self, keys: list[str], free_lines: int, width: int) -> list[RenderableType]:
         """Return the lines of the models, and of the newest events if there is space."""
         from rich.text import Text
 
         free_rows = max(free_lines - 2 - len(keys), 0)
         event_lines = [f"{time}  {text}" for time, text in self._events_about("")][:free_rows]
         events = map(_single_line, map(Text, ["", *event_lines])) if event_lines else ()
-        return [self._table(keys, free_lines), *events]
+        return [self._table(keys, free_lines, width), *events]
 
-    def _table(self, keys: list[str], free_lines: int) -> Table:
+    def _columns(self, width: int) -> list[str]:
+        """Return the columns that leave space for names: the sorted column, then the first ones."""
+        ranked_columns = sorted(_COLUMNS, key=lambda key: key not in ("name", self.sort))
+        shown_columns = ranked_columns[: max(width // _COLUMN_WIDTH - 1, 2)]
+        return [key for key in _COLUMNS if key in shown_columns]
+
+    def _table(self, keys: list[str], free_lines: int, width: int) -> Table:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="reverse")
-        for key, title in _COLUMNS.items():
-            name = f"{title}*" if key == self.sort else title
+        columns = self._columns(width)
+        for key in columns:
+            name = f"{_COLUMNS[key]}*" if key == self.sort else _COLUMNS[key]
             sizing: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
             table.add_column(name, no_wrap=True, overflow="ellipsis", **sizing)
         selected_row = keys.index(self.selected_name) if self.selected_name else 0
@@ -218,22 +229,23 @@ class Top:
         for key in keys[first_row : first_row + row_count]:
             row = self.models[key]
             style = "red" if row.get("because") else ""
-            cells = [_cell(row, column) for column in list(_COLUMNS)[1:]]
+            cells = [_cell(row, column) for column in columns[1:]]
             reverse = " reverse" if key == self.selected_name else ""
-            table.add_row(key.removesuffix("/1"), *cells, style=style + reverse)
+            table.add_row(Text(_title(key)), *cells, style=style + reverse)
         return table
 
     def _details(self, free_lines: int) -> list[RenderableType]:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(no_wrap=True, style="bold")
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         name = self.selected_name.rpartition("/")[0]
         lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
-        for name, text in [(self.selected_name, ""), *lines][:free_lines]:
-            table.add_row(name, text)
-        return [table]
+        for label, text in lines[: free_lines - 1]:
+            table.add_row(label, Text(clean(text)))
+        return [_single_line(Text(_title(self.selected_name), "bold")), table]
 
     def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the events about `name`, newest first, as pairs of time and text."""
@@ -243,7 +255,7 @@ class Top:
                 time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
                 words = (event.get("state"), event.get("reason"))
                 text = f"{event['event']} {subject} {' '.join(filter(None, words))}"
-                yield time, " ".join(text.split())
+                yield time, clean(" ".join(text.split()))
 
 
 def details(row: Row) -> Iterator[tuple[str, str]]:
@@ -281,6 +293,11 @@ def _quantiles(quantiles: list[float] | None) -> str:
 
 def _counts(counts: dict[str, float]) -> str:
     return "  ".join(f"{name} {_format(count)}" for name, count in counts.items())
+
+
+def _title(key: str) -> str:
+    """Return a model's name, with its version unless it is 1."""
+    return clean(key.removesuffix("/1").removesuffix("/"))
 
 
 def _single_line(text: Text) -> Text:
@@ -343,8 +360,8 @@ class _Screen:
             tty.setcbreak(stdin)
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while not self._top.is_ended:
-                    height = shutil.get_terminal_size().lines
-                    live.update(Group(*self._top.page(height)), refresh=True)
+                    width, height = shutil.get_terminal_size()
+                    live.update(Group(*self._top.page(height, width)), refresh=True)
                     self._wait(stdin)
         finally:
             termios.tcsetattr(stdin, termios.TCSADRAIN, terminal_mode)

@@ -16,7 +16,6 @@ import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shmserve.errors import (
     InvalidArgument,
@@ -61,7 +60,7 @@ class Restriction:
 
 # The SHA-256 digest (hex) of each token, and its scopes.
 Tokens = Mapping[str, tuple[str, ...]]
-Restrictions = Mapping[str, Restriction]
+Restrictions = dict[str, Restriction]
 
 
 class Authorisation:
@@ -220,13 +219,3 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
                 )
             restrictions[name] = Restriction(prefix + header, value)
     return restrictions
-
-
-def encode_restrictions(restrictions: Restrictions) -> dict[str, Any]:
-    """Return the restrictions in the form of a message."""
-    return {scope: [rule.header, rule.value] for scope, rule in restrictions.items()}
-
-
-def decode_restrictions(raw: Mapping[str, Any]) -> Restrictions:
-    """Decode the result of `encode_restrictions`."""
-    return {scope: Restriction(*pair) for scope, pair in raw.items()}

@@ -223,26 +223,18 @@ class Sampler:
     def __post_init__(self) -> None:
         self.remaining, self._is_enabled = self.settings.trace_count, self.settings.on
 
-    def samples(self, decided: bool | None) -> bool:
+    def samples(self, decided: bool | None = None) -> bool:
         """Return whether to trace the next request.
 
         Args:
             decided: The caller's decision in an OpenTelemetry context; None: no such context.
         """
-        if decided is None or self.settings.trace_mode != OPENTELEMETRY:
-            return self.take()
-        return decided and self.count()
-
-    def take(self) -> bool:
-        """Return whether to trace the next request by the rate."""
         if not self._is_enabled:
             return False
-        self._seen += 1
-        return not self._seen % self.settings.trace_rate and self.count()
-
-    def count(self) -> bool:
-        """Return whether `trace_count` permits another trace, and count it."""
-        if not self._is_enabled or not self.remaining:
+        if decided is None or self.settings.trace_mode != OPENTELEMETRY:
+            self._seen += 1
+            decided = not self._seen % self.settings.trace_rate
+        if not decided or not self.remaining:
             return False
         if self.remaining > 0:
             self.remaining -= 1

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from shmserve.common.auth_tokens import (
     GRPC_HEADER_PREFIX,
-    Restrictions,
     Tokens,
     parse_restrictions,
     read_tokens,
@@ -34,7 +33,8 @@ from shmserve.config.flags import (
     workspace_byte_sizes,
 )
 from shmserve.errors import Collected, InvalidArgument, Problems, convert_os_errors
-from shmserve.gateway.settings import GrpcSettings, Tls, check_file
+from shmserve.gateway.settings import GatewaySettings, GrpcSettings, Tls, check_file
+from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
@@ -49,8 +49,6 @@ class HttpConfig:
     address: str
     port: int
     unix_socket: Path | None
-    max_input_size: int
-    body_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,8 @@ class ServerConfig:
         model_files: Models given as "path/model.py:Class".
         class_settings: The parameters of these models.
         tokens: The accepted tokens; if empty, no token is required.
-        http_restricted: The restricted APIs of HTTP, by scope.
-        grpc_restricted: The restricted protocols of gRPC, by scope.
+        gateway: The settings of gateways, without those that their start adds.
+        scheduling: The settings of schedulers.
         flags: The value of each flag, given or default.
         on_cpu: Whether instances of KIND_GPU run on the CPU (`shmserve check --on-cpu`).
     """
@@ -92,11 +90,7 @@ class ServerConfig:
     # Tuples of backend, setting and value; the backend "" means all backends.
     backend_config: tuple[tuple[str, str, str], ...]
     model_defaults: ModelDefaults
-    max_queue_size: int
-    request_timeout_us: int
-    request_timeout_is_deadline: bool
     on_cpu: bool = field(default=False, kw_only=True)
-    execution_timeout_s: float
     load_timeout_s: float
     http: HttpConfig
     gateways: int
@@ -107,12 +101,9 @@ class ServerConfig:
     metrics: MetricsConfig
     tokens: Tokens
     insecure: bool
-    http_restricted: Restrictions
-    grpc_restricted: Restrictions
-    http_header_forward_pattern: str
-    grpc_header_forward_pattern: str
     shm: ShmPolicy
-    server_id: str
+    gateway: GatewaySettings
+    scheduling: SchedulingLimits
     run_dir: Path | None
     take_over: bool
     arena_byte_size: int
@@ -125,14 +116,7 @@ class ServerConfig:
     exit_on_error: bool
     strict_readiness: bool
     log: LogSettings
-    slow_request_ms: int
-    openai_unknown_fields: str
-    cors_allow_origin: tuple[str, ...]
-    allowed_host: tuple[str, ...]
-    served_model_name: tuple[tuple[str, str], ...]  # tuples of model (or "") and name
     trace: TraceSettings
-    delay_scheduler: int
-    backlog_delay_scheduler: int
     visible_devices: str | None
     without_effect: tuple[str, ...]
     flags: Mapping[str, Any]
@@ -152,11 +136,9 @@ class ServerConfig:
 
 # Flags whose fields have the same name and value.
 _SAME_NAMED = (
-    *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
-    "request-timeout-is-deadline",
-    *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
-    *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
-    *("load-on-demand", "openai-unknown-fields"),
+    *("model-control-mode", "ensemble-scheduling", "gateways", "allow-metrics", "metrics-port"),
+    *("insecure", "arena-byte-size", "rate-limit", "exit-on-error", "strict-readiness"),
+    *("take-over", "load-on-demand"),
 )
 
 
@@ -202,26 +184,48 @@ def _from_flags(
         model_defaults=ModelDefaults(
             **_pick(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
-        execution_timeout_s=value["execution-timeout-secs"],
         load_timeout_s=value["load-timeout-secs"],
         http=_http(value),
         grpc=collected(_grpc, value),
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics=collected(parse_metrics_config, repeated["metrics-config"]),
         tokens=collected(_tokens, value["auth-token-file"]),
-        http_restricted=collected(
-            parse_restrictions, "--http-restricted-api", repeated["http-restricted-api"]
+        gateway=GatewaySettings(
+            **_pick(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
+            **_pick(value, "request-timeout-us", "request-timeout-is-deadline"),
+            max_input_size=value["http-max-input-size"],
+            body_timeout_s=value["http-body-timeout-secs"],
+            http_restricted=collected(
+                parse_restrictions, "--http-restricted-api", repeated["http-restricted-api"]
+            ),
+            grpc_restricted=collected(
+                parse_restrictions,
+                "--grpc-restricted-protocol",
+                repeated["grpc-restricted-protocol"],
+                GRPC_HEADER_PREFIX,
+            ),
+            allow_client_shm=value["allow-client-shm"],
+            shm_overlap=value["shm-overlap"],
+            http_header_forward_pattern=collected(
+                header_pattern, value, "http-header-forward-pattern"
+            ),
+            grpc_header_forward_pattern=collected(
+                header_pattern, value, "grpc-header-forward-pattern"
+            ),
+            refuse_unknown_fields=value["openai-unknown-fields"] == "refuse",
+            cors_origins=parse_all(origin, "cors-allow-origin"),
+            allowed_hosts=parse_all(host_name, "allowed-host"),
+            served_names=parse_all(served_name, "served-model-name"),
         ),
-        grpc_restricted=collected(
-            parse_restrictions,
-            "--grpc-restricted-protocol",
-            repeated["grpc-restricted-protocol"],
-            GRPC_HEADER_PREFIX,
+        scheduling=SchedulingLimits(
+            **_pick(value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"),
+            execution_timeout_s=value["execution-timeout-secs"],
+            delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
+            backlog_delay_scheduler=collected(
+                _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
+            ),
         ),
-        http_header_forward_pattern=collected(header_pattern, value, "http-header-forward-pattern"),
-        grpc_header_forward_pattern=collected(header_pattern, value, "grpc-header-forward-pattern"),
         shm=collected(_shm_policy, value),
-        server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
         cache_byte_size=collected(
             cache_byte_size, repeated["cache-config"], value["response-cache-byte-size"]
@@ -234,14 +238,7 @@ def _from_flags(
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
-        cors_allow_origin=parse_all(origin, "cors-allow-origin"),
-        allowed_host=parse_all(host_name, "allowed-host"),
-        served_model_name=parse_all(served_name, "served-model-name"),
         trace=collected(parse_trace_config, repeated["trace-config"]),
-        delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
-        backlog_delay_scheduler=collected(
-            _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
-        ),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
         flags={**parsed.values, **repeated},
@@ -259,8 +256,6 @@ def _http(value: Mapping[str, Any]) -> HttpConfig:
         address=value["http-address"],
         port=value["http-port"],
         unix_socket=Path(unix_socket) if unix_socket else None,
-        max_input_size=value["http-max-input-size"],
-        body_timeout_s=value["http-body-timeout-secs"],
     )
 
 

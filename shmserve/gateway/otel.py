@@ -11,13 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import SpanKind, Status, StatusCode, TraceFlags
 
 import shmserve
 from shmserve.gateway.request_trace import RequestTrace
@@ -37,6 +38,55 @@ _PROCESSOR_ARGUMENTS = {  # Triton's names of the settings of OpenTelemetry's pr
 }
 
 
+class _HashedResource(Resource):
+    """A resource whose hash is computed once, since the SDK needs it for each span."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
+class _SpanContext(NamedTuple):
+    """The ids of a span, with the attributes of opentelemetry.trace.SpanContext."""
+
+    trace_id: int
+    span_id: int
+    trace_flags: TraceFlags = TraceFlags(TraceFlags.SAMPLED)
+    trace_state: None = None
+    is_remote: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _ExportedSpan:
+    """A span with the attributes of opentelemetry.sdk.trace.ReadableSpan.
+
+    The SDK's own classes check and copy their arguments, and take three times as long.
+    """
+
+    name: str
+    context: _SpanContext
+    parent: _SpanContext | None
+    resource: Resource
+    attributes: dict[str, Any]
+    kind: SpanKind
+    status: Status | None
+    start_time: int
+    end_time: int
+    events: ClassVar[tuple[()]] = ()
+    links: ClassVar[tuple[()]] = ()
+    instrumentation_scope: ClassVar[None] = None
+    dropped_attributes: ClassVar[int] = 0
+    dropped_events: ClassVar[int] = 0
+    dropped_links: ClassVar[int] = 0
+
+    def get_span_context(self) -> _SpanContext:
+        """Return the ids of the span."""
+        return self.context
+
+
 class Exporter:
     """An exporter of traces by OTLP.
 
@@ -53,7 +103,8 @@ class Exporter:
             if name in _PROCESSOR_ARGUMENTS
         }
         service_attributes = {"service.name": "shmserve", "service.version": shmserve.__version__}
-        self._resource = Resource.create(service_attributes | dict(attributes))
+        resource = Resource.create(service_attributes | dict(attributes))
+        self._resource = _HashedResource(resource.attributes, resource.schema_url)
         exporter = OTLPSpanExporter(endpoint=urls[-1] if urls else None)
         self._processor: Any = BatchSpanProcessor(exporter, **processor_arguments)
 
@@ -70,8 +121,8 @@ class Exporter:
         shutdown_thread.start()
         shutdown_thread.join(_SHUTDOWN_TIMEOUT_S)
 
-    def _spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[ReadableSpan]:
-        trace_id = trace.context.trace_id
+    def _spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[_ExportedSpan]:
+        trace_id = int(trace.context.trace_id, 16)
         attributes = _attributes(trace.model, trace.version, trace.request_id)
         yield self._span(
             *("InferRequest", trace_id, trace.context.span_id, trace.context.parent_id),
@@ -97,7 +148,7 @@ class Exporter:
             yield self._span(span.model, trace_id, span.span_id, parent_id, *times, attributes)
             yield from self._phases(trace_id, span, epoch_ns)
 
-    def _phases(self, trace_id: str, span: Span, epoch_ns: int) -> Iterator[ReadableSpan]:
+    def _phases(self, trace_id: int, span: Span, epoch_ns: int) -> Iterator[_ExportedSpan]:
         if not span.compute_start_ns:
             return
         for name, start_field, end_field in _PHASES:
@@ -107,7 +158,7 @@ class Exporter:
     def _span(
         self,
         name: str,
-        trace_id: str,
+        trace_id: int,
         span_id: str,
         parent_id: str,
         start_ns: int,
@@ -115,17 +166,17 @@ class Exporter:
         attributes: dict[str, Any],
         kind: SpanKind = SpanKind.INTERNAL,
         error: str = "",
-    ) -> ReadableSpan:
-        return ReadableSpan(
+    ) -> _ExportedSpan:
+        return _ExportedSpan(
             name,
-            _span_context(trace_id, span_id),
-            _span_context(trace_id, parent_id) if parent_id else None,
+            _SpanContext(trace_id, int(span_id, 16)),
+            _SpanContext(trace_id, int(parent_id, 16)) if parent_id else None,
             self._resource,
             attributes,
-            kind=kind,
-            status=Status(StatusCode.ERROR, error) if error else Status(),
-            start_time=start_ns,
-            end_time=end_ns,
+            kind,
+            Status(StatusCode.ERROR, error) if error else None,
+            start_ns,
+            end_ns,
         )
 
 
@@ -134,10 +185,6 @@ def _gateway_phases(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
     yield "receive", trace.arrived_ns, trace.submitted_ns
     if trace.responded_ns:
         yield "encode", trace.responded_ns, trace.ended_ns
-
-
-def _span_context(trace_id: str, span_id: str) -> SpanContext:
-    return SpanContext(int(trace_id, 16), int(span_id, 16), False, TraceFlags(TraceFlags.SAMPLED))
 
 
 def _attributes(model: str, version: str, request_id: str) -> dict[str, Any]:

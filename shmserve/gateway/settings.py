@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shmserve.common.auth_tokens import Restrictions
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 
@@ -165,8 +166,8 @@ class GatewaySettings:
     http_address: str = "127.0.0.1"
     metrics_port: int = 0
     tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    http_restricted: dict[str, Any] = field(default_factory=dict)
-    grpc_restricted: dict[str, Any] = field(default_factory=dict)
+    http_restricted: Restrictions = field(default_factory=dict)
+    grpc_restricted: Restrictions = field(default_factory=dict)
     allow_client_shm: bool | None = None
     shm_overlap: str = "warn"
     cuda_devices: int = 0

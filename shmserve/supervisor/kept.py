@@ -13,16 +13,14 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from shmserve.common.auth_tokens import encode_restrictions
 from shmserve.common.host import cuda_devices
 from shmserve.common.tasks import settle, wait_any
-from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import WorkspaceAllocated, WorkspaceStart, encode_start
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
@@ -150,7 +148,15 @@ class Gateways(PermanentProcesses):
         start = GatewayStart(
             name=name,
             run_dir=self._context.run_dir,
-            settings=_settings(config, listeners.metrics_port),
+            settings=replace(
+                config.gateway,
+                tokens=dict(config.tokens),
+                metrics_port=listeners.metrics_port,
+                cuda_devices=cuda_devices(config.visible_devices),
+                counter_latencies=config.metrics.counter_latencies,
+                histogram_latencies=config.metrics.histogram_latencies,
+                summary_latencies=config.metrics.summary_latencies,
+            ),
             http_sockets=len(listeners.http),
             grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
             held=self._waits_for_models,
@@ -227,35 +233,6 @@ class Gateways(PermanentProcesses):
             else:
                 child.kill()  # the process has not connected yet, so it cannot receive `Stop`
         await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children()))
-
-
-def _settings(config: ServerConfig, metrics_port: int) -> GatewaySettings:
-    return GatewaySettings(
-        id=config.server_id,
-        max_input_size=config.http.max_input_size,
-        request_timeout_us=config.request_timeout_us,
-        request_timeout_is_deadline=config.request_timeout_is_deadline,
-        arena_byte_size=config.arena_byte_size,
-        body_timeout_s=config.http.body_timeout_s,
-        http_address=config.http.address,
-        metrics_port=metrics_port,
-        tokens=dict(config.tokens),
-        http_restricted=encode_restrictions(config.http_restricted),
-        grpc_restricted=encode_restrictions(config.grpc_restricted),
-        allow_client_shm=config.shm.allow,
-        shm_overlap=config.shm.overlap,
-        cuda_devices=cuda_devices(config.visible_devices),
-        http_header_forward_pattern=config.http_header_forward_pattern,
-        grpc_header_forward_pattern=config.grpc_header_forward_pattern,
-        counter_latencies=config.metrics.counter_latencies,
-        histogram_latencies=config.metrics.histogram_latencies,
-        summary_latencies=config.metrics.summary_latencies,
-        slow_request_ms=config.slow_request_ms,
-        refuse_unknown_fields=config.openai_unknown_fields == "refuse",
-        cors_origins=config.cors_allow_origin,
-        allowed_hosts=config.allowed_host,
-        served_names=config.served_model_name,
-    )
 
 
 class WorkspaceHolders(PermanentProcesses):

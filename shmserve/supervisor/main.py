@@ -291,7 +291,7 @@ def _compose_context(
         worker_zygote=_create_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
         logging=logging,
-        tracing=TraceControl(control, config.trace, config.slow_request_ms),
+        tracing=TraceControl(control, config.trace, config.gateway.slow_request_ms),
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,

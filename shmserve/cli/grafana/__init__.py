@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shmserve.cli.arguments import add_flags
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument(
-        "--alerts",
-        action="store_true",
-        help="print alert rules for Prometheus instead of the dashboard",
-    )
+    add_flags(parser, "grafana")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 import uvloop
 
 from shmserve.common import fd_limits
-from shmserve.common.auth_tokens import Authorisation, decode_restrictions
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.call import GrpcFront
@@ -66,8 +66,7 @@ class GrpcFrontend(process.Frontend):
     async def open(self) -> None:
         """Create the servers."""
         gateway_settings = self._gateway.settings
-        restrictions = decode_restrictions(gateway_settings.grpc_restricted)
-        rules = Authorisation(gateway_settings.tokens, restrictions, "protocol")
+        rules = Authorisation(gateway_settings.tokens, gateway_settings.grpc_restricted, "protocol")
         limit = min(gateway_settings.max_connections, fd_limits.for_connections(len(self._sockets)))
         for sock in self._sockets:
             listener = ListenerRules(listener_kind(sock), rules, gateway_settings.allow_client_shm)

@@ -191,7 +191,6 @@ class HttpInference(UnaryInference):
             settle(self._waiter, None)
         elif (
             self.encoded is None
-            or self.built_request.trace is not None
             or self.gateway.draining
             or logger.isEnabledFor(logging.DEBUG)  # only the task logs the duration
         ):
@@ -202,6 +201,8 @@ class HttpInference(UnaryInference):
                 write_response(b"".join((json, *binary)), _response_headers(json, binary))
             else:
                 write_response(json)
+            if self.built_request.trace is not None:
+                self.built_request.trace.finish()
 
     async def response(self) -> HttpResponse:
         """Return the response; raise the error of a failed inference."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from shmserve.common import fd_limits
-from shmserve.common.auth_tokens import Authorisation, decode_restrictions
+from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
@@ -64,8 +64,7 @@ class HttpFrontend(process.Frontend):
     async def open(self) -> None:
         """Create the servers. Metrics are served while models are loaded."""
         settings = self._gateway.settings
-        restrictions = decode_restrictions(settings.http_restricted)
-        http_rules = Authorisation(settings.tokens, restrictions)
+        http_rules = Authorisation(settings.tokens, settings.http_restricted)
         metrics_rules = Authorisation(settings.tokens, {})
         exporter = MetricsExporter(self._gateway)
         metrics_app = App(self._gateway, metrics_routes(exporter, self._figures))

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shmserve.ipc.transport.frames import record
+from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,
@@ -165,8 +165,7 @@ class WaitingChoice:
             self._next_other_epoch = self._epochs + self._other_interval
 
 
-@record
-class TrialState:
+class TrialState(Record):
     """The state of an instance when a batch size is tried.
 
     Attributes:

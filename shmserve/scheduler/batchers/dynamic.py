@@ -24,7 +24,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol, final
 
-from shmserve.ipc.transport.frames import record
+from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -51,8 +51,7 @@ class Pending(Protocol):
     flush_by_ns: int
 
 
-@record
-class Batch:
+class Batch(Record):
     """A decision to run the first `count` requests of the queue now.
 
     `reason` is why the batch takes no further request.
@@ -63,8 +62,7 @@ class Batch:
 
 
 @final
-@record
-class WaitUntil:
+class WaitUntil(Record):
     """A decision to wait until this time (monotonic ns), or until the queue changes."""
 
     ns: int
@@ -140,8 +138,7 @@ class DynamicBatcher(Batcher):
         self._rules = replace(self._rules, delay_ns=0)
 
 
-@record
-class QueueHead:
+class QueueHead(Record):
     """The first requests of the queue that may run together, with `units` in all.
 
     The first `best` of them (0: none) reach the largest preferred size, or come closest to it. The

@@ -39,7 +39,7 @@ from operator import attrgetter
 
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.transport.frames import record
+from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.batchers import dynamic
 from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
@@ -151,8 +151,7 @@ class StatefulSequence:
         self.has_state = False
 
 
-@record
-class Rows:
+class Rows(Record):
     """A decision of the sequence batcher to run these sequences now.
 
     Each sequence has the row of its slot; None is a null row.

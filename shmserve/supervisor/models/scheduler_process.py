@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from shmserve.common.tasks import settle, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart, SchedulingLimits
+from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import counters_event
@@ -176,13 +177,8 @@ class VersionScheduler:
 
     def _start_record(self, number: int, spec: ModelSpec, worker_pids: list[int]) -> SchedulerStart:
         context, server = self._context, self._context.config
-        limits = SchedulingLimits(
-            execution_timeout_s=server.execution_timeout_s,
-            request_timeout_us=server.request_timeout_us,
-            request_timeout_is_deadline=server.request_timeout_is_deadline,
-            max_queue_size=server.max_queue_size,
-            delay_scheduler=server.delay_scheduler,
-            backlog_delay_scheduler=server.backlog_delay_scheduler,
+        limits = replace(
+            server.scheduling,
             quantiles=server.metrics.summary_quantiles,
             rate_limited=self._rate_limited,
         )

@@ -1,6 +1,7 @@
 """Malformed data on every ZeroMQ socket in the run directory is dropped without further effects."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import random
@@ -43,7 +44,9 @@ MESSAGE_UNIONS = (
 )
 TAGS = sorted({kind.TAG for union in MESSAGE_UNIONS for kind in typing.get_args(union)})
 FIELDS = {
-    kind.TAG: len(kind.__slots__) for union in MESSAGE_UNIONS for kind in typing.get_args(union)
+    kind.TAG: len(dataclasses.fields(kind))
+    for union in MESSAGE_UNIONS
+    for kind in typing.get_args(union)
 }
 
 

@@ -33,7 +33,7 @@ ENDED_EVENT = {
 
 def render(top: Top, width: int = 80, height: int = 24) -> list[str]:
     stdout = io.StringIO()
-    Console(file=stdout, width=width).print(Group(*top.page(height)))
+    Console(file=stdout, width=width).print(Group(*top.page(height, width)))
     return stdout.getvalue().splitlines()
 
 
@@ -63,7 +63,7 @@ def test_models_with_problems_are_first() -> None:
     assert lines[1].startswith("5 processes 0.5 GiB PSS  1 died  2 regions 0.25 GiB  arena 0/1")
     assert "ProcessEnded worker quick.0 oops" in lines[-3]
     assert model_names(example_top()) == ["broken", "failing", "quick", "idle"]
-    assert "broken/1: no file" in lines[-2]
+    assert "broken: no file" in lines[-2]
     assert "h problems" in lines[-1] and "q: quit" in lines[-1] and len(lines) <= 24
 
 
@@ -102,7 +102,7 @@ def test_models_appear_and_disappear() -> None:
 
 @given(
     st.integers(0, 300),
-    st.integers(60, 200),
+    st.integers(20, 200),
     st.integers(6, 60),
     st.lists(st.sampled_from(("j", "k", "\x1b[6~", "\r", "n", "p")), max_size=20),
 )
@@ -116,4 +116,29 @@ def test_the_screen_fits_any_terminal(count: int, width: int, height: int, keys:
     if top.selected_name:
         # The selected row is on the screen, even if its name is truncated.
         selected = top.selected_name.removesuffix("/1")
-        assert any(line.startswith(selected[: width - 56]) for line in lines)
+        assert any(line.startswith(selected[:7]) for line in lines)
+
+
+def test_a_narrow_terminal_shows_names_and_the_sorted_column() -> None:
+    top = example_top()
+    top.key("p")
+    lines = render(top, 40, 15)
+    assert lines[2].split() == ["MODEL", "REQ/S", "FAIL/S", "P99", "MS*"]
+    assert "broken       UNAVAILABLE" in "\n".join(lines)
+    assert "q: quit" in lines[-1]
+
+
+def test_names_are_neither_markup_nor_control_characters() -> None:
+    row = {"state": "UNAVAILABLE", "reason": "\x1b[2Jno\n[/b]", "because": "\x1b[2Jno"}
+    top = Top()
+    names = ("[/b]/1", "\x1b[31m/2", "two\nlines/")
+    models = dict.fromkeys(names, row)
+    event = {"event": "ModelChanged", "time": 0, "name": "[/b]", "state": "\x1b[2J"}
+    top.update({"whole": True, "server": SERVER, "models": models, "events": [event]})
+    lines = render(top)
+    shown = "\n".join(lines)
+    assert [line.split()[0] for line in lines[3:6]] == [r"\x1b[31m/2", "[/b]", r"two\nlines"]
+    assert r"ModelChanged [/b] \x1b[2J" in shown
+    top.key("\r")
+    shown += "\n".join(render(top))
+    assert r"\x1b[2Jno [/b]" in shown and "\x1b" not in shown

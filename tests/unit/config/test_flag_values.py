@@ -91,9 +91,9 @@ def test_names_and_origins_are_checked_and_repeat() -> None:
     ]
     repository = f"--model-repository={Path(__file__).parent}"
     config = server.from_flags(command_line.parse([repository, *flags]), {})
-    assert config.allowed_host == ("inference.example.com", "*.corp.test", "*")
-    assert config.cors_allow_origin == ("https://app.example.com:8443", "*")
-    assert config.served_model_name == (("", "org/name"), ("tiny", "gpt"))
+    assert config.gateway.allowed_hosts == ("inference.example.com", "*.corp.test", "*")
+    assert config.gateway.cors_origins == ("https://app.example.com:8443", "*")
+    assert config.gateway.served_names == (("", "org/name"), ("tiny", "gpt"))
     wrong_cases = {
         "--allowed-host": ("https://a.example", "a.example:80", "a.*.example", ""),
         "--cors-allow-origin": ("app.example.com", "https://a.example/", "https://A/b", "null"),

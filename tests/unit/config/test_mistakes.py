@@ -3,6 +3,7 @@ allowed values, nearest name.
 """
 
 import bdb
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.native import NativeBackend
-from shmserve.workers.user_code import describe_error, source_location
+from shmserve.workers.user_code import (
+    describe_error,
+    import_file,
+    model_traceback,
+    source_location,
+)
 from tests.rigs.worker_rig import rig
 
 TENSORS = """input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
@@ -331,3 +337,23 @@ def test_a_breakpoint_in_a_worker_names_the_page_of_the_guide() -> None:
     assert describe_error(bdb.BdbQuit()) == (
         "BdbQuit: a worker has no terminal for breakpoint(); see `shmserve guide debug`"
     )
+
+
+def test_an_invalid_line_is_shown_with_the_users_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user").mkdir()
+    (tmp_path / "1").symlink_to(tmp_path / "user")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "user/invalid_line.py").write_text("x = 1\ny = (\n")
+    (tmp_path / "user/imports_it.py").write_text("import invalid_line\n")
+    position = [f'  File "{tmp_path}/user/invalid_line.py", line 2', "    y = ("]
+    frame = f'  File "{tmp_path}/user/imports_it.py", line 1, in <module>'
+    for name, frames in (("invalid_line", []), ("imports_it", [frame, "    import invalid_line"])):
+        with pytest.raises(SyntaxError) as caught:
+            import_file(tmp_path / "1" / f"{name}.py", name)
+        monkeypatch.delitem(sys.modules, name)
+        lines = model_traceback(caught.value, tmp_path / "1").splitlines()
+        assert lines[-1].strip() == "^"
+        shown_lines = [*frames, *position]
+        assert lines[-1 - len(shown_lines) : -1] == shown_lines

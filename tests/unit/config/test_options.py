@@ -51,16 +51,17 @@ def test_defaults_are_tritons_or_safe() -> None:
     )
     assert options.metrics_address == options.http.address
     assert (options.model_control_mode, options.repository_poll_s) == ("none", 15)
-    assert options.http.max_input_size == 1 << 26
+    assert options.gateway.max_input_size == 1 << 26
     assert (options.exit_timeout_s, options.exit_on_error, options.strict_readiness) == (
         30,
         True,
         True,
     )
-    assert (options.request_timeout_us, options.execution_timeout_s) == (0, 300.0)
-    assert (options.max_queue_size, options.arena_byte_size) == (4096, 1 << 30)
+    assert options.gateway.request_timeout_us == 0
+    assert options.scheduling.execution_timeout_s == 300.0
+    assert (options.scheduling.max_queue_size, options.arena_byte_size) == (4096, 1 << 30)
     assert options.model_defaults == ModelDefaults(False, None, None)
-    assert (options.run_dir, options.server_id, options.gateways) == (None, "triton", 1)
+    assert (options.run_dir, options.gateway.id, options.gateways) == (None, "triton", 1)
     assert options.without_effect == ()
 
 
@@ -304,9 +305,11 @@ def test_errors_of_the_whole_command_line() -> None:
 
 def test_the_environment_sets_options() -> None:
     options = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
-    assert (options.delay_scheduler, options.visible_devices) == (3, "1")
-    assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
-    assert settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").backlog_delay_scheduler == 2
+    assert (options.scheduling.delay_scheduler, options.visible_devices) == (3, "1")
+    assert settings(TRITONSERVER_DELAY_SCHEDULER="").scheduling.delay_scheduler == 0
+    assert (
+        settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").scheduling.backlog_delay_scheduler == 2
+    )
     for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
         assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(
             str(ROOT), TRITONSERVER_DELAY_SCHEDULER=text
@@ -386,4 +389,5 @@ def test_a_header_pattern_is_a_regular_expression() -> None:
         text = refusal(f"--model-repository={ROOT}", f"{flag}=(x")
         assert text.startswith(f"{flag}: '(x' is not a regular expression: ")
     options = settings("--grpc-header-forward-pattern=^x-")
-    assert (options.grpc_header_forward_pattern, options.http_header_forward_pattern) == ("^x-", "")
+    assert options.gateway.grpc_header_forward_pattern == "^x-"
+    assert options.gateway.http_header_forward_pattern == ""

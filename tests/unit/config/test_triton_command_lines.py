@@ -86,11 +86,13 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         WITHOUT_EFFECT: ("http-thread-count", "reuse-http-port"),
     },
     "--model-repository=M --http-restricted-api=shared-memory,model-repository:key=value": {
-        "http_restricted.keys": {"shared-memory", "model-repository"}
+        "gateway.http_restricted.keys": {"shared-memory", "model-repository"}
     },
     "--model-repository=M --grpc-restricted-protocol=health:k=v --grpc-restricted-protocol "
-    "inference,metadata:k=w": {"grpc_restricted.keys": {"health", "inference", "metadata"}},
-    "--model-repository=M --http-header-forward-pattern .*": {"http_header_forward_pattern": ".*"},
+    "inference,metadata:k=w": {"gateway.grpc_restricted.keys": {"health", "inference", "metadata"}},
+    "--model-repository=M --http-header-forward-pattern .*": {
+        "gateway.http_header_forward_pattern": ".*"
+    },
     "--model-repository=M --grpc-infer-response-compression-level=HIGH": {
         "grpc.settings.compression_level": 9
     },
@@ -105,14 +107,14 @@ LINES: dict[str, str | Mapping[str, Any]] = {
             "grpc-infer-allocation-pool-size",
         )
     },
-    "--model-repository=M --http-max-input-size=104857600": {"http.max_input_size": 104857600},
+    "--model-repository=M --http-max-input-size=104857600": {"gateway.max_input_size": 104857600},
     # --- logs, metrics and traces
     "--model-repository=M --log-info=1 --log-warning=1 --log-error=1 --log-verbose=0": {
         "log.log_info": True
     },
     "--model-repository=M --log-format=ISO8601 --log-file=/tmp/triton.log --id=rank0": {
         "log.log_format": "ISO8601",
-        "server_id": "rank0",
+        "gateway.id": "rank0",
     },
     "--model-repository=M --metrics-config summary_latencies=true --metrics-config "
     'summary_quantiles="0.5:0.05,0.9:0.01" --metrics-interval-ms=2000.5': {

@@ -159,8 +159,12 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),
     "a tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: 'web_search' is not 'function'"),
     "an unknown tool": (
-        {"tools": [FUNCTION, {"type": "custom", "name": "x"}]},
-        r"tools\[1\]: 'custom' is not 'function'",
+        {"tools": [FUNCTION, {"type": "local_shell"}]},
+        r"tools\[1\]: 'local_shell' is not 'function'",
+    ),
+    "a grammar of a custom tool": (
+        {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
+        r"tools\[0\].format: only the type 'text' is supported",
     ),
     "a tool of a namespace": (
         {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
@@ -206,6 +210,38 @@ def test_functions_of_a_namespace_have_its_name() -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"), [('{"input": "*** é\\n"}', "*** é\n"), ('{"x": 1}', '{"x": 1}')]
+)
+def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> None:
+    tools = [{"type": "custom", "name": "patch", "description": "d"}, FUNCTION]
+    choice = {"type": "custom", "name": "patch"}
+    chat_body = convert_chat(tools=tools, tool_choice=choice)
+    function = chat_body["tools"][0]["function"]
+    assert (function["name"], function["description"]) == ("patch", "d")
+    assert function["parameters"]["required"] == ["input"]
+    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "patch"}}
+
+    begin = {"index": 0, "id": "c", "name": "patch", "arguments": arguments[:4]}
+    calls = [begin, {"index": 0, "arguments": arguments[4:]}]
+    call = {"index": 1, "id": "d", "name": "f", "arguments": "{}"}
+    deltas = [Delta(0, "", message={"tool_calls": [each]}) for each in [*calls, call]]
+    events_out = events(ResponseObject({"tools": tools}), [*deltas, Delta(0, "", "stop")])
+    kinds = [event["type"].removeprefix("response.") for event in events_out]
+    assert kinds[2:6] == [
+        *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done"),
+        "output_item.done",
+    ]
+    assert events_out[3]["delta"] == events_out[4]["input"] == text
+    items = events_out[-1]["response"]["output"]
+    assert (items[0]["type"], items[0]["input"]) == ("custom_tool_call", text)
+    assert items[1]["type"] == "function_call"
+    result = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
+    message, tool_message = convert_chat(input=[*items, result])["messages"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"input": text}
+    assert tool_message == {"role": "tool", "tool_call_id": "c", "content": "done"}
+
+
 def test_items_are_ordered_and_stored() -> None:
     response_object = ResponseObject({"model": "m", "store": True, "metadata": {"a": "b"}})
     call = {"index": 0, "id": "call_1", "name": "f", "arguments": '{"a'}
@@ -240,7 +276,7 @@ def test_items_are_ordered_and_stored() -> None:
     )
     assert response["usage"] == {
         "input_tokens": 3,
-        "input_tokens_details": {"cached_tokens": 1},
+        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
         "output_tokens": 4,
         "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 7,

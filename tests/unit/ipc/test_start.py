@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shmserve.common.auth_tokens import Restriction
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings, Tls
 from shmserve.ipc.messages.supervision import (
     HostStart,
@@ -52,7 +53,11 @@ START_RECORDS = [
     GatewayStart(
         name="grpc",
         run_dir=RUN_DIR,
-        settings=GatewaySettings(tokens={"ab": ("admin", "infer")}, allow_client_shm=False),
+        settings=GatewaySettings(
+            tokens={"ab": ("admin", "infer")},
+            grpc_restricted={"health": Restriction("k", "v")},
+            allow_client_shm=False,
+        ),
         grpc=GrpcSettings(TLS, compression_level=6, max_connection_age_ms=1),
         log=LOG,
     ),

@@ -69,6 +69,7 @@ class MessageFormat:
         hides_reasoning: Whether reasoning is left out of the message.
         parallel: Whether a message may have several calls.
         kept_tokens: The special tokens that mark calls and reasoning; the parser needs their text.
+        has_call_grammar: Whether a grammar restricts the calls.
     """
 
     family: ToolSyntax
@@ -78,6 +79,7 @@ class MessageFormat:
     parallel: bool = True
     hides_reasoning: bool = False
     kept_tokens: frozenset[int] = frozenset()
+    has_call_grammar: bool = False
 
 
 @dataclass(eq=False)

@@ -235,9 +235,9 @@ class PromptReader:
             tools, hides_reasoning, rendered = self._render(inputs["messages"])
             inputs = {**inputs, "messages": rendered}
             ending, _ = read_ending("messages", rendered, LONG)
-            message_format = self._formats.make_format(tools, ending, hides_reasoning)
+            has_body = bool(parameters.grammar[0])
+            message_format = self._formats.make_format(tools, ending, hides_reasoning, has_body)
             if message_format is not None:
-                has_body = bool(parameters.grammar[0])
                 message_grammar = self._formats.grammar(tools, message_format, has_body)
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
         max_tokens = parameters.max_tokens

@@ -9,7 +9,7 @@ import ast
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -297,7 +297,9 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
     ends = ("\n</parameter>", "</parameter>")
     if (yield from parser.peek()) == "\n":
         parser.pull(1)
-    if is_plain_text(schema, name):
+    is_text = is_xml_text(schema, name, parser.format.has_call_grammar)
+    types = parameter_types(schema, name)
+    if is_text and types == {"string"}:
         parser.add_arguments('"')
         tag = yield from parser.read_until(lambda text: parser.add_arguments(_escape(text)), *ends)
         if not tag:
@@ -305,9 +307,7 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
         parser.add_arguments('"')
         return
     text, _ = yield from parser.read_text_until(*ends)
-    types = parameter_types(schema, name)
     value, json_text = _parse_literal(text)
-    is_text = is_plain_text(schema, name, {"string", "null"})
     matches = type_name(value) in types and (not is_text or value is None)
     if not json_text or ("string" in types and not matches):
         json_text = json.dumps(text, ensure_ascii=False)
@@ -346,11 +346,10 @@ def _xml_value_rule(
     lark: Lark, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]
 ) -> str:
     begin, end = lark.text(f"<parameter={name}>\n"), "\n</parameter>\n"
-    if is_plain_text(root, name) or is_plain_text(root, name, {"string", "null"}):
-        return f"{begin} {lark.any_text(end)}"
-    choices = [value for value in schema.get("enum", ()) if isinstance(value, str)]
-    if choices and "string" in parameter_types(root, name) and choices == schema["enum"]:
+    if choices := _text_choices(_parameter_schema(root, name)):
         return f"{begin} ({' | '.join(map(lark.text, choices))}) {lark.text(end)}"
+    if is_xml_text(root, name, has_grammar=True):
+        return f"{begin} {lark.any_text(end)}"
     return f"{begin} {lark.json(schema)} {lark.text(end)}"
 
 
@@ -365,12 +364,24 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
     return _schema_types(_parameter_schema(schema, name), schema, 0) or {"string"}
 
 
-def is_plain_text(
-    schema: Mapping[str, Any], name: str, types: Set[str] = frozenset({"string"})
-) -> bool:
-    """Return whether a parameter in a tool's schema has certain types and may be any text."""
-    is_limited = _is_limited(_parameter_schema(schema, name))
-    return parameter_types(schema, name) == types and not is_limited
+def is_xml_text(schema: Mapping[str, Any], name: str, has_grammar: bool) -> bool:
+    """Return whether the XML value of a parameter is a text as it is, or null, instead of JSON.
+
+    A grammar enforces the limits of a text by JSON, unless the schema lists the texts.
+    """
+    if parameter_types(schema, name) not in ({"string"}, {"string", "null"}):
+        return False
+    parameter = _parameter_schema(schema, name)
+    return not has_grammar or bool(_text_choices(parameter)) or not _is_limited(parameter)
+
+
+def _text_choices(schema: Mapping[str, Any]) -> list[str]:
+    """Return the texts that a schema of a parameter allows, if it lists them and nothing else."""
+    limits = _TEXT_LIMITS & schema.keys()
+    if limits not in ({"enum"}, {"const"}) or schema.get("type", "string") != "string":
+        return []
+    values: list[Any] = schema["enum"] if "enum" in limits else [schema["const"]]
+    return values if all(isinstance(value, str) for value in values) else []
 
 
 _TEXT_LIMITS = frozenset(

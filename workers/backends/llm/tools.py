@@ -241,7 +241,11 @@ class MessageFormats:
         self._special = {text.content for _, text in added_tokens if text.special}
 
     def make_format(
-        self, request: ToolRequest | None, prompt: str, hides_reasoning: bool = False
+        self,
+        request: ToolRequest | None,
+        prompt: str,
+        hides_reasoning: bool = False,
+        has_body: bool = False,
     ) -> MessageFormat | None:
         """Return the format of the message after a prompt; None if all of its text is content.
 
@@ -249,6 +253,7 @@ class MessageFormats:
             request: The tools of the request, if any.
             prompt: The text of the prompt.
             hides_reasoning: Whether reasoning is left out of the message.
+            has_body: Whether the content has a grammar.
 
         Raises:
             InvalidArgument: The format of the model's calls is not known.
@@ -276,6 +281,7 @@ class MessageFormats:
             request.parallel if request else True,
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
+            request is not None and (request.constrained or has_body),
         )
 
     def grammar(self, request: ToolRequest | None, output_format: MessageFormat, body: bool) -> str:
@@ -286,7 +292,7 @@ class MessageFormats:
             output_format: The format of the message.
             body: Whether the content has a grammar, which the rule `body` refers to.
         """
-        has_calls = request is not None and (request.constrained or body)
+        has_calls = output_format.has_call_grammar
         if not has_calls and not (body and output_format.reasoning):
             return ""
         markers = {*output_format.family.markers, *output_format.reasoning}

@@ -81,6 +81,13 @@ response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
 # Clients return the `encrypted_content` of reasoning as they received it, and some of them nothing
 # else. No text is secret here, so that the text follows this prefix.
 _PLAIN_PREFIX = "plain:"
+# As in vLLM, the model calls a custom tool as a function with one text.
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 # The types of tools that OpenAI's servers execute.
 _HOSTED_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
@@ -170,6 +177,12 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         kind = tool.get("type") if type(tool) is dict else tool
         if kind == "function":
             tools.append(_chat_tool(tool, tool.get("name")))
+        elif kind == "custom":
+            text_format = bodies.check_member(tool, "format", dict, {})
+            if text_format.get("type", "text") != "text":
+                raise InvalidArgument(f"tools[{index}].format: only the type 'text' is supported")
+            function = {"description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS}
+            tools.append(_chat_tool(function, tool.get("name")))
         elif kind == "namespace":
             functions = _namespace_functions(tool, f"tools[{index}]")
             tools += [_chat_tool(function, name) for name, function in functions.items()]
@@ -207,7 +220,7 @@ def _chat_tool_choice(choice: Any) -> Any:
     """Return the choice of tools in the form of a chat; None for "auto", the default."""
     if choice == "auto":
         return None
-    if type(choice) is dict and choice.get("type") == "function":
+    if type(choice) is dict and choice.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
@@ -252,7 +265,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
     kind = item.get("type", "message")
     if kind == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         output = _chat_content(item.get("output"), f"{position}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         return
@@ -269,9 +282,12 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         messages.append(last_message)
     if kind == "message":
         last_message["content"] = _chat_content(item.get("content"), position)
-    elif kind == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
         name = _qualified_name(item.get("namespace"), item.get("name"))
-        function = {"name": name, "arguments": item.get("arguments")}
+        arguments = item.get("arguments")
+        if kind == "custom_tool_call":
+            arguments = orjson.dumps({"input": item.get("input")}).decode()
+        function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         last_message.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
@@ -363,19 +379,27 @@ class ResponseObject:
         elif message.keys() & {"reasoning", "tool_calls"}:
             self._next_logprobs = []
         for call in message.get("tool_calls", ()):
-            head = {"call_id": call["id"], **self._called(call["name"])} if "id" in call else {}
-            events += self._extend_item("function_call", call["arguments"], head)
+            head: dict[str, Any] = {}
+            if "id" in call:
+                call_kind, named_fields = self._called(call["name"])
+                head = {"call_id": call["id"], **named_fields}
+            else:
+                call_kind = self._items[-1]["type"]
+            events += self._extend_item(call_kind, call["arguments"], head)
         self._finish_reason = delta.finish_reason
         self._usage = delta.usage or self._usage
         return events
 
-    def _called(self, name: str) -> dict[str, str]:
-        """Return the name of a called function, and its namespace, as members of an item."""
+    def _called(self, name: str) -> tuple[str, dict[str, str]]:
+        """Return the type of the item for a call, and the names of the called tool as members."""
         for tool in self.body.get("tools") or ():
+            if tool["type"] == "custom" and tool["name"] == name:
+                return "custom_tool_call", {"name": name}
             if tool["type"] == "namespace" and name in _namespace_functions(tool, ""):
                 namespace = tool["name"]
-                return {"name": name.removeprefix(f"{namespace}__"), "namespace": namespace}
-        return {"name": name}
+                members = {"name": name.removeprefix(f"{namespace}__"), "namespace": namespace}
+                return "function_call", members
+        return "function_call", {"name": name}
 
     def _extend_item(
         self,
@@ -391,6 +415,8 @@ class ResponseObject:
         self._text += text
         extra = {} if logprobs is None else {"logprobs": logprobs}
         self._logprobs += logprobs or []
+        if kind == "custom_tool_call":  # its input is sent when the arguments are complete
+            return events
         return [*events, self._item_event(f"{_EVENT_PREFIXES[kind]}.delta", delta=text, **extra)]
 
     def _open_item(self, kind: str, head: dict[str, Any]) -> list[dict[str, Any]]:
@@ -401,7 +427,7 @@ class ResponseObject:
         self._text, self._logprobs, self._is_item_open = "", [], True
         index = len(self._items) - 1
         events = [self._event("response.output_item.added", output_index=index, item={**item})]
-        if kind != "function_call":
+        if "content" in item:
             part = self._item_event("response.content_part.added", part=self._content_part(kind))
             events.append(part)
         return events
@@ -420,7 +446,13 @@ class ResponseObject:
         item, text = self._items[-1], self._text
         kind = item["type"]
         item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
-        if kind == "function_call":
+        if kind == "custom_tool_call":
+            item["input"] = text = _custom_input(text)
+            events = [
+                self._item_event(f"{_EVENT_PREFIXES[kind]}.delta", delta=text),
+                self._item_event(f"{_EVENT_PREFIXES[kind]}.done", input=text),
+            ]
+        elif kind == "function_call":
             item["arguments"] = text
             named_fields = {"arguments": text, "name": item["name"]}
             events = [self._item_event(f"{_EVENT_PREFIXES[kind]}.done", **named_fields)]
@@ -441,7 +473,7 @@ class ResponseObject:
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         item = self._items[-1]
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        if item["type"] != "function_call":
+        if "content" in item:
             location["content_index"] = 0
         return self._event(kind, **location, **fields)
 
@@ -496,7 +528,10 @@ class ResponseObject:
         prompt, completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         counts = {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0)},
+            "input_tokens_details": {
+                "cached_tokens": usage.get("cached_tokens", 0),
+                "cache_write_tokens": 0,  # required by OpenAI's client
+            },
             "output_tokens": completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)},
             "total_tokens": prompt + completion_tokens,
@@ -523,17 +558,33 @@ class ResponseObject:
         }
 
 
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 _EMPTY_ITEMS: Mapping[str, dict[str, Any]] = {
     "message": {"role": "assistant", "content": []},
     "reasoning": {"summary": [], "content": []},
     "function_call": {"arguments": ""},
+    "custom_tool_call": {"input": ""},
 }
 _EVENT_PREFIXES = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text in the arguments of a custom tool's call; other arguments as they are."""
+    try:
+        text = orjson.loads(arguments)["input"]
+    except (ValueError, LookupError, TypeError):
+        return arguments
+    return text if type(text) is str else arguments
 
 
 def _encode_event(event: dict[str, Any]) -> bytes:

@@ -280,7 +280,8 @@ def test_the_doctor_command() -> None:
     completed = run_command("doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
     assert completed.returncode in (0, 1, 2), completed.stderr
     lines = completed.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    long_lines = [line for line in lines if len(line) > 80]
+    assert all(max(map(len, line.split())) > 50 for line in long_lines), "only paths are not broken"
     names = [line[8:24].strip() for line in lines if line[0] != " "]
     assert names == [check.name for check in table.CHECKS]
 

@@ -92,7 +92,7 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
             [
                 (
                     "weather",
-                    {"places": ["a", "b"], "unit": None, "code": "aa", "days": "x", "city": ""},
+                    {"places": ["a", "b"], "unit": None, "code": '"aa"', "days": "x", "city": ""},
                 )
             ],
         ),

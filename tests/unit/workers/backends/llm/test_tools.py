@@ -198,6 +198,20 @@ def test_an_optional_text_of_xml_has_no_quotes() -> None:
         assert parse_calls(f"{call}</tool_call>", message_format)[1] == [("f", {"a": value})]
 
 
+@pytest.mark.parametrize("limits", [{"enum": ['"a"', "b"]}, {"const": '"a"'}, {"maxLength": 3}])
+def test_a_grammar_of_xml_quotes_limited_texts_that_it_cannot_list(limits: dict[str, Any]) -> None:
+    given_tools = [function("f", {"properties": {"a": {"type": "string", **limits}}})]
+    matcher, message_format = grammar(
+        "qwen3_coder", test_tokenizer := tokenizer(), given_tools, tool_choice="required"
+    )
+    written = json.dumps('"a"') if "maxLength" in limits else '"a"'
+    call = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n"
+    call += "</tool_call>"
+    tokens = test_tokenizer.encode(call).ids
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert parse_calls(call, message_format)[1] == [("f", {"a": '"a"'})]
+
+
 @pytest.mark.parametrize(
     ("family", "schema", "expected_error"),
     [
