@@ -247,7 +247,8 @@ class _Tensor:
 
 def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     """Raise GraphProblem if a step maps an unknown tensor, or lacks one that its model requires."""
-    tensors = {io.name: _Tensor.inside(config, io) for io in (*config.input, *config.output)}
+    tensors = {io.name: _Tensor.inside(config, io) for io in config.input}
+    tensors.update({io.name: _Tensor.inside(config, io) for io in config.output})
     for step_index, model in enumerate(models):
         if 0 < model.max_batch_size < config.max_batch_size:
             raise GraphProblem(
