@@ -221,8 +221,8 @@ class Lifecycle:
             )
             cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
             if cycle:
-                text = f"circular dependency between ensembles: {' -> '.join(cycle)}"
-                self._fail(order, InvalidArgument(text))
+                text = f"circular dependency between ensembles: {' -> '.join(cycle)}\n"
+                self._fail(order, InvalidArgument(f"load failed for model '{model.name}': {text}"))
             else:
                 order.phase = OrderPhase.WAITING
                 self._load_steps(order)
