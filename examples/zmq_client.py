@@ -2,9 +2,9 @@
 
     python examples/zmq_client.py [RUN_DIR]
 
-The request is for the model `simple` of bench/models, which returns the sum and the difference of two
-arrays of sixteen numbers. RUN_DIR is the server's `--run-dir`; by default $SHMSERVE_RUN_DIR, or the
-run directory of this user's server. The client uses no package of the server.
+The model `simple` of bench/models returns the sum and the difference of two arrays of sixteen
+numbers. RUN_DIR is the server's `--run-dir`; by default $SHMSERVE_RUN_DIR, or the run directory of
+this user's server. The client uses no package of the server.
 """
 
 from __future__ import annotations
