@@ -141,12 +141,20 @@ def _client(arguments: list[str]) -> int:
 
 
 def _run_with_own_flags(name: str, arguments: list[str]) -> int:
-    """Run a verb whose module defines `add_arguments(parser)` and `run(args)`."""
+    """Run a verb whose module defines `run(args)`.
+
+    NAME.txt contains its flags, and its function `add_arguments(parser)` declares other arguments.
+    """
+    from shmserve.cli.arguments import add_flags, has_table
+
     verb = importlib.import_module(f"shmserve.cli.{name}")
     parser = argparse.ArgumentParser(
         prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
     )
-    verb.add_arguments(parser)
+    if has_table(name):
+        add_flags(parser, name)
+    if hasattr(verb, "add_arguments"):
+        verb.add_arguments(parser)
     status: int = verb.run(parser.parse_args(arguments))
     return status
 

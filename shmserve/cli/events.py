@@ -8,15 +8,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from shmserve.cli.arguments import add_flags
 from shmserve.client.events import TOPICS, EventReader, ReceivedEvent
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    add_flags(parser, "events")
 
 
 def run(args: argparse.Namespace) -> int:

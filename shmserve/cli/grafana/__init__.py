@@ -5,13 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shmserve.cli.arguments import add_flags
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    add_flags(parser, "grafana")
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the file; returns 0."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from shmserve.cli.arguments import add_flags
 from shmserve.config import command_line
 from shmserve.errors import InvalidArgument, convert_os_errors
 
@@ -232,7 +231,6 @@ _HIDDEN_FOLDERS = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("verb", choices=("install", "show", "remove"))
-    add_flags(parser, "systemd")
 
 
 def run(arguments: argparse.Namespace) -> int:
