@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import math
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from shmserve.errors import (
 )
 from shmserve.gateway.http.json.large_bodies import Packed, parse_large
 from shmserve.gateway.http.messages import WholeBody
-from shmserve.gateway.http.openai import bodies, models
+from shmserve.gateway.http.openai import bodies, generation, models
 from shmserve.gateway.http.openai.bodies import (
     RequestTooLarge,
     TooManyRequests,
@@ -296,6 +297,12 @@ def test_other_requests_are_handled_while_many_texts_are_embedded(
         "model": "m",
         "usage": {"prompt_tokens": 0, "total_tokens": 0},
     }
+
+
+def test_large_responses_are_converted_in_a_thread() -> None:
+    for byte_size, in_thread in ((1 << 16, False), ((1 << 16) + 1, True)):
+        thread = asyncio.run(generation._convert(byte_size, threading.get_ident))
+        assert (thread != threading.get_ident()) == in_thread
 
 
 def test_each_token_has_a_chunk() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -35,8 +36,11 @@ from shmserve.gateway.http.openai.bodies import (
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.descriptors import TensorRef
 
+T = TypeVar("T")
+
+_LARGE = 1 << 16  # bytes of a model's outputs that are converted to JSON in about 2 ms
 _NO_STOP_REASON = (b"", b"null")
 _DONE_EVENT = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
@@ -166,8 +170,6 @@ class _Sample:
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the tool calls received so far."""
-        if not self.reasoning and not self.tool_calls:
-            return {}
         return {
             **_reasoning_members(self.reasoning),
             **({"tool_calls": self.tool_calls} if self.tool_calls else {}),
@@ -361,33 +363,31 @@ class Choices:
 
 async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/completions: respond with the continuations of prompts."""
-    text_request = await bodies.parse_completion(
-        gateway, await bodies.read_body(gateway, request, ["prompt"])
-    )
-    return await respond(
-        gateway, request, text_request, _create_choices(gateway, COMPLETION_FORMAT, text_request)
-    )
+    body = await bodies.read_body(gateway, request, ["prompt"])
+    text_request = await bodies.parse_completion(gateway, body)
+    return await _respond_with_choices(gateway, request, text_request, COMPLETION_FORMAT)
 
 
 async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
-    text_request = await bodies.parse_chat(
-        gateway, await bodies.read_body(gateway, request, ["messages"])
-    )
-    return await respond(
-        gateway, request, text_request, _create_choices(gateway, CHAT_FORMAT, text_request)
-    )
+    body = await bodies.read_body(gateway, request, ["messages"])
+    text_request = await bodies.parse_chat(gateway, body)
+    return await _respond_with_choices(gateway, request, text_request, CHAT_FORMAT)
 
 
-def _create_choices(
-    gateway: Gateway, choice_format: ChoiceFormat, text_request: bodies.TextRequest
-) -> Choices:
+async def _respond_with_choices(
+    gateway: Gateway,
+    request: HttpRequest,
+    text_request: bodies.TextRequest,
+    choice_format: ChoiceFormat,
+) -> HttpResponse:
     name = response_name(gateway, text_request.model.name)
     shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
         text_request.parameters
     )
     usage = text_request.shows_usage, text_request.shows_running_usage
-    return Choices(choice_format, name, text_request.samples, *usage, shows_tokens)
+    choices = Choices(choice_format, name, text_request.samples, *usage, shows_tokens)
+    return await respond(gateway, request, text_request, choices)
 
 
 class Rendering(Protocol):
@@ -417,7 +417,7 @@ async def respond(
     try:
         await generation.start()
         if not text_request.stream:
-            return json_response(await generation.whole_response())
+            return await generation.whole_response()
     except BaseException as error:
         generation.close()
         if isinstance(error, QueueFull):
@@ -445,6 +445,7 @@ class _Generation:
         self._rendering = rendering
         self._queues: list[ResponseQueue] = []
         self._response_event = asyncio.Event()
+        self._byte_size = 0  # of the responses that were received and not written
 
     def close(self) -> None:
         """Cancel the inference requests that have not ended."""
@@ -479,17 +480,21 @@ class _Generation:
             log_failure(first_queue.request.built_request, error)
             raise error
 
-    async def whole_response(self) -> dict[str, Any]:
+    async def whole_response(self) -> HttpResponse:
         """Return the whole response once the last text has ended."""
         async for _ in self._receive_parts():
             pass
-        return self._rendering.whole_response()
+        return await _convert(
+            self._byte_size, lambda: json_response(self._rendering.whole_response())
+        )
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield server-sent events. Texts that have arrived are written together."""
         try:
             async for results in self._receive_parts():
-                if frames := self._rendering.frames(results):
+                frames = await _convert(self._byte_size, partial(self._rendering.frames, results))
+                self._byte_size = 0
+                if frames:
                     yield frames
         except ShmserveError as error:
             yield self._rendering.failure(error)
@@ -509,25 +514,31 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
-                    choices, has_ended = self._take_response(prompt, queue)
+                    choices, has_ended = await self._take_response(prompt, queue)
                     if choices:
                         results.append(choices)
                     if has_ended:
                         del unfinished[prompt]
             yield results
 
-    def _take_response(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
+    async def _take_response(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
         """Remove an arrived response; return its parts and whether it was the last.
 
         An error response is raised.
         """
         inferred = queue.request.outputs(queue.first_response)
-        deltas = [] if inferred is None else self._decode_deltas(inferred)
-        choices = [self._rendering.add(prompt, delta) for delta in deltas]
+        outputs = () if inferred is None else inferred.outputs
+        data = {tensor.name: (tensor, output_bytes(self._gateway, tensor)) for tensor in outputs}
+        byte_size = sum(len(buffer) for _, buffer in data.values())
+        self._byte_size += byte_size
+        choices = await _convert(byte_size, partial(self._add, prompt, data)) if data else []
         return choices, queue.remove_first(inferred)
 
-    def _decode_deltas(self, inferred: Inferred) -> list[Delta]:
-        values = {tensor.name: self._decode_values(tensor) for tensor in inferred.outputs}
+    def _add(self, prompt: int, data: Mapping[str, tuple[TensorRef, Any]]) -> list[Any]:
+        return [self._rendering.add(prompt, delta) for delta in self._decode_deltas(data)]
+
+    def _decode_deltas(self, data: Mapping[str, tuple[TensorRef, Any]]) -> list[Delta]:
+        values = {name: self._decode_values(*output) for name, output in data.items()}
         texts = values[TEXT_OUTPUT]
         absent = [b""] * len(texts)
         columns = (
@@ -581,10 +592,14 @@ class _Generation:
                 delta = delta._replace(text=message.get("content", ""), message=message)
             yield delta
 
-    def _decode_values(self, tensor: Any) -> list[Any]:
-        data = output_bytes(self._gateway, tensor)
+    def _decode_values(self, tensor: TensorRef, data: Any) -> list[Any]:
         if tensor.datatype == "BYTES":
             array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)
             return list(array.ravel())
         values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
         return values
+
+
+async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:
+    """Call a function, in a thread if it converts many bytes, as log probabilities can have."""
+    return await asyncio.to_thread(conversion) if byte_size > _LARGE else conversion()
