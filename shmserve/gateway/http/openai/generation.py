@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -36,7 +36,7 @@ from shmserve.gateway.http.openai.bodies import (
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
-from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred
 
 T = TypeVar("T")
 
@@ -170,6 +170,8 @@ class _Sample:
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the tool calls received so far."""
+        if not self.reasoning and not self.tool_calls:
+            return {}
         return {
             **_reasoning_members(self.reasoning),
             **({"tool_calls": self.tool_calls} if self.tool_calls else {}),
@@ -365,29 +367,27 @@ async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpRespo
     """Handle POST /v1/completions: respond with the continuations of prompts."""
     body = await bodies.read_body(gateway, request, ["prompt"])
     text_request = await bodies.parse_completion(gateway, body)
-    return await _respond_with_choices(gateway, request, text_request, COMPLETION_FORMAT)
+    choices = _create_choices(gateway, COMPLETION_FORMAT, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
 async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
     body = await bodies.read_body(gateway, request, ["messages"])
     text_request = await bodies.parse_chat(gateway, body)
-    return await _respond_with_choices(gateway, request, text_request, CHAT_FORMAT)
+    choices = _create_choices(gateway, CHAT_FORMAT, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
-async def _respond_with_choices(
-    gateway: Gateway,
-    request: HttpRequest,
-    text_request: bodies.TextRequest,
-    choice_format: ChoiceFormat,
-) -> HttpResponse:
+def _create_choices(
+    gateway: Gateway, choice_format: ChoiceFormat, text_request: bodies.TextRequest
+) -> Choices:
     name = response_name(gateway, text_request.model.name)
     shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
         text_request.parameters
     )
     usage = text_request.shows_usage, text_request.shows_running_usage
-    choices = Choices(choice_format, name, text_request.samples, *usage, shows_tokens)
-    return await respond(gateway, request, text_request, choices)
+    return Choices(choice_format, name, text_request.samples, *usage, shows_tokens)
 
 
 class Rendering(Protocol):
@@ -445,7 +445,9 @@ class _Generation:
         self._rendering = rendering
         self._queues: list[ResponseQueue] = []
         self._response_event = asyncio.Event()
-        self._byte_size = 0  # of the responses that were received and not written
+        parameters = text_request.parameters
+        self._has_logprobs = "logprobs" in parameters or "prompt_logprobs" in parameters
+        self._byte_size = 0  # of responses with log probabilities that are not written yet
 
     def close(self) -> None:
         """Cancel the inference requests that have not ended."""
@@ -484,6 +486,8 @@ class _Generation:
         """Return the whole response once the last text has ended."""
         async for _ in self._receive_parts():
             pass
+        if not self._byte_size:
+            return json_response(self._rendering.whole_response())
         return await _convert(
             self._byte_size, lambda: json_response(self._rendering.whole_response())
         )
@@ -492,8 +496,12 @@ class _Generation:
         """Yield server-sent events. Texts that have arrived are written together."""
         try:
             async for results in self._receive_parts():
-                frames = await _convert(self._byte_size, partial(self._rendering.frames, results))
-                self._byte_size = 0
+                if self._byte_size:
+                    encode = partial(self._rendering.frames, results)
+                    frames = await _convert(self._byte_size, encode)
+                    self._byte_size = 0
+                else:
+                    frames = self._rendering.frames(results)
                 if frames:
                     yield frames
         except ShmserveError as error:
@@ -514,31 +522,28 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
-                    choices, has_ended = await self._take_response(prompt, queue)
+                    inferred = queue.request.outputs(queue.first_response)
+                    if self._has_logprobs and inferred is not None:
+                        byte_size = sum(
+                            len(output_bytes(self._gateway, tensor)) for tensor in inferred.outputs
+                        )
+                        self._byte_size += byte_size
+                        add = partial(self._add, prompt, inferred)
+                        choices = await _convert(byte_size, add)
+                    else:
+                        choices = self._add(prompt, inferred)
                     if choices:
                         results.append(choices)
-                    if has_ended:
+                    if queue.remove_first(inferred):
                         del unfinished[prompt]
             yield results
 
-    async def _take_response(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
-        """Remove an arrived response; return its parts and whether it was the last.
+    def _add(self, prompt: int, inferred: Inferred | None) -> list[Any]:
+        deltas = [] if inferred is None else self._decode_deltas(inferred)
+        return [self._rendering.add(prompt, delta) for delta in deltas]
 
-        An error response is raised.
-        """
-        inferred = queue.request.outputs(queue.first_response)
-        outputs = () if inferred is None else inferred.outputs
-        data = {tensor.name: (tensor, output_bytes(self._gateway, tensor)) for tensor in outputs}
-        byte_size = sum(len(buffer) for _, buffer in data.values())
-        self._byte_size += byte_size
-        choices = await _convert(byte_size, partial(self._add, prompt, data)) if data else []
-        return choices, queue.remove_first(inferred)
-
-    def _add(self, prompt: int, data: Mapping[str, tuple[TensorRef, Any]]) -> list[Any]:
-        return [self._rendering.add(prompt, delta) for delta in self._decode_deltas(data)]
-
-    def _decode_deltas(self, data: Mapping[str, tuple[TensorRef, Any]]) -> list[Delta]:
-        values = {name: self._decode_values(*output) for name, output in data.items()}
+    def _decode_deltas(self, inferred: Inferred) -> list[Delta]:
+        values = {tensor.name: self._decode_values(tensor) for tensor in inferred.outputs}
         texts = values[TEXT_OUTPUT]
         absent = [b""] * len(texts)
         columns = (
@@ -592,7 +597,8 @@ class _Generation:
                 delta = delta._replace(text=message.get("content", ""), message=message)
             yield delta
 
-    def _decode_values(self, tensor: TensorRef, data: Any) -> list[Any]:
+    def _decode_values(self, tensor: Any) -> list[Any]:
+        data = output_bytes(self._gateway, tensor)
         if tensor.datatype == "BYTES":
             array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)
             return list(array.ravel())
