@@ -48,23 +48,23 @@ def _measure(arguments: list[str]) -> int:
         default=[],
         choices=(names := (*NAMES, *(case.name for case in (*NATIVE, *STREAMS, *TRACES)))),
         metavar="CASE",
-        help="just this case (repeatable): " + ", ".join(names),
+        help="measure this case only (repeatable): " + ", ".join(names),
     )
     parser.add_argument("--repeats", type=_positive, default=5, help="samples of each figure (5)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of load for one sample (5)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each sample (5)")
     parser.add_argument(
         "--peer",
         type=Path,
         default=Path(_PEER_FOLDER),
         metavar="DIR",
-        help=f"where bench/peer_setup.sh put Triton ({_PEER_FOLDER})",
+        help=f"folder in which bench/peer_setup.sh installed Triton ({_PEER_FOLDER})",
     )
     parser.add_argument("--no-peer", action="store_true", help="do not start Triton")
     parser.add_argument(
         "--json",
         type=Path,
         metavar="PATH",
-        help="where to write the results, and the picture beside them",
+        help="file for the results; the chart is written beside it",
     )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, stop_on_signal)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts what the benchmark measures shmserve beside into DIR (default ~/.cache/shmserve-peers), all from PyPI, nothing built:
+# Installs the programs of the comparison from PyPI into DIR (default ~/.cache/shmserve-peers), without compiling anything:
 # a real Triton Inference Server 2.51 (Python backend, CPU) and Triton's own load generator, perf_analyzer 2.51.
 #   bench/peer_setup.sh [DIR]                         set up; a second call does nothing
 #   bench/peer_setup.sh DIR analyzer                  set up perf_analyzer alone
@@ -9,7 +9,7 @@
 set -euo pipefail
 dir=$(realpath -m "${1:-$HOME/.cache/shmserve-peers}")
 site=$dir/triton/lib/python3.11/site-packages
-# The same Python as shmserve has: how it was built decides much of what a Python model costs.
+# The same Python as for shmserve, because its build strongly affects the speed of Python models.
 python=$("$(dirname "$0")/../.ci/find-python")
 
 analyzer() {

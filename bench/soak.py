@@ -131,7 +131,7 @@ def main() -> int:
     """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rate", type=float, default=20.0, help="requests a second by protocol")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests/s of each protocol")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, servers.stop_on_signal)
     return soak(options.minutes * 60, options.rate)

@@ -167,8 +167,8 @@ def _draw(all_curves: dict[str, list[Point]], path: Path) -> None:
 def main() -> int:
     """Run the comparison; exit status 2 if perf_analyzer is missing."""
     parser = argparse.ArgumentParser(prog="python -m bench.strategies", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of load for a sample (2)")
-    parser.add_argument("--repeats", type=int, default=3, help="samples of a point (3)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each sample (2)")
+    parser.add_argument("--repeats", type=int, default=3, help="samples of each point (3)")
     parser.add_argument("--peer", type=Path, default=Path("~/.cache/shmserve-peers"))
     parser.add_argument("--no-peer", action="store_true", help="do not start Triton")
     parser.add_argument("--out", type=Path, default=BENCH / "results" / "strategies.svg")

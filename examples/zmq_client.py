@@ -2,9 +2,9 @@
 
     python examples/zmq_client.py [RUN_DIR]
 
-It asks the model `simple` of bench/models for the sum and the difference of two arrays of sixteen
+The model `simple` of bench/models returns the sum and the difference of two arrays of sixteen
 numbers. RUN_DIR is the server's `--run-dir`; by default $SHMSERVE_RUN_DIR, or the run directory of
-this user's server. No other package of the server is needed.
+this user's server. The client uses no package of the server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNT = 16
 
 
 def main() -> None:
-    """Ask the server at the run directory that is named, or else this user's."""
+    """Send one request to the server of a run directory, and print the outputs."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     default = f"{runtime}/shmserve" if runtime else f"/tmp/shmserve-{os.getuid()}"
     run_dir = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SHMSERVE_RUN_DIR", default)
@@ -56,7 +56,7 @@ def introduced(listener: socket.socket) -> tuple[int, str, str]:
     while True:
         packet = listener.recv(4 << 20)
         if not packet:
-            sys.exit("the server does not let us in")
+            sys.exit("the server has closed the connection")
         _, *messages = msgpack.unpackb(packet)
         for name, *fields in messages:
             if name == "Welcome":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import lzma
 import os
 import re
 import shutil
@@ -117,7 +118,7 @@ def _find_interpreter(path: Path, copies_folder: Path) -> Path:
         return path.absolute()
     root = path.absolute() if path.is_dir() else _unpack_once(path, copies_folder)
     # Standalone builds of Python are packed with the folder that contains `bin`.
-    children = list(root.iterdir())
+    children = [child for child in root.iterdir() if (child / "bin").is_dir()]
     for folder in [root, *children] if len(children) == 1 else [root]:
         for python in (folder / "bin" / "python3", folder / "bin" / "python"):
             if python.exists():
@@ -193,11 +194,13 @@ def _unpack_once(archive: Path, copies_folder: Path) -> Path:
                 shutil.rmtree(partial_copy, ignore_errors=True)
                 _extract(archive, partial_copy)
                 partial_copy.rename(copy)
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+    except OSError as error:
         raise InvalidArgument(
             f"environment '{archive}' cannot be unpacked to '{copies_folder}': {error} (--run-dir "
             "names a folder on a disk with free space)"
         ) from None
+    except (EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
+        raise InvalidArgument(f"environment '{archive}' cannot be unpacked: {error}") from None
     return copy
 
 
@@ -205,9 +208,12 @@ def _extract(archive: Path, root: Path) -> None:
     """Unpack an archive below `root`.
 
     Python 3.11.2 has no filters of tarfile. Symbolic links are created last, so that no file is
-    written through one. Only the interpreter of a virtual environment may be a link to the outside.
+    written through one.
     """
+    root.mkdir()
     links: list[tuple[Path, str]] = []
+    if not tarfile.is_tarfile(archive):
+        raise tarfile.TarError("it is no tar archive, or not compressed with gzip, bzip2 or xz")
     with tarfile.open(archive) as tar:
         for member in tar:
             path = _path_inside(root, member.name)
@@ -215,9 +221,6 @@ def _extract(archive: Path, root: Path) -> None:
             if member.isdir():
                 path.mkdir(exist_ok=True)
             elif member.issym():
-                is_outside = os.path.relpath(path.parent / member.linkname, root).startswith("..")
-                if is_outside and not re.fullmatch(r"(.*/)?bin/python[\d.]*", member.name):
-                    raise tarfile.TarError(f"'{member.name}' is a link to a file outside")
                 links.append((path, member.linkname))
             elif member.islnk():
                 os.link(_path_inside(root, member.linkname), path, follow_symlinks=False)

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--pace", type=float, default=0.0, help="seconds from fault to fault")
-    parser.add_argument("--log", type=Path, help="where the server's log is copied to")
+    parser.add_argument("--log", type=Path, help="file to which the server's log is copied")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _in_private_shm(arguments)

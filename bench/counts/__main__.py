@@ -201,7 +201,7 @@ def main() -> None:
     """Count, and print a table for each case."""
     parser = argparse.ArgumentParser(prog="python -m bench.counts", description=__doc__)
     parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--top", type=int, default=0, help="show so many functions a process")
+    parser.add_argument("--top", type=int, default=0, help="functions to show per process")
     parser.add_argument("--case", choices=("simple", "shm600k"), action="append")
     options = parser.parse_args()
     for case in options.case or ("simple", "shm600k"):

@@ -322,10 +322,10 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--trained", type=Path, metavar="FOLDER", help="of train.py --draft: only the case of these"
+        "--trained", type=Path, metavar="FOLDER", help="measure only the models in FOLDER"
     )
     parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="they go on with pieces of it; Python's reference"
+        "--text", type=Path, metavar="FILE", help="a text whose pieces are the prompts"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

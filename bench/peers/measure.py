@@ -113,8 +113,8 @@ def main(arguments: list[str]) -> int:
     """Install, start and load each server in turn, and print the medians of all rounds."""
     parser = argparse.ArgumentParser(prog="python -m bench peers", description=__doc__)
     parser.add_argument("--only", action="append", choices=PEERS, metavar="SERVER")
-    parser.add_argument("--rounds", type=int, default=3, help="of all servers in turn (3)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each load (2)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all servers (3)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each load (2)")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, stop_on_signal)
     _CACHE.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-/* A client of shmserve in plain C, with no library: it asks the model "simple" for sums and
- * differences, and prints them. shmserve/client/PROTOCOL.md describes what it speaks.
+/* A client of shmserve in plain C, without libraries. It requests sums and differences from the
+ * model "simple", and prints them. shmserve/client/PROTOCOL.md specifies the protocol.
  *
  *     cc -o infer infer.c && ./infer RUN_DIR
  */
@@ -12,14 +12,14 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { VERSION = 3 }; /* of the protocol */
+enum { VERSION = 3 }; /* version of the protocol */
 
 static void fail(const char *what) {
     fprintf(stderr, "infer: %s\n", what);
     exit(1);
 }
 
-/* --- MessagePack: what is written ------------------------------------------------------------ */
+/* --- MessagePack: encoding -------------------------------------------------------------------- */
 
 typedef struct {
     uint8_t bytes[65536];
@@ -54,7 +54,7 @@ static void put_bytes(Out *out, const void *data, size_t size) {
     put(out, data, size);
 }
 
-/* --- MessagePack: what is read --------------------------------------------------------------- */
+/* --- MessagePack: decoding -------------------------------------------------------------------- */
 
 typedef struct {
     const uint8_t *at, *end;
@@ -97,7 +97,7 @@ static Item take(In *in) {
 
 static Item take_kind(In *in, char kind) {
     Item item = take(in);
-    if (item.kind != kind) fail("a message is not what it should be");
+    if (item.kind != kind) fail("a message has an unexpected type");
     return item;
 }
 
@@ -131,19 +131,19 @@ static int connect_to(const char *path, int type) {
 }
 
 static void send_all(int fd, const void *data, size_t size) {
-    if (send(fd, data, size, MSG_NOSIGNAL) != (ssize_t)size) fail("the server does not listen");
+    if (send(fd, data, size, MSG_NOSIGNAL) != (ssize_t)size) fail("nothing can be sent to the server");
 }
 
 static void receive_all(int fd, void *data, size_t size) {
     for (uint8_t *at = data; size;) {
         ssize_t got = read(fd, at, size);
-        if (got <= 0) fail("the server has gone");
+        if (got <= 0) fail("the server has closed the connection");
         at += got;
         size -= got;
     }
 }
 
-/* --- the listener: who am I, and where is the model? ----------------------------------------- */
+/* --- the listener: the client's identity, and the model's endpoint ---------------------------- */
 
 static char identity[128], scheduler[256];
 
@@ -155,7 +155,7 @@ static int welcome(int listener) {
     send_all(listener, out.bytes, out.size);
     for (;;) {
         ssize_t size = recv(listener, data, sizeof data, 0);
-        if (size <= 0) fail("the server has gone");
+        if (size <= 0) fail("the server has closed the connection");
         In in = {data, data + size};
         uint64_t count = take_kind(&in, 'a').value;
         skip(&in, 1); /* the version */
@@ -169,7 +169,7 @@ static int welcome(int listener) {
                 char token[64];
                 copy_text(token, sizeof token, take_kind(&message, 's'));
                 snprintf(identity, sizeof identity, "%llu.%s.1", (unsigned long long)number, token);
-            } else if (is(tag, "Refused")) { /* this client has another version than the server */
+            } else if (is(tag, "Refused")) { /* the server has another version of the protocol */
                 skip(&message, 2);
                 Item text = take_kind(&message, 's');
                 fprintf(stderr, "infer: %.*s\n", (int)text.value, text.data);
@@ -178,7 +178,7 @@ static int welcome(int listener) {
                 int ours = is(take_kind(&message, 's'), "simple");
                 skip(&message, 3); /* version, config, metadata */
                 Item endpoint = take_kind(&message, 's');
-                skip(&message, 1); /* whether it is ready */
+                skip(&message, 1); /* ready */
                 int latest = message.at < message.end && *message.at == 0xc3;
                 if (ours && latest) copy_text(scheduler, sizeof scheduler, endpoint);
             } else if (is(tag, "HealthChanged")) {
@@ -246,7 +246,7 @@ static void put_tensor(Out *out, const char *name) {
 static void submit(int fd, const int32_t a[16], const int32_t b[16]) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    Out schema = {.size = 0}; /* the same for all such requests */
+    Out schema = {.size = 0}; /* equal for all requests to this model */
     put_array(&schema, 3);
     put_array(&schema, 2), put_tensor(&schema, "INPUT0"), put_tensor(&schema, "INPUT1");
     put_array(&schema, 0), put_byte(&schema, 0x80); /* all outputs, no parameters */
@@ -254,10 +254,10 @@ static void submit(int fd, const int32_t a[16], const int32_t b[16]) {
     Out out = {.size = 0};
     put_array(&out, 2), put_uint(&out, VERSION);
     put_array(&out, 8), put_text(&out, "Submit");
-    put_uint(&out, 7), put_bytes(&out, schema.bytes, schema.size); /* number, schema */
+    put_uint(&out, 7), put_bytes(&out, schema.bytes, schema.size); /* id, schema */
     put_array(&out, 2), put_bytes(&out, a, 16 * sizeof *a), put_bytes(&out, b, 16 * sizeof *b); /* little-endian */
     put_uint(&out, now.tv_sec * 1000000000ull + now.tv_nsec);
-    for (int i = 0; i < 3; i++) put_uint(&out, 0); /* deadline, timeout, priority; no id, and of no sequence */
+    for (int i = 0; i < 3; i++) put_uint(&out, 0); /* deadline, timeout, priority */
     send_frame(fd, 0, out.bytes, out.size);
 }
 
@@ -307,8 +307,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "%.*s: %.*s\n", (int)code.value, code.data, (int)text.value, text.data);
         return 2;
     } else {
-        fail("this is no response");
+        fail("the message is not a response");
     }
-    close(link), close(listener); /* the end of its connection frees all that we had */
+    close(link), close(listener); /* the server releases everything when the connection ends */
     return 0;
 }

@@ -245,6 +245,35 @@ def shapes_match(first_shape: Sequence[int], second_shape: Sequence[int]) -> boo
     )
 
 
+def reshape(
+    shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return a shape that matches `dims`, reshaped to `target` with variable sizes in order.
+
+    >>> reshape((5, 7), (-1, 7), (7, -1))
+    (7, 5)
+    """
+    sizes = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
+    return tuple(next(sizes) if dim == -1 else dim for dim in target)
+
+
+def model_shape(spec: TensorSpec, shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+    """Return the shape in the model of an input that a client sends with `shape`."""
+    if spec.reshape is None:
+        return shape
+    return (*shape[:batched], *reshape(shape[batched:], spec.dims, spec.reshape))
+
+
+def client_shape(spec: TensorSpec, shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+    """Return the shape for clients of an output that has `shape` in the model.
+
+    A shape that does not match the model's side of the reshape is returned unchanged.
+    """
+    if spec.reshape is None or not shapes_match(spec.reshape, shape[batched:]):
+        return shape
+    return (*shape[:batched], *reshape(shape[batched:], spec.reshape, spec.dims))
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """Return a shape in Triton's format: [1,16]."""
     return "[" + ",".join(map(str, shape)) + "]"

@@ -13,6 +13,7 @@ profile.py           `shmserve profile`
 systemd/             `shmserve systemd`
 top.py               `shmserve top`
 tune.py              `shmserve tune`
+verbs.txt            the texts of the verbs in the usage
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmserve import __version__
@@ -112,16 +114,17 @@ def _serve(arguments: list[str]) -> int:
 def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     """Run a verb that also accepts the flags of `serve`.
 
-    Its module defines `HELP`, `add_arguments(parser)` and `run(args, parsed)`.
+    Its module defines `HELP` and `run(args, parsed)`, and NAME.txt its own flags.
     """
     verb = importlib.import_module(f"shmserve.cli.{name}")
     if _asks_for_help(arguments):
         print(verb.HELP)
         return 0
+    from shmserve.cli.arguments import add_flags
     from shmserve.config import command_line
 
     parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
-    verb.add_arguments(parser)
+    add_flags(parser, name)
     args, server_flags = parser.parse_known_args(arguments)
     status: int = verb.run(args, command_line.parse(server_flags))
     return status
@@ -138,64 +141,32 @@ def _client(arguments: list[str]) -> int:
 
 
 def _run_with_own_flags(name: str, arguments: list[str]) -> int:
-    """Run a verb whose module defines `add_arguments(parser)` and `run(args)`."""
+    """Run a verb whose module defines `run(args)`.
+
+    NAME.txt contains its flags, and its function `add_arguments(parser)` declares other arguments.
+    """
+    from shmserve.cli.arguments import add_flags, has_table
+
     verb = importlib.import_module(f"shmserve.cli.{name}")
     parser = argparse.ArgumentParser(
         prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
     )
-    verb.add_arguments(parser)
+    if has_table(name):
+        add_flags(parser, name)
+    if hasattr(verb, "add_arguments"):
+        verb.add_arguments(parser)
     status: int = verb.run(parser.parse_args(arguments))
     return status
 
 
-# The line of each verb in the usage, and the description of a verb with only its own flags.
-_VERBS = {
-    "serve": ("run a server", ""),
-    "check": ("load each model of a repository, send a request to it, and report the result", ""),
-    "doctor": ("check the host for a server, and print advice for each problem", ""),
-    "client": (
-        "send a request to a server: infer, ready, models, load, unload, stats, config, regions",
-        "",
-    ),
-    "events": (
-        "print the state of a server, and its changes",
-        "Print the models, processes and regions of a server, and their changes.",
-    ),
-    "grafana": (
-        "print a dashboard for Grafana, or alert rules for Prometheus",
-        "Print a dashboard of the metrics for Grafana to import.",
-    ),
-    "guide": (
-        "show or search the guide: models, clients, operation",
-        "Show a page of the guide, or the contents if no topic is given.",
-    ),
-    "kserve": (
-        "print the manifest of a ServingRuntime for KServe",
-        "Print the manifest of a ServingRuntime that lets KServe run servers.",
-    ),
-    "perf": (
-        "measure the throughput and latency of a model",
-        "Send requests to a model of any v2 server, and print throughput and latency.",
-    ),
-    "profile": (
-        "print the time of each phase of a text generation",
-        "Observe a model that generates text, and print the time of each phase of its steps.",
-    ),
-    "systemd": (
-        "install, show or remove the systemd units of a server",
-        "Install, show or remove the systemd units of a server.",
-    ),
-    "top": (
-        "show the load of a server in a terminal, models with problems first",
-        "Show the load of a server's models; models with problems come first.",
-    ),
-    "tune": (
-        "find the configuration with the highest throughput within a latency target",
-        "Measure a model with one configuration after the other, and print the configuration with "
-        "the highest throughput within a latency target.",
-    ),
-}
+def _read_verbs() -> dict[str, tuple[str, str]]:
+    """Return the line of each verb in the usage, and the description of its help."""
+    text = Path(__file__).with_name("verbs.txt").read_text(encoding="utf-8")
+    blocks = (block.splitlines() for block in text.split("\n\n")[1:])
+    return {name: (line, " ".join(description)) for name, line, *description in blocks}
 
+
+_VERBS = _read_verbs()
 _VERB_LINES = "\n".join(f"  {name:<15}{line}" for name, (line, _) in _VERBS.items())
 _USAGE = f"""\
 usage: shmserve VERB ...

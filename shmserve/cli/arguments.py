@@ -1,11 +1,8 @@
 """The flags of verbs: tables in the syntax of config/flags.txt.
 
-infer.txt     `shmserve client infer`
-perf.txt      `shmserve perf`
-profile.txt   `shmserve profile`
-server.txt    all verbs that send requests to a server
-top.txt       `shmserve top`
-tune.txt      `shmserve tune`
+check.txt, doctor.txt, ...   the verb of that name
+infer.txt                    `shmserve client infer`
+server.txt                   all verbs that send requests to a server
 """
 
 from __future__ import annotations
@@ -18,6 +15,15 @@ from shmserve.config.flags import Flag, parse_flag_table
 from shmserve.errors import convert_os_errors
 
 
+def _table(name: str) -> Path:
+    return Path(__file__).with_name(f"{name}.txt")
+
+
+def has_table(name: str) -> bool:
+    """Return whether a verb has a table of flags."""
+    return _table(name).exists()
+
+
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
     """Declare the flags of a table in a parser, in the groups of the table.
 
@@ -26,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         table: The name of the table's file, without its suffix.
         groups: The groups to add; all if none is named.
     """
-    text = Path(__file__).with_name(f"{table}.txt").read_text(encoding="utf-8")
+    text = _table(table).read_text(encoding="utf-8")
     for title, flags in parse_flag_table(text).items():
         if groups and title not in groups:
             continue

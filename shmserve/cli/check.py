@@ -79,13 +79,6 @@ class _Verdict:
     text: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument("--input", action="append", default=[])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--on-cpu", action="store_true")
-
-
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """Check the repositories that the flags name, and print a line for each model.
 

@@ -30,12 +30,6 @@ directory, or with a server that this user would start. --json prints a JSON obj
 Exit status: 0 all checks passed, 1 there are warnings, 2 there are errors."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--peer", type=int)
-
-
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """Print the verdict of each check; with `--peer`, of the checks of that process.
 

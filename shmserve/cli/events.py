@@ -13,27 +13,6 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument(
-        "--follow", action="store_true", help="after the state, print each event as it occurs"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="the run directory of the server [that of this user's server]",
-    )
-    parser.add_argument(
-        "--topic",
-        action="append",
-        choices=TOPICS,
-        metavar="TOPIC",
-        help=f"print only this topic (repeatable): {', '.join(TOPICS)} (once per second, with "
-        "--follow) [all except counters]",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the current state and, with `--follow`, further events until the server exits.
 

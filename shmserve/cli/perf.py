@@ -20,10 +20,6 @@ from shmserve.protocols.connection import Poller
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument(
-        "--model-version", default="", metavar="V", help="the version of the model [the latest]"
-    )
-    add_flags(parser, "perf")
     add_flags(parser, "server")
 
 

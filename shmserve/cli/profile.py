@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols.servers import read_token
 
@@ -52,7 +51,6 @@ class Profile(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL")
-    add_flags(parser, "profile")
 
 
 def run(args: argparse.Namespace) -> int:

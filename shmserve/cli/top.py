@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from shmserve.cli.arguments import add_flags
 from shmserve.errors import Unavailable, missing_package
 from shmserve.logs import clean
 from shmserve.protocols.servers import read_token
@@ -50,11 +49,6 @@ _COLUMNS = {
 }
 
 Row = dict[str, Any]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    add_flags(parser, "top")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """The settings of a server, from the flags of `shmserve serve`.
 
-flags.txt         the table of flags
-flags.py          the reader of that table, and parsers of values with their own syntax
+flags.txt         the table of flags; ignored_flags.txt: those of tritonserver without effect
+flags.py          the reader of the tables, and parsers of values with their own syntax
 command_line.py   the parsers of the command line and of the configuration file
 server.py         the settings, frozen and validated: start reading here
 """

@@ -1,4 +1,4 @@
-"""The flags of `shmserve serve`: the table in flags.txt, and parsers of values.
+"""The flags of `shmserve serve`: the tables of flags, and parsers of values.
 
 Most values are text, numbers or booleans, which `Flag.parse` reads. These flags have a syntax of
 their own, which is Triton's for Triton's flags: the response cache, workspaces, resources of the
@@ -151,36 +151,13 @@ def _flag(line: str) -> Flag:
     return replace(flag, default=flag.parse(default.strip('"'))) if default else flag
 
 
-GROUPS = parse_flag_table(Path(__file__).with_name("flags.txt").read_text(encoding="utf-8"))
+def _read_table(name: str) -> dict[str, tuple[Flag, ...]]:
+    return parse_flag_table(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+GROUPS = _read_table("flags.txt")
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
-# Flags of tritonserver without a counterpart, and the reason or alternative.
-_WITHOUT_EFFECT = {
-    "models load in parallel, each in its own process": """
-        model-load-thread-count buffer-manager-thread-count""",
-    "a failed load is repeated on request, or in poll mode when a file "
-    "changes": "model-load-retry-count",
-    "--gateways sets the number of processes that share the port": """
-        http-thread-count reuse-http-port:bool reuse-grpc-port:bool""",
-    "--grpc-workers sets the number of processes, and responses are not pooled": """
-        grpc-infer-allocation-pool-size grpc-max-response-pool-size grpc-infer-thread-count
-        grpc-infer-max-completion-queue-thread-count""",
-    "listeners for SageMaker and Vertex AI are not supported": """
-        allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
-        allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model""",
-    "GET /metrics returns the current values of this server's processes": """
-        metrics-interval-ms allow-gpu-metrics:bool allow-cpu-metrics:bool""",
-    "backends are Python packages (pip install), and repository agents are not loaded from a "
-    "folder": """
-        backend-directory repoagent-directory""",
-    "the cache is built in; --cache-config sets its size": "cache-directory",
-    "memory is limited by --arena-byte-size and --workspace-byte-size": """
-        pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size""",
-    "CUDA_VISIBLE_DEVICES selects the devices": """
-        min-supported-compute-capability enable-peer-access:bool model-load-gpu-limit""",
-    "taskset and numactl bind the server's processes": "host-policy",
-    "model names are unique across all repositories": "model-namespacing:bool",
-}
 # Triton's settings of --backend-config that no backend here reads.
 IDLE_BACKEND_SETTINGS = frozenset(
     [
@@ -189,12 +166,10 @@ IDLE_BACKEND_SETTINGS = frozenset(
         *("allow-soft-placement", "coalesce-request-input", "plugins", "version-compatible"),
     ]
 )
+# Flags of tritonserver without a counterpart, by the reason or the alternative.
 IDLE: dict[str, tuple[Flag, ...]] = {
-    alternative: tuple(
-        Flag(name, alternative, bool if kind else str, repeat=True, effect=False)
-        for name, _, kind in (word.partition(":") for word in words.split())
-    )
-    for alternative, words in _WITHOUT_EFFECT.items()
+    alternative: tuple(replace(flag, help=alternative, effect=False) for flag in flags)
+    for alternative, flags in _read_table("ignored_flags.txt").items()
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}

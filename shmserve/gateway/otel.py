@@ -63,7 +63,7 @@ class _SpanContext(NamedTuple):
 class _ExportedSpan:
     """A span with the attributes of opentelemetry.sdk.trace.ReadableSpan.
 
-    The SDK's own classes check and copy their arguments, and take three times as long.
+    Creating and encoding a span of the SDK takes 1.7 times as long.
     """
 
     name: str

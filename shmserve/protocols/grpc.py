@@ -11,19 +11,19 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.message import Message
 from hpack import Decoder
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import frames as h2
 from shmserve.gateway.http2.header_blocks import encode_block
+from shmserve.model_config import to_dict
 from shmserve.proto import grpc_service_pb2
 from shmserve.protocols import (
     NOT_READY,
@@ -96,7 +96,7 @@ class GrpcTransport:
 
     def models(self) -> list[dict[str, Any]]:
         """Call RepositoryIndex."""
-        rows = [message_to_json(row) for row in self._call("RepositoryIndex").models]
+        rows = [to_dict(row) for row in self._call("RepositoryIndex").models]
         return [{name: value for name, value in row.items() if value} for row in rows]
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
@@ -112,17 +112,17 @@ class GrpcTransport:
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """Call ModelStatistics."""
         reply = self._call("ModelStatistics", name=model, version=version)
-        return [message_to_json(row) for row in reply.model_stats]
+        return [to_dict(row) for row in reply.model_stats]
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Call ModelConfig."""
         reply = self._call("ModelConfig", name=model, version=version)
-        return dict(message_to_json(reply.config))
+        return to_dict(reply.config)
 
     def regions(self) -> list[dict[str, Any]]:
         """Call SystemSharedMemoryStatus and CudaSharedMemoryStatus."""
         return [
-            message_to_json(reply.regions[name])
+            to_dict(reply.regions[name])
             for kind in ("System", "Cuda")
             for reply in [self._call(f"{kind}SharedMemoryStatus")]
             for name in sorted(reply.regions)
@@ -205,23 +205,6 @@ def set_parameters(message: Any, values: Mapping[str, Parameter]) -> None:
             message.parameters[name].double_param = value
         else:
             message.parameters[name].string_param = value
-
-
-def message_to_json(value: Any, field: Any = None) -> Any:
-    """Return a message, or the value of a field, in the form of the JSON of HTTP."""
-    if isinstance(value, Message):
-        return {
-            item.name: message_to_json(getattr(value, item.name), item)
-            for item in value.DESCRIPTOR.fields
-            if not item.has_presence or value.HasField(item.name)
-        }
-    if isinstance(value, Mapping):
-        return {key: message_to_json(value[key]) for key in sorted(value)}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [message_to_json(item, field) for item in value]
-    if field is not None and field.enum_type is not None:
-        return field.enum_type.values_by_number[value].name
-    return value
 
 
 def _decode_response(reply: Any) -> dict[str, Any]:

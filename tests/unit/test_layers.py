@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "proto": (),
     "model_config.rules": ("ipc", "ipc.tensors", "common", "model_config"),
     "model_config": ("ipc", "common", "model_config.*"),
-    "config": ("common", "model_config"),
+    "config": ("ipc.messages", "common", "model_config"),
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler"),
     "scheduler.batchers": ("ipc.*", "scheduler.*"),
@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client.memory": ("ipc.*", "client", "client.request"),
     "client.request": ("ipc.*", "client", "client.memory"),
     "client": ("ipc.*", "client.*"),
-    "protocols": ("ipc", "ipc.tensors", "proto", "client.*", "gateway.http2"),
+    "protocols": ("ipc", "ipc.tensors", "proto", "model_config", "client.*", "gateway.http2"),
     "cli.grafana": (),
     "cli.kserve": (),
     "cli.systemd": ("config",),

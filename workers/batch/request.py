@@ -18,13 +18,12 @@ import numpy as np
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema, TensorSchema, has_overlap
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import Signature, id_prefix
+from shmserve.ipc.tensors.signature import Signature, id_prefix, model_shape
 from shmserve.ipc.transport.frames import MalformedMessage
 
 if TYPE_CHECKING:
@@ -250,20 +249,6 @@ class Request:
 _NO_RANGES: dict[str, Range] = {}
 
 
-def reshape(
-    shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    """Return a shape that matches `dims`, reshaped to `target` with variable sizes in order.
-
-    >>> reshape((5, 7), (-1, 7), (7, -1))
-    (7, 5)
-    """
-    if target is None:
-        return shape
-    sizes = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
-    return tuple(next(sizes) if dim == -1 else dim for dim in target)
-
-
 @dataclass(slots=True, eq=False)
 class _RequestProperties:
     """The properties of a request that its schema and the model determine.
@@ -408,7 +393,7 @@ class Unpacker:
             )
         if spec.reshape is None:
             return tensor
-        return tensor._replace(shape=self._model_shape(shape, spec))
+        return tensor._replace(shape=model_shape(spec, shape, self._supports_batching))
 
     def _size_error(self, name: str, expected_size: int, actual_size: int) -> InvalidArgument:
         return InvalidArgument(
@@ -438,11 +423,6 @@ class Unpacker:
                 on_device = shared = False
         model = self._signature.name
         return Input(name, datatype, shape, raw, memory_range, model, on_device, shared)
-
-    def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
-        if self._supports_batching:
-            return (shape[0], *reshape(shape[1:], spec.dims, spec.reshape))
-        return reshape(shape, spec.dims, spec.reshape)
 
 
 def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: str) -> None:

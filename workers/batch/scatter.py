@@ -27,9 +27,9 @@ from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, elements_as_text, encode
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
-from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
+from shmserve.ipc.tensors.signature import Signature, client_shape, shape_text, shapes_match
 from shmserve.ipc.trace import TraceContext, TracedTensor
-from shmserve.workers.batch.request import Array, Input, Output, Request, Response, reshape
+from shmserve.workers.batch.request import Array, Input, Output, Request, Response
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.outputs import Copier
 
@@ -277,7 +277,7 @@ class Scatterer:
         if self._strict:
             self._check(output, spec, shape, request)
         if spec.reshape is not None:
-            shape = self._client_shape(shape, spec)
+            shape = client_shape(spec, shape, self._supports_batching)
         if output.datatype == "BYTES":
             data = encode_bytes(array)
             return ReadyOutput(output.name, "BYTES", shape, data, len(data))
@@ -305,14 +305,6 @@ class Scatterer:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s The true shape is returned (reported only once).", text)
-
-    def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
-        # A shape that does not match the model's side of the reshape is returned unchanged.
-        dims = spec.reshape or ()
-        batch_dim, item_shape = (shape[:1], shape[1:]) if self._supports_batching else ((), shape)
-        if shapes_match(dims, item_shape):
-            return (*batch_dim, *reshape(item_shape, dims, spec.dims))
-        return shape
 
     def _put(
         self,

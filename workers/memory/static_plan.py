@@ -93,7 +93,7 @@ class MemoryPlan:
     def log(self, model: str) -> None:
         """Log the plan in MB; at debug level if it is too small to matter."""
         level = logging.INFO if self.total_bytes >= _MB else logging.DEBUG
-        logger.log(level, "model '%s' is planned at %s", model, self.text())
+        logger.log(level, "memory plan of model '%s': %s", model, self.text())
 
     def text(self) -> str:
         """Return the plan for the log, in MB."""

@@ -6,15 +6,6 @@ import argparse
 from pathlib import Path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument(
-        "--alerts",
-        action="store_true",
-        help="print alert rules for Prometheus instead of the dashboard",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the file; returns 0."""
     name = "alerts.yaml" if args.alerts else "dashboard.json"

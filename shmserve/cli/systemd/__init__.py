@@ -231,20 +231,6 @@ _HIDDEN_FOLDERS = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("verb", choices=("install", "show", "remove"))
-    parser.add_argument("--user", action="store_true", help="use this user's service manager")
-    parser.add_argument("--root", type=Path, help="write to the system image in this folder")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the changes without making them"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="also overwrite or remove edited files"
-    )
-    parser.add_argument("--program", help="the path of the shmserve command to start [this one]")
-    parser.add_argument(
-        "--device",
-        choices=DEVICES,
-        help="the devices that the server may use [nvidia if /dev/nvidiactl exists]",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -258,7 +244,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.user and arguments.root:
         raise InvalidArgument("--root: an image has no user's manager; leave out --user")
-    root = arguments.root or Path("/")
+    root = Path(arguments.root or "/")
     host = _target(arguments, root)
     if arguments.verb == "show":
         for file in files(host):

@@ -197,7 +197,8 @@ def _read_members(
         elif key in inputs:
             request.inputs.append(_create_input(key, value, *inputs[key]))
         else:
-            value = value.value() if type(value) is Packed else value
+            if type(value) is Packed and not value.is_json:
+                value = value.value()
             request.parameters[key] = parameter_value(key, value)
 
 
@@ -216,17 +217,17 @@ def _read_nested_members(
 
 
 def _create_input(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
-    if type(value) is Packed:
-        shape = _fit_shape(value.count, dims)
-        if shape is not None and value.datatype == datatype and value.kind != "messages":
-            return packed_tensor(name, [value], shape)
-        value = value.value()
-    values = value if type(value) is list else [value]
-    shape = _fit_shape(len(values), dims)
+    values: Any = value if type(value) is list else [value]
+    is_packed = type(value) is Packed
+    shape = _fit_shape(value.count if is_packed else len(values), dims)
     if shape is None:
         raise InvalidArgument(
             f"The schema can not convert input '{name}' to tensor with proper shape"
         )
+    if is_packed:
+        if value.datatype == datatype and value.kind in ("text", "tokens"):
+            return packed_tensor(name, [value], shape)
+        return _create_input(name, value.value(), datatype, dims)
     tensor = InferInput(name, datatype, shape, len(values), values)
     tensor.data = tensor_bytes(tensor)
     return tensor

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
 
-# The limit of the number of inputs, outputs and parameters. Millions of them would fit into a
-# request, and block each process that handles them for seconds.
-_MAX_MEMBERS = 16384
+# The limit of the number of inputs, outputs and parameters, which are handled in about 10 ms.
+# Millions of them would fit into a request, and block each process that handles them for seconds.
+_MAX_MEMBERS = 4096
 
 
 @dataclass(slots=True)

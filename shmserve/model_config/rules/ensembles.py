@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.signature import shape_text, shapes_match
@@ -194,7 +194,7 @@ def compose(
     _check_streams(config, available_models)
     full = ModelConfig()
     full.CopyFrom(config)
-    full.model_transaction_policy.decoupled |= any(map(_is_decoupled, available_models))
+    full.model_transaction_policy.decoupled = any(map(_is_decoupled, available_models))
     return full
 
 
@@ -234,6 +234,12 @@ class _Tensor:
     def of(cls, config: ModelConfig, io: ModelInput | ModelOutput) -> _Tensor:
         return cls(config.name, io.data_type, tuple(io.dims), config.max_batch_size > 0)
 
+    @classmethod
+    def inside(cls, config: ModelConfig, io: ModelInput | ModelOutput) -> _Tensor:
+        """Return an ensemble's own tensor as its steps see it, after its `reshape`."""
+        tensor = cls.of(config, io)
+        return replace(tensor, dims=tuple(io.reshape.shape)) if io.HasField("reshape") else tensor
+
     @property
     def full_dims(self) -> tuple[int, ...]:
         return (-1, *self.dims) if self.batched else self.dims
@@ -241,13 +247,13 @@ class _Tensor:
 
 def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     """Raise GraphProblem if a step maps an unknown tensor, or lacks one that its model requires."""
-    tensors = {io.name: _Tensor.of(config, io) for io in config.input}
-    tensors.update({io.name: _Tensor.of(config, io) for io in config.output})
+    tensors = {io.name: _Tensor.inside(config, io) for io in config.input}
+    tensors.update({io.name: _Tensor.inside(config, io) for io in config.output})
     for step_index, model in enumerate(models):
         if 0 < model.max_batch_size < config.max_batch_size:
             raise GraphProblem(
                 f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it "
-                f"contains model {model.name} which only allows  maximum batch size to be "
+                f"contains model {model.name} which only allows maximum batch size to be "
                 f"{model.max_batch_size}",
                 ("max_batch_size",),
             )
@@ -317,8 +323,9 @@ def _disagreement(first: _Tensor, second: _Tensor) -> str:
         first.full_dims, second.full_dims
     ):
         return (
-            f"inconsistent shape: {shape_text(first.dims)} is inferred from model {first.model} "
-            f"while {shape_text(second.dims)} is inferred from model {second.model}"
+            f"inconsistent shape: {shape_text(first.full_dims)} is inferred from model "
+            f"{first.model} while {shape_text(second.full_dims)} is inferred from model "
+            f"{second.model}"
         )
     return ""
 

@@ -67,12 +67,12 @@ class SequenceDispatch(Dispatcher):
         if not correlation_id and self._rules.spec.iterative_sequence:
             correlation_id = next(i for i in self._own_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
-        if not correlation_id:
-            raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
         if fit.batch_size != self._rows:
             raise InvalidArgument(
                 f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             )
+        if not correlation_id:
+            raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
         self._sequences.check(correlation_id, flags, (client, message.source))
         return SequenceKey(correlation_id, flags)

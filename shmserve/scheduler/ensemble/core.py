@@ -26,7 +26,7 @@ from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping_text
+from shmserve.ipc.tensors.signature import Signature, id_prefix, model_shape, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
@@ -166,10 +166,17 @@ class EnsembleCore(Core[EnsembleRequest]):
         )
 
     def _derive(self, packed_schema: bytes) -> RequestProperties:
-        schema, graph = RequestSchema(packed_schema), self._graph
-        batched = self._signature.max_batch_size > 0
+        schema, graph, signature = RequestSchema(packed_schema), self._graph, self._signature
+        fit = signature.fit(packed_schema)
+        batched = signature.max_batch_size > 0
         inputs = tuple(
-            (name, TensorKind.shared(datatype, shape, batched), name in graph.conditions)
+            (
+                name,
+                TensorKind.shared(
+                    datatype, model_shape(signature.inputs[name], shape, batched), batched
+                ),
+                name in graph.conditions,
+            )
             for name, datatype, shape, _ in schema.inputs
         )
         input_names = {name for name, _, _ in inputs}
@@ -182,7 +189,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             placed_outputs,
             schema.parameters,
             packed_schema if placed_outputs or schema.parameters else b"",
-            self._signature.fit(packed_schema).batch_size or 1,
+            fit.batch_size or 1,
         )
 
     def _plan(self, outputs: tuple[str, ...]) -> Plan:

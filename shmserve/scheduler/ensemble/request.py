@@ -37,7 +37,7 @@ from shmserve.ipc.tensors.inference import (
     pack_response_schema,
 )
 from shmserve.ipc.tensors.schemas import BoundedCache
-from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.tensors.signature import Signature, client_shape
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
@@ -414,11 +414,12 @@ class EnsembleRequests:
         self, response: dict[str, Value], correlation_id: int | str, flags: int
     ) -> bytes:
         batches, outputs = self._signature.max_batch_size > 0, self._signature.outputs
-        tensors = [
-            TensorRef(name, kind.datatype, kind.shape_for(outputs[name].dims, batches), b"")
-            for name, value in response.items()
-            if (kind := value.kind) is not None
-        ]
+        tensors = []
+        for name, value in response.items():
+            if (kind := value.kind) is not None:
+                spec = outputs[name]
+                shape = client_shape(spec, kind.shape_for(spec.model_dims, batches), batches)
+                tensors.append(TensorRef(name, kind.datatype, shape, b""))
         parameters = {
             "sequence_id": correlation_id,
             "sequence_start": bool(flags & SEQUENCE_START),

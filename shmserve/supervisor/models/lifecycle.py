@@ -38,6 +38,9 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
+# Phases that an event ends, or a later order: most orders of a start are in such a phase.
+_WAITING_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
+
 
 class Lifecycle:
     """The state machine that executes orders about the models of a registry."""
@@ -218,8 +221,8 @@ class Lifecycle:
             )
             cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
             if cycle:
-                text = f"circular dependency between ensembles: {' -> '.join(cycle)}"
-                self._fail(order, InvalidArgument(text))
+                text = f"circular dependency between ensembles: {' -> '.join(cycle)}\n"
+                self._fail(order, InvalidArgument(f"load failed for model '{model.name}': {text}"))
             else:
                 order.phase = OrderPhase.WAITING
                 self._load_steps(order)
@@ -366,14 +369,15 @@ class Lifecycle:
 
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
-            # Most orders of a start wait for files or processes, and have no step to execute.
-            if model.retiring or (model.orders and model.orders[0].phase in self._steps):
+            orders = model.orders
+            if model.retiring or (
+                orders and (orders[0].phase not in _WAITING_PHASES or len(orders) > 1)
+            ):
                 self._advance(model)
-        for order in self._open_orders[:]:
-            if (
-                order.is_finished
-                and not order.awaited_ends
-                and all(follow_up.is_answered for follow_up in order.follow_ups)
+        finished_orders = [o for o in self._open_orders if o.phase is OrderPhase.FINISHED]
+        for order in finished_orders:
+            if not order.awaited_ends and all(
+                follow_up.is_answered for follow_up in order.follow_ups
             ):
                 self._open_orders.remove(order)
                 order.is_answered = self._has_changed = True
@@ -458,7 +462,8 @@ class Lifecycle:
         name = order.model.name
         if order.model.unloads_later:
             return
-        for user in list(self._registry.models.values()):
+        models = self._registry.models.values()
+        for user in [model for model in models if model.has_steps or model.needed_steps]:
             loads = [load for load in user.orders if load.kind is OrderKind.LOAD]
             if shape_changed and loads:
                 user.is_outdated |= any(version.uses(name) for version in user.serving.values())

@@ -104,6 +104,11 @@ def _ensembles(repository: Path) -> None:
     )
     out_of = [xy_step("add", "IN", "m"), xy_step("plain", "m", "OUT")]
     add_ensemble(repository, "out_of_batch", out_of, max_batch_size=1)
+    reshaped = [
+        tensor("IN", dims=[-1, 1], extra_fields="reshape: { shape: [ -1 ] }"),
+        tensor("OUT", dims=[1, -1], extra_fields="reshape: { shape: [ -1 ] }"),
+    ]
+    add_ensemble(repository, "reshaped", two_steps, reshaped[:1], reshaped[1:], max_batch_size=4)
     add_ensemble(
         repository, "wrong_shape", [xy_step("plain", "IN", "m"), xy_step("fixed1", "m", "OUT")]
     )

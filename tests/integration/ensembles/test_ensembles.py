@@ -99,6 +99,11 @@ def test_batch_dimensions_are_added_and_removed(server: Server) -> None:
     assert outputs(server, "out_of_batch", IN=floats(1, 2)[None]) == {"OUT": [[3, 4]]}
 
 
+def test_an_ensemble_may_reshape_its_tensors(server: Server) -> None:
+    """The steps see the shapes of `reshape`, and clients those of `dims`."""
+    assert outputs(server, "reshaped", IN=floats(1, 2).reshape(1, 2, 1)) == {"OUT": [[[4, 6]]]}
+
+
 # --- missing outputs and models ---------------------------------------------------------------
 
 

@@ -118,7 +118,9 @@ def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     )
     circle = http.load("one")
     assert circle.status == 400
-    assert circle.error == "circular dependency between ensembles: one -> two -> one"
+    assert circle.error == (
+        "load failed for model 'one': circular dependency between ensembles: one -> two -> one\n"
+    )
     assert http.load("typed").error == (
         "load failed for model 'typed': typed/config.pbtxt:7:68: "
         'ensemble_scheduling.step[0].input_map["X"]: in ensemble typed, ensemble tensor IN: '

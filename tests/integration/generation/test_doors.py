@@ -280,6 +280,8 @@ def test_tokenize_and_detokenize_equal_transformers(
     with generative.http() as http:
         tokenized = http.post("/tokenize", {**body, "return_token_strs": True}).ok().json()
         text = http.post("/detokenize", {"model": "tiny", "tokens": ids}).ok().json()
+        large_body = {"model": "tiny", "tokens": ids, "user": "x" * 600_000}  # parsed in a process
+        assert http.post("/detokenize", large_body).ok().json() == text
     assert (tokenized["tokens"], tokenized["count"]) == (ids, len(ids))
     assert tokenized["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
     assert tokenized["max_model_len"] > 1
@@ -312,7 +314,8 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
         ("/detokenize", {"model": "tiny"}, 400, "tokens"),
         ("/detokenize", {"model": "tiny", "tokens": ["a"]}, 400, "tokens"),
         ("/detokenize", {"model": "tiny", "tokens": [5, 9999]}, 400, "tokens"),
-        ("/detokenize", {"model": "tiny", "tokens": [1 << 40]}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": [1 << 40]}, 400, "tokens[0]"),
+        ("/detokenize", {"model": "tiny", "tokens": [-1]}, 400, "tokens"),
     ],
 )  # fmt: skip
 def test_requests_that_cannot_be_converted_are_refused(
@@ -547,6 +550,8 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
         ("/v1/embeddings", {"model": "embedder", "input": ["%", None]}),
         ("/v1/embeddings", {"model": "embedder", "input": "%", "encoding_format": "x"}),
         ("/tokenize", {"prompt": "%", "messages": []}),
+        ("/v1/responses", {"input": "a", "include": ["%"]}),
+        ("/v1/responses", {"input": "a", "stream": "%"}),
         ("/v2/models/tiny/generate", {"text_input": ["%", "b"]}),
         ("/v2/models/tiny/generate", {"input_ids": "%"}),
     ],
@@ -583,6 +588,19 @@ def test_large_fields_have_the_effect_of_small_ones(generative: Server, chat: bo
     assert (choice["message"]["content"] if chat else choice["text"]) == "57"
     status, answer = post_body(generative, path, json.dumps({**body, **prompt, "n": [0] * 70_000}))
     assert (status, answer["error"]["param"]) == (400, "n")
+
+
+def test_large_fields_of_responses_have_the_effect_of_small_ones(generative: Server) -> None:
+    schema = {"const": 57, "description": "a" * 600_000}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    body = {"model": "tiny", "input": "a", "text": text, "max_output_tokens": 9}
+    for fields in ({}, {"input": [{"role": "user", "content": "a"}, {"type": "item_reference"}]}):
+        status, answer = post_body(generative, "/v1/responses", json.dumps({**body, **fields}))
+        if fields:
+            assert (status, answer["error"]["param"]) == (400, "input[1]")
+        else:
+            assert answer["output"][0]["content"][0]["text"] == "57"
+            assert answer["text"] == text
 
 
 def test_large_texts_are_embedded(generative: Server) -> None:

@@ -310,7 +310,7 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
         link.recv(64, socket.MSG_WAITALL)
         link.shutdown(socket.SHUT_RD)
         link.sendall(zmtp.GREETING)
-        assert c_client.communicate(timeout=20)[1] == "infer: the server does not listen\n"
+        assert c_client.communicate(timeout=20)[1] == "infer: nothing can be sent to the server\n"
         assert c_client.returncode == 1
 
 

@@ -4,11 +4,13 @@ import asyncio
 import json
 from typing import Any
 
+import orjson
 import pytest
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.http.json import large_bodies
 from shmserve.gateway.http.openai import responses
+from shmserve.gateway.http.openai.bodies import as_fragment
 from shmserve.gateway.http.openai.generation import Delta
 from shmserve.gateway.http.openai.responses import ResponseObject
 from shmserve.gateway.http.routes import ROUTES
@@ -25,8 +27,8 @@ def convert_chat(**body: Any) -> dict[str, Any]:
 
 
 def parse_large(body: dict[str, Any]) -> Any:
-    raw, convert = json.dumps(body).encode(), responses.convert_input
-    return asyncio.run(large_bodies.parse_large([raw], {}, (), convert=convert))
+    raw, convert = json.dumps(body).encode(), responses.convert_large
+    return asyncio.run(large_bodies.parse_large([raw], {}, ["messages"], convert=convert))
 
 
 def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
@@ -56,10 +58,29 @@ def test_a_text_is_a_message_of_the_user() -> None:
 @pytest.mark.parametrize(
     "items", ["hi", [{"role": "user", "content": [{"type": "input_text", "text": "h"}]}, CALL_ITEM]]
 )
-def test_a_process_converts_the_input_of_a_large_body(items: Any, instructions: Any) -> None:
-    body = {"model": "m", "input": items, "instructions": instructions}
-    converted = convert_chat(**parse_large(body))
-    assert converted.pop("messages").value() == convert_chat(**body).pop("messages")
+def test_a_process_converts_a_large_body_to_a_chat(items: Any, instructions: Any) -> None:
+    tools = [{"type": "function", "name": f"f{n}", "description": "x" * 99} for n in range(999)]
+    body = {"model": "m", "input": items, "instructions": instructions, "tools": tools}
+    parsed = parse_large({**body, "include": ["reasoning.encrypted_content"] * 9999})
+    assert parsed["include"] == ["reasoning.encrypted_content"]
+    chat = {name: value for name, value in parsed["input"].items() if value is not None}
+    packed = {name: chat[name].value() for name in ("messages", "tools")}
+    assert {**chat, **packed} == convert_chat(**body)
+    assert parsed["tools"].value() == tools
+
+
+def test_warnings_of_the_process_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    parse_large({"input": "hi", "tools": [FUNCTION, {"type": "tool_search"}]})
+    assert "a tool of /v1/responses is ignored: 'tool_search' is not 'function'" in caplog.text
+
+
+def test_a_response_repeats_large_fields_as_they_were_received() -> None:
+    large_format = {"type": "json_schema", "schema": {"enum": ["x"] * 20_000}}
+    body = {"input": "hi", "text": {"format": large_format}, "metadata": {"a": "b" * 70_000}}
+    parsed = parse_large(body)
+    fragments = {name: as_fragment(parsed[name]) for name in ("text", "metadata")}
+    response = json.loads(orjson.dumps(ResponseObject({**parsed, **fragments}).whole_response()))
+    assert (response["text"], response["metadata"]) == (body["text"], body["metadata"])
 
 
 def test_the_gateway_converts_an_input_with_references() -> None:
@@ -190,14 +211,16 @@ def test_tools_of_openai_are_ignored_beside_functions(caplog: pytest.LogCaptureF
     assert "a tool of /v1/responses is ignored: 'web_search'" in caplog.text
 
 
-def test_functions_of_a_namespace_have_its_name() -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     namespace = {"type": "namespace", "name": "n", "description": "d", "tools": [FUNCTION]}
     tools = [FUNCTION, namespace]
     chat_tools = convert_chat(tools=tools)["tools"]
     assert [tool["function"]["name"] for tool in chat_tools] == ["f", "n__f"]
     assert chat_tools[1]["function"]["parameters"] == FUNCTION["parameters"]
 
-    response_object = ResponseObject({"model": "m", "tools": tools})
+    shown_tools = orjson.Fragment(orjson.dumps(tools)) if is_large else tools
+    response_object = ResponseObject({"model": "m", "tools": shown_tools})
     calls = [{"index": i, "id": f"c{i}", "name": name, "arguments": "{}"}
              for i, name in enumerate(["f", "n__f"])]  # fmt: skip
     events_out = events(response_object, [Delta(0, "", "stop", message={"tool_calls": calls})])

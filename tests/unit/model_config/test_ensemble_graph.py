@@ -127,7 +127,7 @@ def build_ensemble(
             (step("addb", "X=IN", "Y=OUT"),),
             "max_batch_size: 4",
             "max_batch_size",
-            "ensemble e allows maximum batch size 4, but it contains model addb which only allows  "
+            "ensemble e allows maximum batch size 4, but it contains model addb which only allows "
             "maximum batch size to be 2",
         ),
         (
@@ -170,8 +170,10 @@ def test_batching_models_and_other_models_may_be_mixed() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("add", False), ("dec", True)])
-def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> None:
-    ensemble = build_ensemble(step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
+@pytest.mark.parametrize("fields", ["", "model_transaction_policy { decoupled: true }"])
+def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool, fields: str) -> None:
+    steps = (step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
+    ensemble = build_ensemble(*steps, fields=fields)
     assert ensemble.model_transaction_policy.decoupled is expected
     assert ensemble.HasField("model_transaction_policy")
 

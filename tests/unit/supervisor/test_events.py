@@ -24,6 +24,7 @@ from shmserve.ipc.messages import publications
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.unions import ServerEvent
+from shmserve.ipc.transport import frames
 from shmserve.supervisor import events as events_package
 from shmserve.supervisor.events import EventFeed, EventPublisher, Subscriptions, changes
 from tests.support.waiting import until_async
@@ -278,6 +279,7 @@ def test_the_page_has_every_event_and_field() -> None:
         )
         cell = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
         assert cell == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row
+    assert f'`[{frames.VERSION}, ["EventHeader", sequence, time_ns],' in page
     assert set(publications.TOPICS) == set(typing.get_args(ServerEvent))
     assert set(publications.TOPICS.values()) == set(TOPICS)
 

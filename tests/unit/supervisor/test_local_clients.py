@@ -201,8 +201,11 @@ def test_the_tensors_that_a_welcome_lists() -> None:
     tensor = {"name": "x", "data_type": "TYPE_FP32", "dims": [], "reshape": {"shape": [1]}}
     unset_fields = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}
     model = replace(
-        _model("m", 0), config=ModelSpec.of({"name": "m", "input": [{**tensor, **unset_fields}]})
+        _model("m", 0),
+        config=ModelSpec.of({"name": "m", "input": [{**tensor, **unset_fields}]}),
+        metadata={"name": "m"},
     )
+    assert _for_local_clients(model).metadata == {}
     assert _for_local_clients(model).config.source == {"name": "m", "input": [tensor], "output": []}
     optional = {**tensor, **unset_fields, "optional": True}
     model = replace(model, config=ModelSpec.of({"name": "m", "output": [optional]}))

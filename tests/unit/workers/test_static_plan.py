@@ -148,7 +148,7 @@ def test_a_steady_stream_allocates_nothing(
         path.write_text(TORCH_MODEL)
         worker.serve(PytorchBackend(worker.context), config((ROW_SIZE,), 4))
         assert "weights 0.00, inputs" in caplog.text
-    assert "is planned at 8.39 MB" in caplog.text
+    assert ": 8.39 MB: weights" in caplog.text
     assert allocations == [4 * ROW_SIZE * 4], "the input of the largest batch, at load"
     with contextlib.closing(Region(8 * ROW_SIZE * 4)) as region:
         requests = []

@@ -92,6 +92,8 @@ class ChatTemplate:
         try:
             template = self._compile(name)
             messages = [_prepare_message(message, template) for message in chat["messages"]]
+            if template.requires_tool_name:
+                _name_tool_messages(messages)
             last_text = _mark_end(chat["messages"][-1], messages[-1], template) if continues else ""
             _check_variables(variables, template)
             text = template.template.render(**{**variables, "messages": messages})
@@ -139,6 +141,7 @@ class ChatTemplate:
                     for test in parsed_template.find_all(nodes.Test)
                 ),
                 _takes_argument_text(parsed_template),
+                any(map(_requires_name, parsed_template.find_all(nodes.If))),
                 frozenset(meta.find_undeclared_variables(parsed_template)),
             )
         return self._compiled[name]
@@ -155,6 +158,7 @@ class _CompiledTemplate(NamedTuple):
         checks_content: Whether it checks that a message has a content.
         checks_null: Whether it checks that a content is null.
         takes_argument_text: Whether it writes the arguments of a call as a text.
+        requires_tool_name: Whether it rejects a tool's message without the name of the tool.
         variables: The names of its variables.
     """
 
@@ -166,6 +170,7 @@ class _CompiledTemplate(NamedTuple):
     checks_content: bool
     checks_null: bool
     takes_argument_text: bool
+    requires_tool_name: bool
     variables: frozenset[str]
 
 
@@ -199,6 +204,24 @@ def _takes_argument_text(parsed_template: nodes.Template) -> bool:
     tested = (test.node for test in parsed_template.find_all(nodes.Test))
     tests_type = any(_names(node, name) for node in tested for name in names)
     return not tests_type and any(_names(node, name) for node in written_nodes for name in names)
+
+
+def _requires_name(branch: nodes.If) -> bool:
+    """Return whether a branch rejects messages that have no `name`, as in templates of Hermes."""
+    tests = [branch.test, *branch.test.find_all(nodes.Test)]
+    calls = (call for part in branch.body for call in part.find_all(nodes.Call))
+    checks_name = any(isinstance(test, nodes.Test) and _names(test.node, "name") for test in tests)
+    return checks_name and any(_names(call.node, "raise_exception") for call in calls)
+
+
+def _name_tool_messages(messages: list[dict[str, Any]]) -> None:
+    """Add the names of called tools to their messages, since clients of OpenAI's API send ids."""
+    names: dict[Any, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call.get("id")] = call.get("function", {}).get("name", "")
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
 
 
 def _checks_content(node: nodes.Node) -> bool:

@@ -156,8 +156,12 @@ def _list_unsupported(warnings: list[str]) -> str:
 
 
 def _shorten(error: str) -> str:
-    first_line = error.splitlines()[0]
-    return "it matches no text" if first_line.startswith("NoExtension") else clip(first_line, 200)
+    first_line, *lines = error.splitlines()
+    if first_line.startswith("NoExtension"):
+        return "it matches no text"
+    # The reason why a regular expression is wrong follows its text.
+    reason = next((line for line in lines if line.startswith("error: ")), "")
+    return clip(f"{first_line} {reason}".rstrip(), 200)
 
 
 def matcher_error(matcher: Any, name: str) -> InvalidArgument | None:
@@ -238,8 +242,8 @@ _UUID_FORMATS = {
 def with_patterns(schema: Any, root: Any) -> Any:
     """Replace keywords that llguidance lacks by other keywords where possible.
 
-    They are `propertyNames`, pydantic's formats of UUIDs, and limits that are not float64. Keywords
-    whose value is null are removed.
+    They are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with lookaheads, and
+    limits that are not float64. Keywords whose value is null are removed.
 
     Args:
         schema: The schema, or a part of it.
@@ -253,6 +257,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     extended: dict[str, Any] = {}
+    patterns: list[str] = []
     for key, value in schema.items():
         if key in SCHEMA_MAPS and isinstance(value, dict):
             members = with_pauses(value.items())
@@ -265,8 +270,12 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended[key] = _representable_limit(key, value)
         elif key == "format" and value in _UUID_FORMATS and "pattern" not in schema:
             extended["pattern"] = _UUID_FORMATS[value]
+        elif key == "pattern" and isinstance(value, str):
+            *patterns, extended[key] = _split_lookaheads(value)
         elif value is not None:
             extended[key] = with_patterns(value, root)
+    if patterns:
+        extended["allOf"] = [*extended.get("allOf", ()), *({"pattern": each} for each in patterns)]
     pattern = _names_pattern(extended.get("propertyNames"), root)
     if pattern == "":
         del extended["propertyNames"]
@@ -275,6 +284,30 @@ def with_patterns(schema: Any, root: Any) -> Any:
         extended["patternProperties"] = {pattern: extended.get("additionalProperties", {})}
         extended["additionalProperties"] = False
     return extended
+
+
+# A lookahead at the beginning of a pattern: (?=...), or (?!...) without any other text than some
+# characters, as in pydantic's pattern of decimals.
+_CLASS = r"\[(?:[^\]\\]|\\.)+\]"
+_LOOKAHEAD = re.compile(
+    rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$)\)", re.DOTALL
+)
+
+
+def _split_lookaheads(pattern: str) -> list[str]:
+    """Return patterns without lookaheads at the beginning that a text must all match."""
+    patterns: list[str] = []
+    if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
+        return [pattern]  # a lookahead may belong to one of several alternatives
+    while match := _LOOKAHEAD.match(pattern):
+        expected, excluded = match.groups()
+        if expected is None and excluded[0] == "[":
+            is_negated = excluded[1] == "^"
+            patterns.append(f"[{excluded[2:]}" if is_negated else f"[^{excluded[1:]}")
+        else:
+            patterns.append(f"^(?:{expected})" if expected else excluded.swapcase())
+        pattern = f"^{pattern[match.end() :]}"
+    return [*patterns, pattern]
 
 
 def _check_integers(key: str, value: Any) -> None:
@@ -313,8 +346,8 @@ def _names_pattern(names: Any, root: Any) -> str | None:
         min_length, max_length = limits.get("minLength", 0), limits.get("maxLength", "")
         return f"^[\\s\\S]{{{min_length},{max_length}}}$" if limits else ""
     (key, value), *other_limits = limits.items()
-    values = value if key == "enum" else [value]
-    if other_limits or not all(isinstance(text, str) for text in values):
+    values = [text for text in (value if key == "enum" else [value]) if isinstance(text, str)]
+    if other_limits or not values:
         return None
     if key in ("enum", "const"):
         return f"^(?:{'|'.join(map(re.escape, values))})$"

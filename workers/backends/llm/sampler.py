@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shmserve.workers.backends.llm.parameters import GenerationParameters
@@ -173,12 +174,13 @@ def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
 
 def _penalise(logits: torch.Tensor, row: SampledRow) -> None:
     parameters = row.parameters
-    tokens = torch.tensor(row.tokens, device=logits.device)
     if parameters.repetition_penalty != 1.0:
-        distinct = torch.unique(tokens)
-        old_logits, penalty = logits[distinct], parameters.repetition_penalty
-        logits[distinct] = torch.where(old_logits < 0, old_logits * penalty, old_logits / penalty)
-    present, counts = torch.unique(tokens[row.prompt_length :], return_counts=True)
+        # Repeated tokens receive the same value again: sorting a long context would take longer.
+        tokens = torch.from_numpy(np.fromiter(row.tokens, np.int64)).to(logits.device)
+        old_logits, penalty = logits[tokens], parameters.repetition_penalty
+        logits[tokens] = torch.where(old_logits < 0, old_logits * penalty, old_logits / penalty)
+    generated = torch.tensor(row.tokens[row.prompt_length :], device=logits.device)
+    present, counts = torch.unique(generated.long(), return_counts=True)
     logits[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
 

@@ -2,11 +2,11 @@
 
 Parsing a body of 64 MiB takes a second, in which the gateway would serve no other request. A body
 above 512 KiB, or with many objects, is therefore sent to a process. It finds prompts that are too
-long for every model, other large fields, and JSON errors. It returns the body without its prompts
-as JSON, and the prompts as the bytes of their tensors, which the gateway only has to copy in
-pieces.
+long for every model, other fields that are too large, and JSON errors. It returns the small fields
+of the body as JSON, the prompts as the bytes of their tensors, and other large fields as bytes of
+JSON. The gateway only has to copy these bytes in pieces.
 
-    8 bytes: size of the header | header: JSON | the bytes of all prompts, one after the other
+    8 bytes: size of the header | header: JSON | the bytes of all packed fields, one after the other
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import numpy as np
@@ -27,11 +29,15 @@ import orjson
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, clip
 from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads, loads_checked
 from shmserve.gateway.http.json.tensors import decode
+from shmserve.gateway.inference.request import check_member_count
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.logs import warn_once
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
-# Maximum bytes of all other fields, which the gateway parses in 20 ms.
+# Maximum bytes of all fields that are no prompts, which the worker parses, and of the header.
 _MAX_OTHER_BYTES = 2 * LARGE
 _BYTES_A_TOKEN = 128  # maximum average bytes of a token
 # The maximum number of prompts of OpenAI's APIs, and the error about a longer list.
@@ -40,24 +46,25 @@ _COUNTS = {
     "input": (2048, "input: {} strings exceed the limit of {}"),
 }
 _MAX_PACKED_PROMPTS = 2048
-OTHER_FIELDS = "*"  # stands for the fields of a body that only the model reads
+_NESTED = ("parameters", "input")  # objects whose fields are packed like those of the body
+_MAX_WARNINGS = 256  # number of log records that the gateway may repeat
 _MAX_TOKEN_ID = (1 << 31) - 1
 _PIECE = 1 << 16
 _one_at_a_time = asyncio.Semaphore(1)
 
-# Called with the parsed body in the process; returns another body, and the fields to pack.
-Convert = Callable[[Any], tuple[Any, Sequence[str]]]
+# Called with the parsed body in the process; returns another body.
+Convert = Callable[[Any], Any]
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Packed:
-    """A prompt of a large body, converted to the bytes of a tensor by the process.
+    """A prompt or another large field of a large body, converted to bytes by the process.
 
     Attributes:
         kind: "text": a string. "tokens": a list of integers. "messages": a list of messages, whose
             bytes are JSON without the length that precedes an element of a tensor. "json": a field
             that is no prompt, as JSON.
-        count: The number of elements of the tensor.
+        count: The number of elements of the tensor, or of the JSON value.
         byte_size: The number of bytes.
         fault: The index of the first message without a role, or None.
         pieces: The bytes.
@@ -75,10 +82,13 @@ class Packed:
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
-        """Return the text by which errors show the prompt."""
-        return (
-            self.pieces[0][:_PIECE].decode(errors="replace") if self.is_json else repr(self.value())
-        )
+        """Return the beginning of the text by which errors show the field."""
+        beginning = b"".join(self.pieces[:1])
+        if self.kind == "tokens":
+            return repr(np.frombuffer(beginning, np.int32).tolist())
+        prefix = {"text": 4, "json": int(beginning.startswith(b'"'))}.get(self.kind, 0)
+        text = beginning[prefix:].decode(errors="replace")
+        return repr(text) if prefix else text
 
     @property
     def is_json(self) -> bool:
@@ -96,17 +106,16 @@ class Packed:
 async def parse_large(
     pieces: Sequence[bytes],
     longest: Mapping[str, int],
-    packed: Sequence[str],
+    prompts: Sequence[str],
     model: str = "",
     convert: Convert | None = None,
 ) -> Any:
-    """Parse a large body, whose prompts become `Packed`.
+    """Parse a large body, whose prompts and other large fields become `Packed`.
 
     Args:
         pieces: The body.
         longest: The maximum number of tokens of each model.
-        packed: The fields with prompts. `OTHER_FIELDS` stands for other large fields, which become
-            JSON that this process does not parse.
+        prompts: The fields with prompts.
         model: The model, unless the body has its name.
         convert: The function that converts the parsed body, if any; a public one of a module.
 
@@ -117,7 +126,7 @@ async def parse_large(
     code = f"from {__name__} import main; main()"
     if convert is not None:
         code = f"import {convert.__module__} as m; {code[:-1]}m.{convert.__name__})"
-    arguments = (sys.executable, "-c", code, json.dumps([longest, packed, model]))
+    arguments = (sys.executable, "-P", "-c", code, json.dumps([longest, prompts, model]))
     pipe = asyncio.subprocess.PIPE
     async with _one_at_a_time:
         process = await asyncio.create_subprocess_exec(
@@ -145,30 +154,31 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
     header = loads_checked(await output.readexactly(size))
     if "error" in header:
         raise (JsonFault if header["malformed"] else InvalidArgument)(header["error"])
-    prompts = {name: Packed(*columns) for name, columns in header["prompts"].items()}
-    for prompt in prompts.values():
-        missing_bytes = prompt.byte_size
+    for text in header["warnings"]:
+        warn_once(logger, "%s", text)
+    packed = {name: Packed(*columns) for name, columns in header["packed"].items()}
+    for value in packed.values():
+        missing_bytes = value.byte_size
         while missing_bytes:
-            prompt.pieces.append(await output.readexactly(min(missing_bytes, _PIECE)))
-            missing_bytes -= len(prompt.pieces[-1])
+            value.pieces.append(await output.readexactly(min(missing_bytes, _PIECE)))
+            missing_bytes -= len(value.pieces[-1])
     body = header["body"]
-    for holder in _holders(body):
-        for name in header["packed"]:
-            value = holder.get(name)
-            if isinstance(value, str):
-                holder[name] = prompts.get(value, value)
-            elif isinstance(value, list) and len(value) <= _MAX_PACKED_PROMPTS:
-                texts = [item if isinstance(item, str) else "" for item in value]
-                holder[name] = [
-                    prompts.get(text, item) for text, item in zip(texts, value, strict=True)
-                ]
+    if isinstance(body, dict):
+        _insert_packed(body, packed)
     return body
 
 
-def _holders(body: Any) -> list[dict[str, Any]]:
-    """Return the objects of a body that may contain prompts: itself, and its `parameters`."""
-    nested = body.get("parameters") if isinstance(body, dict) else None
-    return [holder for holder in (body, nested) if isinstance(holder, dict)]
+def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None:
+    """Replace the strings that stand for prompts and other large fields."""
+    for name, value in fields.items():
+        if isinstance(value, str):
+            fields[name] = packed.get(value, value)
+        elif isinstance(value, list):
+            fields[name] = [
+                packed.get(item, item) if isinstance(item, str) else item for item in value
+            ]
+        elif isinstance(value, dict) and name in _NESTED:
+            _insert_packed(value, packed)
 
 
 def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
@@ -232,19 +242,30 @@ def check_count(name: str, values: Sequence[Any]) -> None:
 
 
 class _Packer:
-    """A packer of the prompts of one body. `prompts` has the arguments of each `Packed`."""
+    """A packer of the large fields of one body. `packed` has the arguments of each `Packed`."""
 
-    def __init__(self) -> None:
-        self._token = secrets.token_hex(16)  # A client cannot guess the string of a prompt.
-        self.prompts: dict[str, tuple[str, int, int, int | None]] = {}
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._token = secrets.token_hex(16)  # A client cannot guess the string of a field.
+        self.packed: dict[str, tuple[str, int, int, int | None]] = {}
         self.pieces: list[bytes] = []
 
-    def packed(self, name: str, value: Any) -> Any:
-        """Return the value of a field, with strings that stand for its prompts."""
+    def pack_fields(self, fields: dict[str, Any]) -> None:
+        """Replace prompts and large fields by strings that stand for them."""
+        check_member_count(fields, "fields")
+        for name, value in fields.items():
+            if isinstance(value, dict) and name in _NESTED:
+                self.pack_fields(value)
+                continue
+            packed = self._pack_prompt(name, value) if name in self._prompts else None
+            fields[name] = self._pack_large(value) if packed is None else packed
+
+    def _pack_prompt(self, name: str, value: Any) -> str | list[Any] | None:
+        """Return what stands for a prompt or a list of prompts; None for other values."""
         if isinstance(value, str):
             return self._pack("text", 1, decode([value], "BYTES", 1, name))
         if not isinstance(value, list) or not value:
-            return value
+            return None
         is_chat = name == "messages" and type(value[0]) is not str
         if is_chat or (name == "input" and type(value[0]) is dict):
             return self._pack("messages", 1, orjson.dumps(value), without_role(value))
@@ -254,51 +275,55 @@ class _Packer:
         if name == "prompt" or (name == "input" and {*map(type, value)} == {str}):
             check_count(name, value)
         if len(value) > _MAX_PACKED_PROMPTS:
-            return value
+            return None
         return [
-            self.packed(f"{name}[{index}]", item)
+            self._pack_prompt(f"{name}[{index}]", item)
             if isinstance(item, str) or are_tokens(item)
-            else item
+            else self._pack_large(item)
             for index, item in enumerate(value)
         ]
 
-    def pack_others(self, body: dict[str, Any], prompts: Sequence[str]) -> list[str]:
-        """Pack large fields that are no prompts, and return their names."""
-        names = []
-        for name, value in body.items():
-            if name not in prompts and isinstance(value, dict | list):
-                text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-                if len(text) > _PIECE:
-                    body[name] = self._pack("json", 1, text)
-                    names.append(name)
-        return names
+    def _pack_large(self, value: Any) -> Any:
+        if not isinstance(value, str | list | dict):
+            return value
+        text = _encode_json(value)
+        count = len(value) if isinstance(value, list) else 1
+        return self._pack("json", count, text) if len(text) > _PIECE else value
 
     def _pack(self, kind: str, count: int, data: bytes, fault: int | None = None) -> str:
-        name = f"{self._token}.{len(self.prompts)}"
-        self.prompts[name] = kind, count, len(data), fault
+        name = f"{self._token}.{len(self.packed)}"
+        self.packed[name] = kind, count, len(data), fault
         self.pieces.append(data)
         return name
 
 
 def main(convert: Convert | None = None) -> None:
-    """Parse the body on the standard input, and write its header and its prompts."""
+    """Parse the body on the standard input, and write its header and its large fields."""
     os.nice(10)
-    longest, packed, model = json.loads(sys.argv[1])
-    packer = _Packer()
+    longest, prompts, model = json.loads(sys.argv[1])
+    packer = _Packer(prompts)
+    records = BufferingHandler(_MAX_WARNINGS)
+    logging.basicConfig(handlers=[records])
     try:
         body = loads(sys.stdin.buffer.read())
         if error := long_prompt(body, longest, model):
             raise InvalidArgument(error)
         if convert is not None:
-            body, packed = convert(body)
-        for holder in _holders(body):
-            for name in holder.keys() & {*packed}:
-                holder[name] = packer.packed(name, holder[name])
-        if OTHER_FIELDS in packed and isinstance(body, dict):
-            packed += packer.pack_others(body, packed)
-        header = {"body": body, "prompts": packer.prompts, "packed": packed}
+            body = convert(body)
+        if isinstance(body, dict):
+            packer.pack_fields(body)
+        else:
+            body = type(body)()  # errors about the body name only its type
+        warnings = [record.getMessage() for record in records.buffer]
+        text = _encode_json({"body": body, "packed": packer.packed, "warnings": warnings})
+        if len(text) > _MAX_OTHER_BYTES:
+            raise InvalidArgument(f"the fields have {len(text)} bytes, at most {_MAX_OTHER_BYTES}")
     except ShmserveError as fault:
-        header = {"error": fault.message, "malformed": isinstance(fault, JsonFault)}
-    # orjson would write NaN as null.
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text = _encode_json({"error": fault.message, "malformed": isinstance(fault, JsonFault)})
+        packer.pieces.clear()
     sys.stdout.buffer.writelines((len(text).to_bytes(8, "little"), text, *packer.pieces))
+
+
+def _encode_json(value: Any) -> bytes:
+    # orjson would write NaN as null.
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

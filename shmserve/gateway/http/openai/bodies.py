@@ -198,12 +198,13 @@ def wants_logprobs(parameters: dict[str, Any]) -> bool:
     return count is not None and count is not False
 
 
-def _as_fragment(packed: Packed) -> orjson.Fragment:
+def as_fragment(packed: Packed) -> orjson.Fragment:
+    """Return a field of a large body as JSON for `orjson.dumps`."""
     return orjson.Fragment(b"".join(packed.pieces))
 
 
 # Arguments of `orjson.dumps` that encode a `Packed` field, which is a dataclass.
-_WITH_PACKED = _as_fragment, orjson.OPT_PASSTHROUGH_DATACLASS
+_WITH_PACKED = as_fragment, orjson.OPT_PASSTHROUGH_DATACLASS
 
 
 def create_input(
@@ -233,7 +234,7 @@ async def read_body(
 ) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
 
-    The fields `prompts` of a large body are `Packed`, or `convert` selects the fields.
+    The fields `prompts` and other large fields of a large body are `Packed`.
 
     Raises:
         InvalidArgument: The body is too large, or not a JSON object.
@@ -447,12 +448,9 @@ def prompt(value: Any, name: str = "prompt") -> InferInput:
     """Return the input of a text or of a list of tokens, the field `name` of a body."""
     if type(value) is str:
         return create_input("text_input", "BYTES", [value])
-    is_packed = type(value) is Packed
-    if is_packed and value.kind == "text":
-        return packed_tensor("text_input", [value])
-    if is_packed or are_tokens(value):
-        if is_packed:
-            return packed_tensor("input_ids", [value])
+    if type(value) is Packed and value.kind in ("text", "tokens"):
+        return packed_tensor("text_input" if value.kind == "text" else "input_ids", [value])
+    if are_tokens(value):
         check_tokens(name, value)
         return create_input("input_ids", "INT32", value)
     raise InvalidArgument(

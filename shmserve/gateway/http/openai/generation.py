@@ -18,7 +18,6 @@ import orjson
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.infer import ResponseQueue
-from shmserve.gateway.http.json.large_bodies import OTHER_FIELDS
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
     ChunkedResponse,
@@ -363,7 +362,7 @@ class Choices:
 async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/completions: respond with the continuations of prompts."""
     text_request = await bodies.parse_completion(
-        gateway, await bodies.read_body(gateway, request, ["prompt", OTHER_FIELDS])
+        gateway, await bodies.read_body(gateway, request, ["prompt"])
     )
     return await respond(
         gateway, request, text_request, _create_choices(gateway, COMPLETION_FORMAT, text_request)
@@ -373,7 +372,7 @@ async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpRespo
 async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
     text_request = await bodies.parse_chat(
-        gateway, await bodies.read_body(gateway, request, ["messages", OTHER_FIELDS])
+        gateway, await bodies.read_body(gateway, request, ["messages"])
     )
     return await respond(
         gateway, request, text_request, _create_choices(gateway, CHAT_FORMAT, text_request)

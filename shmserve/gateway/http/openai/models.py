@@ -25,7 +25,7 @@ import orjson
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
-from shmserve.gateway.http.json.large_bodies import OTHER_FIELDS, Packed, check_count
+from shmserve.gateway.http.json.large_bodies import Packed, are_tokens, check_count
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -148,8 +148,6 @@ def _encode_vector(vector: np.ndarray[Any, Any], encoding: str) -> Any:
 
 
 _STARTED_AT_S = int(time.time())
-_MAX_TOKEN_ID = (1 << 31) - 1
-_TOKENIZED = ("prompt", "messages", OTHER_FIELDS)
 
 
 async def list_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -203,7 +201,7 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
-    fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, _TOKENIZED)
+    fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
     model = await bodies.resolve_generative_model(
         gateway, fields, default=await _default_model(gateway, fields)
     )
@@ -237,23 +235,21 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /detokenize: respond with the text of tokens."""
-    fields = await bodies.read_fields(gateway, request, DETOKENIZE_FIELDS)
+    fields = await bodies.read_fields(gateway, request, DETOKENIZE_FIELDS, ["tokens"])
     model = await bodies.resolve_generative_model(
         gateway, fields, default=await _default_model(gateway, fields)
     )
-    tokens = fields.get("tokens")
-    if type(tokens) is not list or not {*map(type, tokens)} <= {int}:
-        raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    if not tokens:
+    tokens = bodies.check_member(fields, "tokens", list, None)
+    if tokens == []:
         return json_response({"prompt": ""})
-    count, limit = len(tokens), model.max_model_len
-    if limit and count > limit:
-        raise InvalidArgument(
-            f"tokens: {PROMPT_TOO_LONG}: {count} tokens exceed the limit of {limit}"
-        )
-    if min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID:
+    if type(tokens) is not Packed and not are_tokens(tokens):
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    ids = bodies.create_input("input_ids", "INT32", tokens)
+    ids = bodies.prompt(tokens, "tokens")
+    limit = model.max_model_len
+    if limit and ids.count > limit:
+        raise InvalidArgument(
+            f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"
+        )
     _check_converts(model)
     values = await _infer(gateway, request, model, ids, (TEXT_OUTPUT,), {"task": "detokenize"})
     return json_response({"prompt": values[TEXT_OUTPUT].ravel()[0].decode()})

@@ -108,9 +108,13 @@ _INCLUDED_MEMBERS = (
 
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
-    body = await bodies.read_body(gateway, request, convert=convert_input)
+    body = await bodies.read_body(gateway, request, ["messages"], convert_large)
+    chat: Any = body.get("input")
+    is_converted = type(chat) is dict and type(chat.get("messages")) is Packed
+    unpack = bodies.as_fragment if is_converted else Packed.value
+    body = {name: unpack(value) if type(value) is Packed else value for name, value in body.items()}
     fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
-    text_request = await bodies.parse_chat(gateway, _chat_body(fields))
+    text_request = await bodies.parse_chat(gateway, chat if is_converted else _chat_body(fields))
     shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
     return await respond(gateway, request, text_request, ResponseObject(shown_body))
 
@@ -118,15 +122,15 @@ async def create_response(gateway: Gateway, request: HttpRequest) -> HttpRespons
 # --- requests
 
 
-def convert_input(body: Any) -> tuple[Any, list[str]]:
-    """Replace the input of a large body by the messages of a chat, which `parse_large` packs.
+def convert_large(body: Any) -> Any:
+    """Replace the input of a large body by the chat body that is equivalent to the request.
 
     An input with references is not replaced, since only the gateway has the stored items.
     """
     items = body.get("input") if type(body) is dict else None
     if not items or (type(items) is list and any(map(_is_reference, items))):
-        return body, []
-    return {**body, "input": _chat_messages(body)}, ["input"]
+        return body
+    return {**body, "input": _chat_body(body), "include": sorted({*(body.get("include") or ())})}
 
 
 def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -231,16 +235,11 @@ def _chat_format(text_format: Any) -> Any:
     return text_format
 
 
-def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]] | Packed:
+def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a chat for the instructions and the input of a request."""
-    request_input = body.get("input")
-    if type(request_input) is Packed:
-        return request_input
-    items: Any = (
-        [{"role": "user", "content": request_input}]
-        if type(request_input) is str
-        else request_input
-    )
+    items: Any = body.get("input")
+    if type(items) is str:
+        items = [{"role": "user", "content": items}]
     if type(items) is not list or not items:
         raise InvalidArgument("input: it is not a string or a list of items")
     messages: list[dict[str, Any]] = []
@@ -392,7 +391,8 @@ class ResponseObject:
 
     def _called(self, name: str) -> tuple[str, dict[str, str]]:
         """Return the type of the item for a call, and the names of the called tool as members."""
-        for tool in self.body.get("tools") or ():
+        tools = self.body.get("tools") or []
+        for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
             if tool["type"] == "custom" and tool["name"] == name:
                 return "custom_tool_call", {"name": name}
             if tool["type"] == "namespace" and name in _namespace_functions(tool, ""):
@@ -523,7 +523,6 @@ class ResponseObject:
             name: default if body.get(name) is None else body[name]
             for name, default in _REPEATED_MEMBERS.items()
         }
-        reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
         usage = self._usage or {}
         prompt, completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
         counts = {
@@ -548,14 +547,19 @@ class ResponseObject:
             "model": body.get("model"),
             "output": [{**item} for item in self._items],
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None, **reasoning},
+            "reasoning": _with_defaults(body.get("reasoning"), {"effort": None, "summary": None}),
             "service_tier": "default",
             "store": False,
-            "text": {"format": {"type": "text"}, **text},
+            "text": _with_defaults(body.get("text"), {"format": {"type": "text"}}),
             "truncation": "disabled",
             "usage": counts if usage else None,
             **repeated,
         }
+
+
+def _with_defaults(member: Any, defaults: dict[str, Any]) -> Any:
+    """Return a member of a response with its defaults; `member` may be JSON, None or an object."""
+    return member if type(member) is orjson.Fragment else {**defaults, **(member or {})}
 
 
 _ID_PREFIXES = {

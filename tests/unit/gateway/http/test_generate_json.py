@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.generate import encode_response, parse_generate
+from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import (
     JSON_LINES,
     SERVER_SENT_EVENTS,
@@ -42,6 +43,18 @@ def refusal(body: Any) -> tuple[int, str]:
     with pytest.raises(ShmserveError) as caught:
         parse(body)
     return caught.value.status, caught.value.message
+
+
+def test_large_fields_are_parsed_only_if_they_fit_an_input() -> None:
+    def pack(text: bytes, count: int) -> Packed:
+        return Packed("json", count, len(text), pieces=[text])
+
+    (tensor,) = parse({"parameters": {"F": pack(b"[1,2,3,4]", 4)}}).inputs
+    assert (tensor.shape, tensor.count) == ((2, 2), 4)
+    (text,) = parse({"TEXT": pack(b'"hi"', 1)}).inputs
+    assert text.data == parse({"TEXT": "hi"}).inputs[0].data
+    assert "proper shape" in refusal({"FIX": pack(b"not parsed", 3)})[1]
+    assert "parameter 'x' has invalid type" in refusal({"x": pack(b"not parsed", 1)})[1]
 
 
 @pytest.mark.parametrize(

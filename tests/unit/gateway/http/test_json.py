@@ -105,12 +105,12 @@ def test_the_number_of_tensors_is_limited(noun: str) -> None:
     """A request of 60 MB has room for a million, and all others would wait for it."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1], "data": [1]}
     header = {"inputs": [tensor], noun: [tensor] * 20_000}
-    with pytest.raises(InvalidArgument, match=f"at most 16384 {noun}, got 20000"):
+    with pytest.raises(InvalidArgument, match=f"at most 4096 {noun}, got 20000"):
         parse_request(header, 0, "m", LIMIT)
     message = ModelInferRequest()
     for _ in range(20_000):
         getattr(message, noun).add(name="A")
-    with pytest.raises(InvalidArgument, match=f"at most 16384 {noun}, got 20000"):
+    with pytest.raises(InvalidArgument, match=f"at most 4096 {noun}, got 20000"):
         decode_request(message)
 
 
@@ -587,8 +587,8 @@ def test_dimensions_and_parameters_are_limited() -> None:
     tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
     with pytest.raises(InvalidArgument, match="'A' may have at most 1024 dimensions, got 1025"):
         parse_request({"inputs": [tensor]}, 0, "m", LIMIT)
-    parameters = dict.fromkeys(_numbered_names(16385), 1)
-    with pytest.raises(InvalidArgument, match="at most 16384 parameters, got 16385"):
+    parameters = dict.fromkeys(_numbered_names(4097), 1)
+    with pytest.raises(InvalidArgument, match="at most 4096 parameters, got 4097"):
         parse_request({"inputs": [], "parameters": parameters}, 0, "m", LIMIT)
 
 

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json.large_bodies import (
-    OTHER_FIELDS,
     Packed,
     long_prompt,
     parse_large,
@@ -77,6 +77,14 @@ def parse(body: Any, *packed_fields: str, model: str = "m") -> Any:
     return asyncio.run(parse_large([raw[:9], raw[9:]], MAX_PROMPT_LENGTHS, packed_fields, model))
 
 
+def test_the_process_ignores_modules_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    assert parse({"n": 1}) == {"n": 1}
+
+
 def test_prompts_are_returned_as_bytes_in_pieces() -> None:
     text = "é" * (LARGE // 4)
     fields = {"truncate_prompt_tokens": 5, "stop": ["a"], "min_p": float("nan")}
@@ -105,6 +113,7 @@ def test_prompts_are_returned_as_bytes_in_pieces() -> None:
         [True],
         "",
         ["a"] * 1024,
+        [{"a": "b" * 70_000}, "c"],
     ],
 )
 def test_prompts_keep_their_values(prompt: Any) -> None:
@@ -117,7 +126,7 @@ def test_prompts_keep_their_values(prompt: Any) -> None:
     assert (unpacked_values if isinstance(prompts, list) else unpacked_values[0]) == prompt
 
 
-def test_only_named_fields_are_packed() -> None:
+def test_only_named_fields_are_packed_as_prompts() -> None:
     body = {"prompt": "a", "text_input": "b", "messages": [{"role": "c"}]}
     assert parse(body) == body
     assert isinstance(parse(body, "messages")["messages"], Packed)
@@ -143,12 +152,44 @@ def test_messages_are_json_with_the_first_one_without_a_role(
 def test_other_large_fields_stay_json() -> None:
     biases, items = {str(token): math.nan for token in range(9000)}, [{"": 0}] * 20_000
     fields = {"prompt": ["a"] * 1000, "logit_bias": biases, "x": items, "stop": ["b"] * 9, "n": 2}
-    body = parse(fields, "prompt", OTHER_FIELDS)
+    body = parse({**fields, "user": "é" * 40_000}, "prompt")
     assert (body["stop"], body["n"]) == (["b"] * 9, 2)
     assert (body["logit_bias"].is_json, body["prompt"][0].is_json) == (True, False)
     assert json.loads(b"".join(body["x"].pieces)) == items
     assert repr(body["logit_bias"]).startswith('{"0":NaN,"1":NaN')
-    assert parse(fields, "prompt")["x"] == items
+    assert (body["user"].is_json, body["user"].value()) == (True, "é" * 40_000)
+    nested = parse({"text_input": "a", "parameters": {"x": items, "n": 2}})["parameters"]
+    assert (nested["x"].value(), nested["x"].count, nested["n"]) == (items, 20_000, 2)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        ["a", None] * 20_000,
+        {"a": ["b"] * 20_000},
+        ["a"] * 20_000,
+        [[1], []] * 20_000,
+    ],
+)
+def test_wrong_prompts_stay_json_if_they_are_large(prompts: Any) -> None:
+    packed = parse({"text_input": prompts}, "text_input")["text_input"]
+    assert packed.is_json
+    assert packed.value() == prompts
+
+
+@pytest.mark.parametrize("body", [[1] * 1_000_000, "a" * 1_000_000, 5, None, True])
+def test_a_body_that_is_not_an_object_keeps_only_its_type(body: Any) -> None:
+    assert parse(body) == type(body)()
+
+
+def test_errors_show_the_beginning_of_a_large_field() -> None:
+    body = parse(
+        {"model": "vast", "prompt": [5] * 300_000, "text_input": "'" * 300_000},
+        *("prompt", "text_input"),
+    )
+    assert repr(body["prompt"]).startswith("[5, 5, ")
+    assert repr(body["text_input"]).startswith("\"''")
+    assert max(len(repr(field)) for field in body.values()) <= 1 << 16
 
 
 def test_tokens_are_the_bytes_of_a_tensor() -> None:
@@ -164,6 +205,10 @@ def test_the_errors_of_the_process_are_raised() -> None:
         parse({"prompt": ["a"] * 1025}, "prompt")
     with pytest.raises(InvalidArgument, match=r"^input: 2049 strings exceed the limit of 2048"):
         parse({"input": ["a"] * 2049}, "input")
+    with pytest.raises(InvalidArgument, match="at most 4096 fields, got 4097"):
+        parse({"parameters": {f"x{number}": 1 for number in range(4097)}})
+    with pytest.raises(InvalidArgument, match=r"the fields have .* at most 2097152"):
+        parse({"x" * 3_000_000: 1})
     with pytest.raises(JsonFault, match="failed to parse the request JSON buffer"):
         parse(b"{" * 9)
     with pytest.raises(InvalidArgument, match="'a'"):

@@ -538,6 +538,30 @@ def test_missing_arguments_are_an_empty_object(arguments: Any) -> None:
         assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == "{}"
 
 
+NAME = "{% if m.role == 'tool' %}{{ m.name }}{% endif %}"
+REJECTS = "{%- if not m.name is defined %}{{- raise_exception('no name') }}{%- endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_call_id", "text"),
+    [(NAME, "b", ""), (REJECTS + NAME, "b", "g"), (REJECTS + NAME, "a", "f")],
+)
+def test_tools_are_named_if_a_template_rejects_messages_without_a_name(
+    template: str, tool_call_id: str, text: str
+) -> None:
+    """Templates of Hermes require names, which clients of OpenAI's API do not send."""
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for call_id, name in (("a", "f"), ("b", "g"))
+    ]
+    messages = [
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": tool_call_id, "content": "1"},
+    ]
+    loop = f"{{% for m in messages[1:] %}}{template}{{% endfor %}}"
+    assert ChatTemplate({"default": loop}, {}).render({"messages": messages}) == text
+
+
 NAMED_TEMPLATES = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
 
 
