@@ -3,11 +3,14 @@
 import asyncio
 import gzip
 import json
+import math
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from multidict import CIMultiDict
 
@@ -24,7 +27,7 @@ from shmserve.errors import (
 )
 from shmserve.gateway.http.json.large_bodies import Packed, parse_large
 from shmserve.gateway.http.messages import WholeBody
-from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai import bodies, generation, models
 from shmserve.gateway.http.openai.bodies import (
     RequestTooLarge,
     TooManyRequests,
@@ -197,12 +200,12 @@ def text_gateway() -> Any:
         inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None}
     )
     model = SimpleNamespace(name="m", signature=signature)
-    models = MagicMock(on_demand=(), resolve_alias=str)
-    models.__contains__.return_value = True
-    models.resolve.return_value = model
+    model_table = MagicMock(on_demand=(), resolve_alias=str)
+    model_table.__contains__.return_value = True
+    model_table.resolve.return_value = model
     settings = GatewaySettings(max_input_size=1 << 20, arena_byte_size=1 << 20)
     budget = BodyBudget(1 << 20, MallocTrim())
-    return SimpleNamespace(models=models, settings=settings, body_budget=budget)
+    return SimpleNamespace(models=model_table, settings=settings, body_budget=budget)
 
 
 def read_body(raw: bytes, prompts: Sequence[str] = (), **headers: str) -> dict[str, Any]:
@@ -254,6 +257,52 @@ def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) 
     messages = read_body(raw, ["messages"], Content_Length=str(len(raw)))["messages"]
     assert (type(messages) is Packed) == is_packed
     assert (messages.value() if is_packed else messages) == [message] * count
+
+
+def test_other_requests_are_handled_while_many_texts_are_embedded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vector = np.array([0.1, -2.5, math.nan], np.float32)
+
+    async def compute(*arguments: Any) -> list[Any]:
+        return [vector] * len(arguments[-1])
+
+    async def embed(count: int) -> tuple[Any, int]:
+        turn_count = 0
+
+        async def count_turns() -> None:
+            nonlocal turn_count
+            while True:
+                turn_count += 1
+                await asyncio.sleep(0)
+
+        counter = asyncio.create_task(count_turns())
+        raw = json.dumps({"model": "m", "input": ["a"] * count}).encode()
+        headers = CIMultiDict({"Content-Length": str(len(raw))})
+        request: Any = SimpleNamespace(content=WholeBody(raw), headers=headers)
+        response = await models.embeddings(text_gateway(), request)
+        counter.cancel()
+        return json.loads(b"".join(response.pieces)), turn_count
+
+    monkeypatch.setattr(models, "_compute_vectors", compute)
+    monkeypatch.setattr(models, "find_embedder", lambda model: models.Embedder("a", "b", (), 4))
+    answer, turn_count = asyncio.run(embed(1000))
+    assert turn_count > 1250  # of 250 batches and 1000 vectors
+    expected_values = [*vector[:2].tolist(), None]
+    assert [entry["embedding"] for entry in answer["data"]] == [expected_values] * 1000
+    assert [entry["index"] for entry in answer["data"]] == list(range(1000))
+    assert {**answer, "data": 0} == {
+        "object": "list",
+        "data": 0,
+        "model": "m",
+        "usage": {"prompt_tokens": 0, "total_tokens": 0},
+    }
+
+
+def test_large_responses_are_converted_in_a_thread() -> None:
+    for byte_size, in_thread in ((1 << 16, False), ((1 << 16) + 1, True)):
+        thread = asyncio.run(generation._convert(byte_size, threading.get_ident))
+        assert (thread != threading.get_ident()) == in_thread
 
 
 def test_each_token_has_a_chunk() -> None:

@@ -92,6 +92,8 @@ class ChatTemplate:
         try:
             template = self._compile(name)
             messages = [_prepare_message(message, template) for message in chat["messages"]]
+            if not template.has_developer_role and _has_role(chat["messages"], "developer"):
+                messages = _merge_system_messages(messages, template)
             if template.requires_tool_name:
                 _name_tool_messages(messages)
             last_text = _mark_end(chat["messages"][-1], messages[-1], template) if continues else ""
@@ -172,6 +174,11 @@ class _CompiledTemplate(NamedTuple):
     takes_argument_text: bool
     requires_tool_name: bool
     variables: frozenset[str]
+
+    @property
+    def takes_only_parts(self) -> bool:
+        """Return whether the content of a message must be a list of parts."""
+        return self.iterates_parts and not self.distinguishes_parts
 
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
@@ -276,11 +283,13 @@ def _prepare_message(
 
     - Nulls and an empty list of calls are removed.
     - The reasoning has all of its names.
-    - The arguments of calls are objects, or texts if the template writes them as they are.
+    - The arguments of calls are objects, or texts if the template writes them as they are. As in
+      vLLM, arguments that are no JSON object become an empty object, because clients return the
+      calls that a token limit has cut.
     - A missing content becomes empty, as in vLLM, unless the message has calls and the template
       checks for a content. It is null if the template checks for null.
     - The parts of a content are joined, unless the template iterates over parts. The content of a
-      tool's message is always joined.
+      tool's message is always joined. As in vLLM, refusals and thoughts are texts.
     - A string becomes a part if the template only accepts parts.
     """
     message = {name: value for name, value in received_message.items() if value is not None}
@@ -303,7 +312,7 @@ def _prepare_message(
     if calls:
         is_text = template.takes_argument_text
         message["tool_calls"] = [_prepare_call(call, is_text) for call in calls]
-    takes_only_parts = template.iterates_parts and not template.distinguishes_parts
+    takes_only_parts = template.takes_only_parts
     if calls and template.checks_null and not template.checks_content:
         message.setdefault("content", None)
     elif not (calls and template.checks_content):
@@ -313,23 +322,50 @@ def _prepare_message(
         if isinstance(content, str) and takes_only_parts:
             message["content"] = [{"type": "text", "text": content}]
         return message
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
-        if not isinstance(part.get("text"), str):
-            text = clip(repr(part.get("text")))
-            raise InvalidArgument(f"messages: the text {text} of a part is not a string")
-    if template.iterates_parts and message["role"] != "tool":
-        return message
-    return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
+    parts = [_text_part(part) for part in content]
+    joins = not template.iterates_parts or message["role"] == "tool"
+    return {**message, "content": "\n".join(part["text"] for part in parts) if joins else parts}
+
+
+def _text_part(part: Any) -> dict[str, Any]:
+    """Return a part of a content as a part of the type `text`."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    if not isinstance(part, dict) or kind not in ("text", "refusal", "thinking"):
+        raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidArgument(f"messages: the text {clip(repr(text))} of a part is not a string")
+    return part if kind == "text" else {"type": "text", "text": text}
+
+
+def _has_role(messages: list[dict[str, Any]], role: str) -> bool:
+    return any(message["role"] == role for message in messages)
+
+
+def _merge_system_messages(
+    messages: list[dict[str, Any]], template: _CompiledTemplate
+) -> list[dict[str, Any]]:
+    """Return messages with one system message at their beginning, as vLLM has it.
+
+    Many templates reject the system messages that developers' messages become elsewhere.
+    """
+    systems = [message for message in messages if message["role"] == "system"]
+    if systems == messages[:1]:
+        return messages
+    contents = (message.get("content") or "" for message in systems)
+    texts = [
+        content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        for content in contents
+    ]
+    content: Any = "\n\n".join(filter(None, texts))
+    if template.takes_only_parts:
+        content = [{"type": "text", "text": content}]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": content}, *others]
 
 
 def _prepare_call(call: Any, is_text: bool) -> Any:
-    """Return a tool call whose arguments are an object, or a string that is not JSON.
-
-    If `is_text`, the arguments are a string in any case.
-    """
+    """Return a tool call whose arguments are an object, or a string if `is_text`."""
     function = call.get("function", {}) if isinstance(call, dict) else None
     if not (isinstance(function, dict) and isinstance(function.get("name", ""), str)):
         raise InvalidArgument(
@@ -346,8 +382,10 @@ def _prepare_call(call: Any, is_text: bool) -> Any:
             arguments if arguments and isinstance(arguments, str) else _to_json(arguments or {})
         )
     elif not isinstance(arguments, dict):
+        value = None
         with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments or "{}")
+            value = json.loads(arguments or "{}")
+        arguments = value if isinstance(value, dict) else {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -223,7 +223,13 @@ _VALUE_KEYS = ("enum", "const", "default", "examples")
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MAX_LIMIT = 2**63 - 1024  # the largest limit of llguidance, which reads numbers as float64
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
-_DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
+_DAYS = (
+    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8])"
+)
+_DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-][0-9]{2}:[0-9]{2})?"
 _FORMATS = {
     "date": f"^{_DATE}$",
@@ -242,8 +248,9 @@ _UUID_FORMATS = {
 def with_patterns(schema: Any, root: Any) -> Any:
     """Replace keywords that llguidance lacks by other keywords where possible.
 
-    They are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with lookaheads, and
-    limits that are not float64. Keywords whose value is null are removed.
+    They are `propertyNames`, pydantic's formats of UUIDs, dates without the leap days and leap
+    seconds that do not exist in Python, patterns that begin with lookaheads, and limits that are
+    not float64. Keywords whose value is null are removed.
 
     Args:
         schema: The schema, or a part of it.
@@ -270,13 +277,15 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended[key] = _representable_limit(key, value)
         elif key == "format" and value in _UUID_FORMATS and "pattern" not in schema:
             extended["pattern"] = _UUID_FORMATS[value]
+        elif key == "format" and value in ("date", "date-time") and "pattern" not in schema:
+            extended |= {key: value, "pattern": _FORMATS[value]}
         elif key == "pattern" and isinstance(value, str):
             *patterns, extended[key] = _split_lookaheads(value)
         elif value is not None:
             extended[key] = with_patterns(value, root)
     if patterns:
         extended["allOf"] = [*extended.get("allOf", ()), *({"pattern": each} for each in patterns)]
-    pattern = _names_pattern(extended.get("propertyNames"), root)
+    pattern = _names_pattern(schema.get("propertyNames"), root)
     if pattern == "":
         del extended["propertyNames"]
     elif pattern and not extended.keys() & {"properties", "patternProperties"}:
@@ -351,4 +360,10 @@ def _names_pattern(names: Any, root: Any) -> str | None:
         return None
     if key in ("enum", "const"):
         return f"^(?:{'|'.join(map(re.escape, values))})$"
-    return _FORMATS.get(value) if key == "format" else value if key == "pattern" else None
+    return (
+        {**_FORMATS, **_UUID_FORMATS}.get(value)
+        if key == "format"
+        else value
+        if key == "pattern"
+        else None
+    )

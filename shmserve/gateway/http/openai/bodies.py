@@ -211,7 +211,6 @@ def create_input(
     name: str, datatype: str, values: Sequence[Any], shape: Sequence[int] = ()
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
-    data: Any = None
     count = len(values)
     data = decode(list(values), datatype, count, name)
     return InferInput(name, datatype, tuple(shape) or (count,), count, data)

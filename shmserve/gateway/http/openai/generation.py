@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -37,6 +38,9 @@ from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
+T = TypeVar("T")
+
+_LARGE = 1 << 16  # bytes of a model's outputs that are converted to JSON in about 2 ms
 _NO_STOP_REASON = (b"", b"null")
 _DONE_EVENT = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
@@ -361,22 +365,18 @@ class Choices:
 
 async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/completions: respond with the continuations of prompts."""
-    text_request = await bodies.parse_completion(
-        gateway, await bodies.read_body(gateway, request, ["prompt"])
-    )
-    return await respond(
-        gateway, request, text_request, _create_choices(gateway, COMPLETION_FORMAT, text_request)
-    )
+    body = await bodies.read_body(gateway, request, ["prompt"])
+    text_request = await bodies.parse_completion(gateway, body)
+    choices = _create_choices(gateway, COMPLETION_FORMAT, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
 async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
-    text_request = await bodies.parse_chat(
-        gateway, await bodies.read_body(gateway, request, ["messages"])
-    )
-    return await respond(
-        gateway, request, text_request, _create_choices(gateway, CHAT_FORMAT, text_request)
-    )
+    body = await bodies.read_body(gateway, request, ["messages"])
+    text_request = await bodies.parse_chat(gateway, body)
+    choices = _create_choices(gateway, CHAT_FORMAT, text_request)
+    return await respond(gateway, request, text_request, choices)
 
 
 def _create_choices(
@@ -417,7 +417,7 @@ async def respond(
     try:
         await generation.start()
         if not text_request.stream:
-            return json_response(await generation.whole_response())
+            return await generation.whole_response()
     except BaseException as error:
         generation.close()
         if isinstance(error, QueueFull):
@@ -445,6 +445,9 @@ class _Generation:
         self._rendering = rendering
         self._queues: list[ResponseQueue] = []
         self._response_event = asyncio.Event()
+        parameters = text_request.parameters
+        self._has_logprobs = "logprobs" in parameters or "prompt_logprobs" in parameters
+        self._byte_size = 0  # of responses with log probabilities that are not written yet
 
     def close(self) -> None:
         """Cancel the inference requests that have not ended."""
@@ -479,17 +482,27 @@ class _Generation:
             log_failure(first_queue.request.built_request, error)
             raise error
 
-    async def whole_response(self) -> dict[str, Any]:
+    async def whole_response(self) -> HttpResponse:
         """Return the whole response once the last text has ended."""
         async for _ in self._receive_parts():
             pass
-        return self._rendering.whole_response()
+        if not self._byte_size:
+            return json_response(self._rendering.whole_response())
+        return await _convert(
+            self._byte_size, lambda: json_response(self._rendering.whole_response())
+        )
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield server-sent events. Texts that have arrived are written together."""
         try:
             async for results in self._receive_parts():
-                if frames := self._rendering.frames(results):
+                if self._byte_size:
+                    encode = partial(self._rendering.frames, results)
+                    frames = await _convert(self._byte_size, encode)
+                    self._byte_size = 0
+                else:
+                    frames = self._rendering.frames(results)
+                if frames:
                     yield frames
         except ShmserveError as error:
             yield self._rendering.failure(error)
@@ -509,22 +522,25 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
-                    choices, has_ended = self._take_response(prompt, queue)
+                    inferred = queue.request.outputs(queue.first_response)
+                    if self._has_logprobs and inferred is not None:
+                        byte_size = sum(
+                            len(output_bytes(self._gateway, tensor)) for tensor in inferred.outputs
+                        )
+                        self._byte_size += byte_size
+                        add = partial(self._add, prompt, inferred)
+                        choices = await _convert(byte_size, add)
+                    else:
+                        choices = self._add(prompt, inferred)
                     if choices:
                         results.append(choices)
-                    if has_ended:
+                    if queue.remove_first(inferred):
                         del unfinished[prompt]
             yield results
 
-    def _take_response(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
-        """Remove an arrived response; return its parts and whether it was the last.
-
-        An error response is raised.
-        """
-        inferred = queue.request.outputs(queue.first_response)
+    def _add(self, prompt: int, inferred: Inferred | None) -> list[Any]:
         deltas = [] if inferred is None else self._decode_deltas(inferred)
-        choices = [self._rendering.add(prompt, delta) for delta in deltas]
-        return choices, queue.remove_first(inferred)
+        return [self._rendering.add(prompt, delta) for delta in deltas]
 
     def _decode_deltas(self, inferred: Inferred) -> list[Delta]:
         values = {tensor.name: self._decode_values(tensor) for tensor in inferred.outputs}
@@ -588,3 +604,8 @@ class _Generation:
             return list(array.ravel())
         values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
         return values
+
+
+async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:
+    """Call a function, in a thread if it converts many bytes, as log probabilities can have."""
+    return await asyncio.to_thread(conversion) if byte_size > _LARGE else conversion()

@@ -26,7 +26,12 @@ from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, c
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.json.large_bodies import Packed, are_tokens, check_count
-from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.messages import (
+    JSON_HEADER,
+    HttpRequest,
+    HttpResponse,
+    json_response,
+)
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
     TEXT_OUTPUT,
@@ -92,10 +97,13 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
             f"encoding_format: '{encoding}' is not one of {', '.join(_ENCODING_FORMATS)}"
         )
     batch_size = max(embedder.max_texts, 1)
-    batches = [texts[index : index + batch_size] for index in range(0, len(texts), batch_size)]
-    calls = [_compute_vectors(gateway, request, model, embedder, part) for part in batches]
-    tasks = list(map(asyncio.ensure_future, calls))
+    tasks: list[asyncio.Task[list[np.ndarray[Any, Any]]]] = []
     try:
+        for begin in range(0, len(texts), batch_size):
+            batch = texts[begin : begin + batch_size]
+            call = _compute_vectors(gateway, request, model, embedder, batch)
+            tasks.append(asyncio.create_task(call))
+            await asyncio.sleep(0)  # other requests are handled in between
         vectors = [vector for batch in await asyncio.gather(*tasks) for vector in batch]
     finally:
         for task in tasks:
@@ -103,14 +111,17 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     dimensions, size = bodies.check_member(body, "dimensions", int, None), len(vectors[0])
     if dimensions not in (None, size):
         raise InvalidArgument(f"dimensions: {dimensions} is not {size}, the size of the vectors")
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, encoding)}
-        for index, vector in enumerate(vectors)
-    ]
+    pieces = [b'{"object":"list","data":[']
+    for index, vector in enumerate(vectors):
+        embedding = _encode_vector(vector, encoding)
+        entry = {"object": "embedding", "index": index, "embedding": embedding}
+        pieces += (orjson.dumps(entry, option=orjson.OPT_SERIALIZE_NUMPY), b",")
+        await asyncio.sleep(0)
     # The numbers of tokens are unknown, since the worker does not report them.
     usage = {"prompt_tokens": 0, "total_tokens": 0}
     name = response_name(gateway, model.name)
-    return json_response({"object": "list", "data": data, "model": name, "usage": usage})
+    pieces[-1] = b"]," + orjson.dumps({"model": name, "usage": usage})[1:]
+    return HttpResponse(200, pieces, JSON_HEADER)
 
 
 async def _compute_vectors(
@@ -144,7 +155,7 @@ def _check_texts(value: Any) -> list[Any]:
 def _encode_vector(vector: np.ndarray[Any, Any], encoding: str) -> Any:
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode()
-    return vector.tolist()
+    return vector.astype(np.float64)
 
 
 _STARTED_AT_S = int(time.time())

@@ -72,6 +72,14 @@ def test_a_prompt_that_is_too_long_is_found(body: Any, expected_error: str) -> N
     assert expected_error in error if expected_error else not error
 
 
+def test_a_body_without_a_model_is_for_any_of_them() -> None:
+    assert "101 tokens exceed the limit of 100" in long_prompt(
+        {"tokens": [5] * 101}, {"m": 100}, ""
+    )
+    assert not long_prompt({"tokens": [5] * 101}, MAX_PROMPT_LENGTHS, "")
+    assert not long_prompt({"tokens": [5] * 101}, {}, "")
+
+
 def parse(body: Any, *packed_fields: str, model: str = "m") -> Any:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return asyncio.run(parse_large([raw[:9], raw[9:]], MAX_PROMPT_LENGTHS, packed_fields, model))

@@ -44,9 +44,11 @@ def test_a_sequence_id_is_required(rig: SequenceRig, sequence: int | str) -> Non
     )
 
 
-@pytest.mark.parametrize("rows", [0, 2])
-def test_the_batch_size_of_a_sequence_request_must_be_one(rig: SequenceRig, rows: int) -> None:
-    rig.request(1, START, batch_size=rows)
+@pytest.mark.parametrize(("sequence", "rows"), [(1, 0), (1, 2), (0, 2)])
+def test_the_batch_size_of_a_sequence_request_must_be_one(
+    rig: SequenceRig, sequence: int, rows: int
+) -> None:
+    rig.request(sequence, START, batch_size=rows)
     assert only_error(rig) == (
         "inference request to model 'm' must specify batch-size 1 due to requirements of sequence "
         "batcher"

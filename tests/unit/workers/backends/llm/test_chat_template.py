@@ -31,6 +31,43 @@ def test_developer_becomes_system_if_the_template_lacks_it(source: str, role: st
     assert render(source, messages=messages) == f"{role}:x;"
 
 
+PARTS = "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text }};{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [ROLES, PARTS + "{% endfor %}"])
+def test_developers_and_system_messages_become_one_at_the_beginning(source: str) -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "developer", "content": [{"type": "text", "text": text} for text in "cd"]},
+        {"role": "developer", "content": ""},
+    ]
+    assert render(source, messages=messages) == "system:a\n\nc\nd;user:b;"
+    assert render(source, messages=[{**messages[1], "role": "system"}, *messages[:2]]) == (
+        "system:b;system:a;user:b;"
+    )
+
+
+@pytest.mark.parametrize("kind", ["refusal", "thinking"])
+def test_refusals_and_thoughts_are_texts_as_in_vllm(kind: str) -> None:
+    parts = [{"type": kind, kind: "no"}, {"type": "text", "text": "a"}]
+    messages = [{"role": "assistant", "content": parts}]
+    assert render(ROLES, messages=messages) == "assistant:no\na;"
+    assert render(PARTS + "{% endfor %}", messages=messages) == "assistant:no;a;"
+    with pytest.raises(InvalidArgument, match="the text None of a part is not a string"):
+        render(ROLES, messages=[{"role": "assistant", "content": [{"type": kind}]}])
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "3", "null"])
+def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: str) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    function = "messages[0].tool_calls[0].function"
+    assert render("{%% for k in %s.arguments | items %%}{%% endfor %%}" % function,  # noqa: UP031
+                  messages=messages) == ""  # fmt: skip
+    assert render(f"{{{{ {function}.arguments }}}}", messages=messages) == arguments
+
+
 @pytest.mark.parametrize("name", ["reasoning_effort", "documents"])
 def test_a_variable_that_a_template_does_not_use_is_refused(name: str) -> None:
     value = "low" if name == "reasoning_effort" else [{"text": "x"}]

@@ -1,5 +1,6 @@
 """Grammars: schema keywords that the library lacks, and unusual vocabularies."""
 
+import datetime
 import json
 import re
 from typing import Any
@@ -136,6 +137,24 @@ def test_lookaheads_at_the_beginning_of_a_pattern(
     for text in [*matching, *others]:
         assert (re.search(pattern, text) is not None) == (text in matching)
         assert accepts({"type": "string", "pattern": pattern}, text) == (text in matching)
+
+
+@pytest.mark.parametrize("year", ["0000", "0400", "1900", "2000", "2023", "2024", "9999"])
+def test_dates_exist_in_the_calendar(year: str) -> None:
+    for month in ("00", "01", "02", "04", "12", "13"):
+        for day in ("00", "01", "28", "29", "30", "31", "32"):
+            text = f"{year}-{month}-{day}"
+            try:
+                exists = bool(datetime.date.fromisoformat(text))
+            except ValueError:
+                exists = False
+            assert accepts({"type": "string", "format": "date"}, text) == exists, text
+            time_text = f"{text}T12:30:59.5+01:00"
+            assert accepts({"type": "string", "format": "date-time"}, time_text) == exists, text
+
+
+def test_no_time_is_a_leap_second() -> None:
+    assert not accepts({"type": "string", "format": "date-time"}, "2026-06-30T23:59:60Z")
 
 
 @pytest.mark.parametrize("pattern", ["^(?!http).*$", "^(?=a)b|c$", "(?<=a)b"])
