@@ -86,8 +86,9 @@ def viewer(regions: Sequence[Region], done: Connection, free: Connection) -> Non
 
 
 def run_until_neighbour_ends(work: Callable[..., None], *arguments: Any) -> None:
-    """Run one of the three until it, or the process before or after it, has ended."""
-    with contextlib.suppress(EOFError, BrokenPipeError, shmserve.client.Disconnected):
+    """Run one of the three until Ctrl-C, or until the process before or after it has ended."""
+    ends = (EOFError, BrokenPipeError, KeyboardInterrupt, shmserve.client.Disconnected)
+    with contextlib.suppress(*ends):
         work(*arguments)
 
 
@@ -119,4 +120,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -33,12 +33,17 @@ Sources = dict[Path, Path]  # the files generated for classes, and the user's fi
 _STOP_S = 40.0
 _PAUSE_S = 0.05
 # The program of the server's process, which is terminated when its parent exits for any reason.
+# The server then removes the folder that its parent has left behind.
 _PROGRAM = """
-import signal, sys
+import os, shutil, signal, sys
 from shmserve.ipc.processes import signal_at_parents_death
+parent, folder = os.getppid(), sys.argv.pop(1)
 signal_at_parents_death(signal.SIGTERM)
 from shmserve.cli import main
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+if os.getppid() != parent:
+    shutil.rmtree(folder, ignore_errors=True)
+sys.exit(status)
 """
 _INSIDE = "SHMSERVE_IN_SERVER"
 
@@ -124,7 +129,7 @@ def _flags(name: str, value: Any) -> list[str]:
 def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     paths = [path or os.getcwd() for path in sys.path]  # "" is the working directory
     environment = {**os.environ, _INSIDE: "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", _PROGRAM, "serve", *arguments]
+    command = [sys.executable, "-c", _PROGRAM, str(log.parent), "serve", *arguments]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment

@@ -223,7 +223,7 @@ def preload_scripted() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
     with contextlib.suppress(RuntimeError):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`torch.jit")  # deprecations
             program = torch.jit.script(module)
         with torch.inference_mode():
             for _ in range(3):  # three runs: profiled, optimised, and run as optimised

@@ -173,7 +173,8 @@ def run(arguments: Sequence[str]) -> int:
     except (InvalidArgument, UnicodeError) as error:  # invalid UTF-8 in an argument
         return _report_error(name, str(error), _INVALID_USAGE)
     except ShmserveError as error:
-        hint = _STATES_HINT if name == "ready" and args.model else ""
+        is_unknown = is_inference and "Request for unknown model" in str(error)
+        hint = _STATES_HINT if is_unknown or (name == "ready" and args.model) else ""
         return _report_error(name, f"{prefix}{error}{hint}", _FAILED)
     return _SUCCESS
 

@@ -41,7 +41,9 @@ class ModelTensor:
 def find_input(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
     """Return the input of this name. Raises InvalidArgument if the model has none."""
     if name not in inputs:
-        raise InvalidArgument(f"the model has no input '{name}'; it has {', '.join(inputs)}")
+        raise InvalidArgument(
+            f"the model has no input '{name}'; it has {', '.join(inputs) or 'none'}"
+        )
     return inputs[name]
 
 
@@ -77,7 +79,8 @@ def _load_array(name: str, path: Path) -> _Array:
                 return np.array(file.read(), np.object_)
             array = np.load(file, allow_pickle=False)
     except Exception as error:  # numpy may raise any exception for an invalid file
-        raise InvalidArgument(f"input '{name}': cannot read {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgument(f"input '{name}': cannot read {path}: {reason}") from error
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(
             f"input '{name}': {path} contains several arrays; save a single array"

@@ -104,12 +104,14 @@ class ShmObject(NamedTuple):
 
 
 def gather_objects(_: ServerConfig) -> list[ShmObject]:
-    """Return the objects of 1 MiB and more, largest first."""
-    large = []
+    """Return the objects of 1 MiB and more that this user may delete, largest first."""
+    large, user = [], os.geteuid()
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            if status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
+            # The processes of other users, which may use their objects, cannot be inspected.
+            is_own = user in (0, status.st_uid)
+            if is_own and status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
     used_files = _used_files() if large else set()
     objects = (
@@ -119,6 +121,8 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
 
 
 def _used_files() -> set[str]:
+    """Return the paths that processes have open or mapped. Raises OSError without /proc."""
+    os.readlink("/proc/self")
     paths = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -278,7 +278,10 @@ def version_fingerprint(folder: ModelFolder, version: int) -> str:
 
 
 def _all_lines(folder: ModelFolder) -> list[bytes]:
-    return list(_file_lines(folder.path)) if folder.file is None else [_file_line("", folder.file)]
+    if folder.file is None:
+        return list(_file_lines(folder.path))
+    files = {folder.file, *folder.file.parent.glob("*.py")}  # a class may import modules beside it
+    return [_file_line(file.name, file) for file in files]
 
 
 def _digest(prefix: bytes, lines: list[bytes]) -> str:

@@ -167,18 +167,23 @@ def test_curl_sends_a_file(tmp_path: Path, serve_model, size: int) -> None:
     assert int.from_bytes(completed.stdout[-4:], "little") == size
 
 
-def test_a_class_is_loaded_again_when_its_file_changes(tmp_path: Path, serve_model) -> None:
-    file = tmp_path / "scale.py"
+def test_a_class_is_loaded_again_when_its_file_or_its_helper_changes(
+    tmp_path: Path, serve_model
+) -> None:
+    file, helper = tmp_path / "scale.py", tmp_path / "scale_helper.py"
     text = (
-        "import numpy as np\nfrom shmserve.model import FP32\nclass Scale:\n"
-        "    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:\n"
-        "        return x * 2\n"
+        "import numpy as np\nfrom scale_helper import ONE\nfrom shmserve.model import FP32\n"
+        "class Scale:\n    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:\n"
+        "        return x * 2 * ONE\n"
     )
     file.write_text(text)
+    helper.write_text("ONE = 1\n")
     server = serve_model(f"{file}:Scale", reload=True)
     assert server.infer("scale", x=X)["output"][0, 0] == 2
     file.write_text(text.replace("x * 2", "x * 33"))
     until("it is loaded", lambda: server.infer("scale", x=X)["output"][0, 0] == 33)
+    helper.write_text("ONE = 10\n")
+    until("the helper is loaded", lambda: server.infer("scale", x=X)["output"][0, 0] == 330)
 
 
 def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
@@ -249,3 +254,16 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
             command, cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
         assert completed.stdout == "8.0\n", completed.stderr
+
+
+def test_a_killed_script_leaves_no_files(tmp_path: Path) -> None:
+    script = SCRIPT + "    print(server.log.parent, flush=True)\n    input()\n"
+    (tmp_path / "script.py").write_text(script)
+    pipe = subprocess.PIPE
+    command = [sys.executable, "script.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        total, folder = (process.stdout.readline().strip() for _ in range(2))
+        assert total == "12.0" and Path(folder).is_dir()
+        process.kill()
+    until("the server removed the folder", lambda: not Path(folder).exists())

@@ -170,7 +170,7 @@ def add(
         (folder / "1" / "model.py").write_text(code)
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore")
             torch.jit.save(torch.jit.script(code), folder / "1" / "model.pt")
     config = CONFIG.format(
         name=name,

@@ -80,7 +80,7 @@ def server(models: Path, start: Start) -> Server:
     platform = 'platform: "pytorch_libtorch"'
     with warnings.catch_warnings():
         # TorchScript is deprecated, but common in existing repositories.
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         scripted = torch.jit.script(model)
     scripted.save(
         str(add(models, "by_index", ["INPUT__0", "INPUT__1"], settings=platform) / "model.pt")

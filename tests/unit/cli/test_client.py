@@ -227,6 +227,12 @@ def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert request == {"inputs": [expected_input], "parameters": {"binary_data_output": True}}
 
 
+def test_a_request_may_have_no_inputs(server: HTTPServer) -> None:
+    run("m", url(server))
+    ((_, request),) = server.requests  # type: ignore[attr-defined]
+    assert request["inputs"] == []
+
+
 def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model-version=3", "--request-id=a b", "--timeout-us=500", "--output=Y"]
     options += ["--parameter=explain=true", "--parameter=top=0.5", "--parameter=k=-3"]
@@ -256,7 +262,7 @@ def test_an_error_for_an_unready_model_lists_the_states(
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["x", "--input=X=1"], 1, "Request for unknown model: 'x?[2J' is not found"),
+        (["x", "--input=X=1"], 1, "'x?[2J' is not found; `shmserve client models` lists"),
         (["m", "--input=Z=1"], 2, "the model has no input 'Z'; it has X"),
         (["m", "--input=X=[1.5]"], 2, "integers, not 1.5"),
         (["m", "--input=X"], 2, "--input: expected NAME=VALUE, got 'X'"),
@@ -270,7 +276,7 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=1", f"--parameter=a={2**63}"], 2, "'a' must be a 64-bit integer"),
         (["m", "--input=X=1", "--parameter=a=NaN"], 2, "'a' must be a finite number, got NaN"),
         (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
-        (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
+        (["m", "--input=X=@/dev/none"], 2, "cannot read /dev/none: No such file or directory\n"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
         (
@@ -296,8 +302,8 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty"),
         (["\udcff", "--input=X=1"], 2, "surrogates not allowed"),
         (["m", "--input=X=1", "--timeout-us=x"], 2, "argument --timeout-us"),
-        (["m"], 2, "--input"),
-        (["m", "--nothing"], 2, "--input"),
+        ([], 2, "MODEL"),
+        (["m", "--nothing"], 2, "unrecognized arguments: --nothing"),
     ],
 )
 def test_each_error_is_one_line(
@@ -308,7 +314,7 @@ def test_each_error_is_one_line(
     text: str,
 ) -> None:
     server_arguments = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
-    completed = run(arguments[0], *server_arguments, *arguments[1:])
+    completed = run(*arguments[:1], *server_arguments, *arguments[1:])
     captured = capsys.readouterr()
     assert (completed, captured.out) == (status, "")
     assert text in captured.err

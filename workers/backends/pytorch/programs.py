@@ -276,7 +276,7 @@ def load_script(path: Path, device: Device) -> Program:
     """
     try:
         with _converting_errors(path), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`torch.jit")  # deprecations
             preload_scripted()
             module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
     except InvalidArgument as error:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,22 @@ def test_exit_status_is_the_worst(
     report = json.loads(capsys.readouterr().out)
     assert report["status"] == status
     assert report["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
+
+
+def test_objects_of_other_users_are_not_called_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def user_objects(user: int) -> list[str]:
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        return [found.name for found in memory.gather_objects(config())]
+
+    owner = os.geteuid()
+    shared = SharedMemory(create=True, size=2 << 20)
+    try:
+        Path("/dev/shm", shared.name).write_bytes(bytes(shared.size))  # only used pages count
+        assert shared.name in user_objects(owner)
+        assert shared.name not in user_objects(owner + 1)
+    finally:
+        shared.close()
+        shared.unlink()
 
 
 def test_the_doctor_command() -> None:

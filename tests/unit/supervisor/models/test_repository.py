@@ -469,7 +469,10 @@ def test_a_class_in_a_file_is_a_model(
     (tmp_path / "unrelated.txt").write_text("x")
     assert fingerprint(folder) == fingerprint_before
     (tmp_path / file).write_text("class Model: pass  # changed\n")
-    assert fingerprint(folder) != fingerprint_before
+    changed_fingerprint = fingerprint(folder)
+    assert changed_fingerprint != fingerprint_before
+    (tmp_path / "helper.py").touch()  # which the class may import
+    assert fingerprint(folder) != changed_fingerprint
     assert inline_model(spec, base, {}) == folder
 
 
