@@ -86,8 +86,8 @@ def connect(
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
         timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
-        token: A token for `ready`, `load`, `unload`, `metadata` and `statistics`, if the server
-            has --auth-token-file.
+        token: A token for `load`, `unload`, `metadata` and `statistics`, if the server has
+            --auth-token-file.
 
     Returns:
         The client, to be closed by `close` or the end of a `with` block.

@@ -396,8 +396,7 @@ class Server:
 
         Raises:
             Disconnected: There is no server.
-            Unauthenticated: The server requires a token, and this client has no valid one.
-            PermissionDenied: The token does not permit this request.
+            PermissionDenied: The server's --http-restricted-api restricts health checks.
         """
         return await asyncio.to_thread(self._session.ready, model, version)
 
@@ -566,8 +565,8 @@ def connect(
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
         timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
-        token: A token for `ready`, `load`, `unload`, `metadata` and `statistics`, if the server
-            has --auth-token-file.
+        token: A token for `load`, `unload`, `metadata` and `statistics`, if the server has
+            --auth-token-file.
 
     Returns:
         An object to `await`, or to use by `async with`: either gives the `Server`.

@@ -279,8 +279,7 @@ class Server:
 
         Raises:
             Disconnected: There is no server.
-            Unauthenticated: The server requires a token, and this client has no valid one.
-            PermissionDenied: The token does not permit this request.
+            PermissionDenied: The server's --http-restricted-api restricts health checks.
         """
         return self._session.ready(model, version)
 

@@ -201,6 +201,7 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
     with pytest.raises(Unauthenticated):
         asyncio.run(read_name(""))
     with client.connect(server.run_dir, token="wrong") as wrong_client:
+        assert wrong_client.ready("double")
         assert wrong_client.infer("double", x=X)["output"][0, 0] == 2
         with pytest.raises(Unauthenticated):
             wrong_client.statistics()
