@@ -452,7 +452,7 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
         (("completed", "--input", "INPUT0=[1"), 2, "not JSON"),
         (("completed", "--input", "INPUT0=[1, 2]"), 1, "unexpected shape"),
         (("completed", "--input", "INPUT0"), 2, "NAME=VALUE"),
-        (("completed",), 2, "--input"),
+        (("completed",), 1, "missing required input(s) ['INPUT0']"),
     ],
 )
 def test_client_infer_that_fails(

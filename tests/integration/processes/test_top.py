@@ -82,7 +82,7 @@ def test_top_is_controlled_by_keys(server: Server) -> None:
     url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}/metrics"
     with watched.send_under_load(server), terminal(url) as opened_terminal:
         screen = opened_terminal.wait(
-            r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken/1: .*no such weight"
+            r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken: .*no such weight"
         )
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         assert re.search(r"\d of 7 ready", screen[0])
@@ -100,7 +100,7 @@ def test_top_is_controlled_by_keys(server: Server) -> None:
         screen = opened_terminal.wait(r"(?s)closed by +\w+ \d+.*instances")
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         opened_terminal.press("\x1bn" + "k" * 9 + "jjjj\r")
-        opened_terminal.wait("(?ms)^pipeline/1 +$.*^steps +half  half")
+        opened_terminal.wait("(?ms)^pipeline +$.*^steps +half  half")
         opened_terminal.press("q")
         assert opened_terminal.process.wait(10) == 0
         assert termios.tcgetattr(opened_terminal._theirs) == opened_terminal._modes, (
