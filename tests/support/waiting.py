@@ -1,8 +1,11 @@
-"""Waits for conditions that have no event, with a deadline and a reason."""
+"""Waits for conditions that have no event, and the turns of an event loop during a wait."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # The longest wait for an event that comes soon on an idle machine. Tests also run on busy ones.
 DEADLINE_S = 60.0
@@ -43,3 +46,27 @@ async def until_async(condition: Callable[[], object], within_s: float = DEADLIN
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+def run_and_count_turns(call: Coroutine[Any, Any, T]) -> tuple[T, int]:
+    """Run a coroutine in a new event loop.
+
+    Returns:
+        The result, and how often the loop ran another task meanwhile.
+    """
+    turn_count = 0
+
+    async def count_turns() -> None:
+        nonlocal turn_count
+        while True:
+            turn_count += 1
+            await asyncio.sleep(0)
+
+    async def run() -> T:
+        counter = asyncio.create_task(count_turns())
+        try:
+            return await call
+        finally:
+            counter.cancel()
+
+    return asyncio.run(run()), turn_count

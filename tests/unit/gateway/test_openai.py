@@ -39,6 +39,7 @@ from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import MisdirectedHost
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from tests.support.waiting import run_and_count_turns
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
 TOKEN = {
@@ -267,26 +268,16 @@ def test_other_requests_are_handled_while_many_texts_are_embedded(
     async def compute(*arguments: Any) -> list[Any]:
         return [vector] * len(arguments[-1])
 
-    async def embed(count: int) -> tuple[Any, int]:
-        turn_count = 0
-
-        async def count_turns() -> None:
-            nonlocal turn_count
-            while True:
-                turn_count += 1
-                await asyncio.sleep(0)
-
-        counter = asyncio.create_task(count_turns())
+    async def embed(count: int) -> Any:
         raw = json.dumps({"model": "m", "input": ["a"] * count}).encode()
         headers = CIMultiDict({"Content-Length": str(len(raw))})
         request: Any = SimpleNamespace(content=WholeBody(raw), headers=headers)
         response = await models.embeddings(text_gateway(), request)
-        counter.cancel()
-        return json.loads(b"".join(response.pieces)), turn_count
+        return json.loads(b"".join(response.pieces))
 
     monkeypatch.setattr(models, "_compute_vectors", compute)
     monkeypatch.setattr(models, "find_embedder", lambda model: models.Embedder("a", "b", (), 4))
-    answer, turn_count = asyncio.run(embed(1000))
+    answer, turn_count = run_and_count_turns(embed(1000))
     assert turn_count > 1250  # of 250 batches and 1000 vectors
     expected_values = [*vector[:2].tolist(), None]
     assert [entry["embedding"] for entry in answer["data"]] == [expected_values] * 1000

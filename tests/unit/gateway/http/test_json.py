@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import gzip
@@ -45,6 +44,7 @@ from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, identity_config
+from tests.support.waiting import run_and_count_turns
 
 NUMERIC = [name for name in NUMPY_DTYPES if name not in ("BYTES", "FP16", "BOOL")]
 LIMIT = 1 << 20
@@ -597,22 +597,10 @@ def test_dimensions_and_parameters_are_limited() -> None:
     [("BYTES", ["a"] * 300_000), ("BYTES", [["b"]] * 300_000), ("BOOL", [True, False] * 150_000)],
 )
 def test_the_event_loop_runs_while_a_long_list_is_decoded(datatype: str, values: list[Any]) -> None:
-    turn_count = 0
-
-    async def count_turns() -> None:
-        nonlocal turn_count
-        while True:
-            turn_count += 1
-            await asyncio.sleep(0)
-
-    async def read(header: bytes) -> InferRequest:
-        task = asyncio.create_task(count_turns())
-        wire = await _parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
-        task.cancel()
-        return wire
-
     tensor = {"name": "A", "datatype": datatype, "shape": [300_000], "data": values}
-    wire = asyncio.run(read(json.dumps({"inputs": [tensor]}).encode()))
+    header = json.dumps({"inputs": [tensor]}).encode()
+    parsed: Any = _parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+    wire, turn_count = run_and_count_turns(parsed)
     assert wire.inputs[0].data == tensors.decode(values, datatype, 300_000, "A")
     assert turn_count > 5
 
