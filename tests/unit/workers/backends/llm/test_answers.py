@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -393,7 +394,11 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 
 
-def test_no_token_is_generated_if_only_the_prompt_is_scored(scheduler: Scheduler) -> None:
+def test_no_token_is_generated_if_only_the_prompt_is_scored(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pausing = Mock(side_effect=texts.with_pauses)
+    monkeypatch.setattr(texts, "with_pauses", pausing)
     settings: dict[str, Any] = {"max_tokens": 0, "logprobs": 1, "echo": True}
     settings["exclude_input_in_output"] = None
     scheduler.add(1, input_ids=[5] * 64, **settings)
@@ -408,6 +413,7 @@ def test_no_token_is_generated_if_only_the_prompt_is_scored(scheduler: Scheduler
         assert response["token_ids"] == [] and response["finish_reason"] == ["length"]
         assert response["usage"][0]["completion_tokens"] == 0
         assert key == 3 or len(response["logprobs"][0]["content"]) == count
+    assert pausing.called  # other threads need the GIL
 
 
 def test_without_an_option_only_the_generated_text_is_returned(scheduler: Scheduler) -> None:
