@@ -1,6 +1,4 @@
-"""`shmserve perf` with a real server: all protocols, shared memory, open loops, sequences, and
-error messages.
-"""
+"""`shmserve perf` with a real server: protocols, shared memory, loads, sequences, errors."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""Common mistakes in configurations, and the parts of each message: position, key, found value,
-allowed values, nearest name.
-"""
+"""Common mistakes in configurations: position, key, value, allowed values, nearest name."""
 
 import bdb
 import sys
