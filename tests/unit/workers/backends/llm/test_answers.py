@@ -23,7 +23,12 @@ from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.texts import SampleText
-from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
+from shmserve.workers.backends.llm.token_texts import (
+    Detokenizer,
+    StopStrings,
+    TokenTexts,
+    with_pauses,
+)
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import END, tokenizer_text
@@ -395,7 +400,7 @@ def test_a_repeated_prompt_is_scored_with_its_text(
 def test_no_token_is_generated_if_only_the_prompt_is_scored(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pausing = Mock(side_effect=texts.with_pauses)
+    pausing = Mock(side_effect=with_pauses)
     monkeypatch.setattr(texts, "with_pauses", pausing)
     settings: dict[str, Any] = {"max_tokens": 0, "logprobs": 1, "echo": True}
     settings["exclude_input_in_output"] = None
