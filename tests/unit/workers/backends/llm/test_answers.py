@@ -163,9 +163,7 @@ def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder
 
 
 def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Folder) -> None:
-    """As in vLLM, the tokenizer's end token is not reported as a stop reason; other end tokens
-    are.
-    """
+    """As in vLLM, the tokenizer's end token is not reported; other end tokens are."""
     token = greedy_tokens(folder, 2)[1]
     path = shutil.copytree(folder(), tmp_path / "ends")
     settings = {"eos_token_id": [0, token]}
