@@ -532,9 +532,7 @@ class CallRouter:
                 case SchedulerLost(endpoint=lost_endpoint, successor=successor):
                     self._losses += 1
                     targets = self._targets.items()
-                    self._targets = {
-                        key: target for key, target in targets if target.endpoint != lost_endpoint
-                    }
+                    self._targets = {key: t for key, t in targets if t.endpoint != lost_endpoint}
                     self.schedulers.successors.add(lost_endpoint, successor)
                     self.schedulers.handle_loss(lost_endpoint)
 
