@@ -8,6 +8,7 @@ shmserve_llm_* (shmserve/scheduler/statistics.py documents the counters).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -263,7 +264,10 @@ class MetricsExporter:
         """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect_reports(gateway, gateway.models.all_versions())
-        families = list(self._all_families(reports))
+        families = []
+        for family in self._all_families(reports):
+            families.append(family)
+            await asyncio.sleep(0)  # with hundreds of models, requests wait for one family only
         server_names = {family.name for family in families}
         return (_exposition_text(families) + _model_families(reports, server_names)).encode()
 
