@@ -6,7 +6,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from shmserve.gateway.api import metrics
+from shmserve.gateway.api import management, metrics
 
 HISTOGRAM = {"buckets": [100.0], "counts": [0, 0], "sum": 0, "count": 0}
 COUNTS = ("success", "inference_count", "execution_count", "pending", "cache_hit", "cache_miss")
@@ -90,7 +90,7 @@ def test_other_requests_are_handled_between_families(monkeypatch: pytest.MonkeyP
         metrics.ExpositionFamily("a", "", "gauge"),
         metrics.ExpositionFamily("b", "", "gauge"),
     )
-    monkeypatch.setattr(metrics.management, "collect_reports", AsyncMock(return_value=[]))
+    monkeypatch.setattr(management, "collect_reports", AsyncMock(return_value=[]))
     monkeypatch.setattr(metrics.MetricsExporter, "_all_families", lambda *_: iter(families))
     asyncio.run(scrape())
     assert handled >= len(families)
