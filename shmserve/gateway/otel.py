@@ -97,11 +97,8 @@ class Exporter:
     def __init__(self, settings: Iterable[Sequence[str]]) -> None:
         urls = [value for name, value in settings if name == "url"]
         attributes = [value.partition("=")[::2] for name, value in settings if name == "resource"]
-        processor_arguments: dict[str, Any] = {
-            _PROCESSOR_ARGUMENTS[name]: int(value)
-            for name, value in settings
-            if name in _PROCESSOR_ARGUMENTS
-        }
+        names = _PROCESSOR_ARGUMENTS
+        processor_arguments: dict[str, Any] = {names[n]: int(v) for n, v in settings if n in names}
         service_attributes = {"service.name": "shmserve", "service.version": shmserve.__version__}
         resource = Resource.create(service_attributes | dict(attributes))
         self._resource = _HashedResource(resource.attributes, resource.schema_url)

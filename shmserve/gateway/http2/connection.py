@@ -129,13 +129,11 @@ class Http2Connection(FrameReader[HeadT]):
         self, stream_id: int, size: int, padding: int, events: list[Event[HeadT]]
     ) -> None:
         self._receive_window -= size
-        if (
-            self._receive_window < LARGEST_WINDOW // 2
-        ):  # sent early, so that the window is never exhausted
+        # The update is sent early, so that the window is never exhausted.
+        if self._receive_window < LARGEST_WINDOW // 2:
             increment, self._receive_window = LARGEST_WINDOW - self._receive_window, LARGEST_WINDOW
-            self.sending.ready.append(
-                frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
-            )
+            update = frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
+            self.sending.ready.append(update)
         stream = self.streams.get(stream_id)
         if stream is None or stream.ended:
             self._check_closed(stream_id, stream)
@@ -288,10 +286,8 @@ class Http2Connection(FrameReader[HeadT]):
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
         self._resets.add_tokens(sent_frames)
-        earned = (
-            _EARNED_PER_FRAME * sent_frames
-            + (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
-        )
+        earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
+        earned = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
         needed_frames = min(saved, self._control.debt)
         self._saved_control_frames = saved - needed_frames
@@ -318,9 +314,8 @@ class Http2Connection(FrameReader[HeadT]):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
         if flags & ACK:
             if payload:
-                raise ConnectionFault(
-                    FaultCode.FRAME_SIZE_ERROR, "SETTINGS acknowledgement with a payload"
-                )
+                text = "SETTINGS acknowledgement with a payload"
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, text)
             self.settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies

@@ -267,9 +267,8 @@ class FrameReader(ABC, Generic[HeadT]):
                 break
             position += FRAME_HEADER_SIZE
             self.received_frames += 1
-            remaining_work -= (
-                self._limits.stream_cost if frame_type == HEADERS else _CONTROL_FRAME_COST
-            )
+            cost = self._limits.stream_cost if frame_type == HEADERS else _CONTROL_FRAME_COST
+            remaining_work -= cost
             remaining_work -= size >> _SIZE_SHIFT
             payload = bytes(view[position : position + size])
             try:
@@ -346,9 +345,8 @@ class FrameReader(ABC, Generic[HeadT]):
         self, flags: int, stream_id: int, payload: bytes, events: list[Event[HeadT]]
     ) -> None:
         if not stream_id & 1:
-            raise ConnectionFault(
-                FaultCode.PROTOCOL_ERROR, "HEADERS on a stream that no client may open"
-            )
+            text = "HEADERS on a stream that no client may open"
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, text)
         if flags & (PADDED | HAS_PRIORITY):
             payload = _strip_block(flags, payload)
         if flags & END_HEADERS:
