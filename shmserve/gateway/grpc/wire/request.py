@@ -165,9 +165,8 @@ def _decode_region(tensor: str, parameters: _Parameters) -> RegionRange | None:
 
 def _parameter_value(tensor: str, parameters: _Parameters, key: str, kind: str) -> Any:
     if parameters[key].WhichOneof("parameter_choice") != kind:
-        raise InvalidArgument(
-            f"invalid value type for '{key}' parameter for tensor '{tensor}', expected {kind}."
-        )
+        text = f"invalid value type for '{key}' parameter for tensor '{tensor}', expected {kind}."
+        raise InvalidArgument(text)
     return getattr(parameters[key], kind)
 
 

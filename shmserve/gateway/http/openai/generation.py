@@ -376,8 +376,9 @@ def _create_choices(
     gateway: Gateway, choice_format: ChoiceFormat, text_request: bodies.TextRequest
 ) -> Choices:
     name = response_name(gateway, text_request.model.name)
-    returns_tokens = bodies.returns_tokens(text_request.parameters)
-    shows_tokens = not text_request.shows_running_usage or returns_tokens
+    shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
+        text_request.parameters
+    )
     usage = text_request.shows_usage, text_request.shows_running_usage
     return Choices(choice_format, name, text_request.samples, *usage, shows_tokens)
 
