@@ -164,17 +164,11 @@ class Exporter:
         kind: SpanKind = SpanKind.INTERNAL,
         error: str = "",
     ) -> _ExportedSpan:
-        return _ExportedSpan(
-            name,
-            _SpanContext(trace_id, int(span_id, 16)),
-            _SpanContext(trace_id, int(parent_id, 16)) if parent_id else None,
-            self._resource,
-            attributes,
-            kind,
-            Status(StatusCode.ERROR, error) if error else None,
-            start_ns,
-            end_ns,
-        )
+        context = _SpanContext(trace_id, int(span_id, 16))
+        parent = _SpanContext(trace_id, int(parent_id, 16)) if parent_id else None
+        status = Status(StatusCode.ERROR, error) if error else None
+        fields = (attributes, kind, status, start_ns, end_ns)
+        return _ExportedSpan(name, context, parent, self._resource, *fields)
 
 
 def _gateway_phases(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
