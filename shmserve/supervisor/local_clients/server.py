@@ -143,9 +143,9 @@ class LocalMemory:
         self._publish_event(region.registration_event())
         self._processes.broadcast(region.listing(0), "gateway")
 
-    def release(self, number: int, memory_id: int = 0) -> None:
+    def release(self, number: int, memory_id: int = 0, reason: str = "") -> None:
         """Release one region of a local client; 0: all regions of a disconnected client."""
-        reason = "" if memory_id else "its program has disconnected"
+        reason = reason if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
             if region.lease_holder == number and memory_id in (0, region.memory_id):
                 del self._regions[region.memory_id]
@@ -158,12 +158,9 @@ class LocalMemory:
         """Release the regions that were truncated, since a worker died of a missing page."""
         for region in self.all():
             if not region.owner.copied and region.has_shrunk():
-                logger.error(
-                    "shared memory of '%s' was truncated while a worker used it, and the worker "
-                    "died: it is released",
-                    region.name,
-                )
-                self.release(region.lease_holder, region.memory_id)
+                blamed = region.report_truncation()
+                self._publish_event(blamed)
+                self.release(region.lease_holder, region.memory_id, blamed.reason)
 
     def close(self) -> None:
         """Close every region."""

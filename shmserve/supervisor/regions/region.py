@@ -24,7 +24,7 @@ from shmserve.common.host import CUDA_INVALID
 from shmserve.common.peers import Ownership
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages.publications import RegionPublished, RegionRegistered
+from shmserve.ipc.messages.publications import RegionBlamed, RegionPublished, RegionRegistered
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, pack_range
 from shmserve.supervisor.host.handover_link import HandoverLink
 from shmserve.supervisor.host.service_manager import ServiceManager
@@ -90,6 +90,12 @@ class OpenRegion:
             return False
         status = os.fstat(self.shared.fd)
         return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
+
+    def report_truncation(self) -> RegionBlamed:
+        """Log that a worker died of the truncated object, and return the event."""
+        text = "was truncated while a worker used it, and the worker died"
+        logger.error("shared memory region '%s' %s: it is unregistered", self.name, text)
+        return RegionBlamed(self.name, f"it {text}")
 
     def publication(self, acknowledge: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""

@@ -35,7 +35,6 @@ from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.publications import (
     MemoryDropped,
-    RegionBlamed,
     RegionDrained,
     RegionPublished,
     RegionRetired,
@@ -358,14 +357,9 @@ class RegionRegistry:
         async with self._lock:
             for region in [*self.active(), *self.draining.retired.values()]:
                 if not region.owner.copied and region.has_shrunk():
-                    logger.error(
-                        "shared memory region '%s' was truncated while a worker used it, and the "
-                        "worker died: it is unregistered",
-                        region.name,
-                    )
-                    reason = "it was truncated while a worker used it, and the worker died"
-                    self._publish_event(RegionBlamed(region.name, reason))
-                    await self._withdraw(region, reason)
+                    blamed = region.report_truncation()
+                    self._publish_event(blamed)
+                    await self._withdraw(region, blamed.reason)
 
     async def _withdraw(self, region: OpenRegion, reason: str = "", retire: bool = False) -> None:
         if self._active.get(region.name) is region:
