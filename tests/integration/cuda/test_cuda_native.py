@@ -232,7 +232,7 @@ def _rss(process: psutil.Process) -> int:
 
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
-    """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
+    """Memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
     few_rows = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
         with client.allocate(few_rows, pin=True) as region:

@@ -201,12 +201,28 @@ def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> No
         f"should be at least {SIZE} bytes to hold the results"
     )
     assert (region.read(np.float32, 1024, SIZE) == 0).all()
+    assert infer_in_region(http, "r").status == 200
+
+
+def test_an_output_of_known_size_is_refused_before_execution(
+    server: Server, http: Http, region: SharedObject
+) -> None:
+    executed = server.metric("nv_inference_exec_count", model="simple")
+    http.register("r", region.key, 2 * SIZE).ok()
+    row = np.zeros((1, 16), np.int32)
+    request = {
+        "inputs": [json_input("INPUT0", row), json_input("INPUT1", row)],
+        "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 60)}],
+    }
+    assert "should be at least 64 bytes" in http.infer("simple", request).error
+    assert server.metric("nv_inference_exec_count", model="simple") == executed
 
 
 @pytest.mark.parametrize(
     ("key", "status", "error"),
     [
         ("/nothing-here", 500, "Unable to open shared memory region: '/nothing-here'"),
+        ("/nothing-here", 500, "another container must share its shared memory mount"),
         ("", 400, "cannot register shared memory region 'r' - invalid shm key ''"),
         ("/", 400, "cannot register shared memory region 'r' - invalid shm key '/'"),
         ("//", 400, "cannot register shared memory region 'r' - invalid shm key '//'"),
@@ -215,6 +231,10 @@ def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> No
         ("/a/b", 400, "invalid shm key"),
         ("/../etc/passwd", 400, "invalid shm key"),
         ("/x\0y", 400, "invalid shm key"),
+        ("/é", 400, "KEYERR"),
+        ("/a b", 400, "KEYERR"),
+        ("/a\n", 400, "KEYERR"),
+        ("/" + "k" * 251, 400, "KEYERR"),
         ("/" + "k" * 300, 400, "invalid shm key"),
         (
             "/triton_python_backend_shm_region_1",
@@ -224,6 +244,7 @@ def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> No
             "reserved prefix 'triton_python_backend_shm_region_'",
         ),
         ("/sem.x", 400, "reserved prefix"),
+        ("/nccl-x", 400, "reserved prefix"),
     ],
 )
 def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) -> None:

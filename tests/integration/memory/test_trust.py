@@ -132,6 +132,10 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
             refused_reply = alice.register("other", foreign_object)
             assert refused_reply.status == 403
             assert f"the client is uid {ALICE}" in refused_reply.error
+        assert f"it belongs to uid {OWN_UID} (mode 0666)" in refused_reply.error
+        missing = alice.send_request(lambda http: http.register("none", "/not-there", SIZE))
+        assert missing.status == 500
+        assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
         bob.register("his", bobs_object).ok()
         own_user.register("ours", own_object).ok()
         # A name that another user has registered is rejected.
@@ -183,7 +187,7 @@ def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http:
 
 @needs_users
 def test_a_group_shares(server: Server, folder: Path) -> None:
-    """Row 16: members may use objects of the group that the group may read and write."""
+    """Members may use objects of the group that the group may read and write."""
     alice, bob = (User(server, folder, "unix", uid, FRIENDS_GID) for uid in (ALICE, BOB))
     stranger_user = User(server, folder, "unix", BOB + 1)
     with (
@@ -204,7 +208,7 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
 
 @needs_users
 def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, folder: Path) -> None:
-    """Row 23: over TCP, every user, including the server's, sees only its own regions."""
+    """Over TCP, every user, including the server's, sees only its own regions."""
     alice = User(server, folder, "unix", ALICE)
     with alice.object() as alices_object:
         alice.register("hers", alices_object).ok()
