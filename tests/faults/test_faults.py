@@ -442,32 +442,25 @@ CRIMES: dict[str, Crime] = {
     "kill the zygote of the workers": Crime(kill_a_zygote("worker zygote", "worker gated.0")),
     "kill the zygote of the others": Crime(kill_a_zygote("front zygote", "scheduler gated")),
     "kill a spare zygote": Crime(kill("spare worker zygote")),
-    "kill everyone but the supervisor": Crime(
-        kill_all_but_the_supervisor, within_s=10.0, connections=True
-    ),
+    "kill everyone but the supervisor": Crime(kill_all_but_the_supervisor, within_s=10.0,
+        connections=True),
     "stop a worker": Crime(stop("worker simple.0"), within_s=STOP_GRACE_S + RECOVERY_S),
     "stop a scheduler": Crime(stop("scheduler simple"), within_s=STOP_GRACE_S + RECOVERY_S),
-    "stop a gateway": Crime(
-        stop("gateway http 0"), within_s=STOP_GRACE_S + RECOVERY_S, connections=True
-    ),
+    "stop a gateway": Crime(stop("gateway http 0"), within_s=STOP_GRACE_S + RECOVERY_S,
+        connections=True),
     "stop the zygote of the workers": Crime(stop_a_zygote("worker zygote", "worker gated.0")),
     "stop the zygote of the others": Crime(stop_a_zygote("front zygote", "scheduler gated")),
-    "stop everyone but the supervisor": Crime(
-        stop_all_but_the_supervisor, within_s=10.0, connections=True, more_memory=TORCH_BYTES
-    ),
+    "stop everyone but the supervisor": Crime(stop_all_but_the_supervisor, within_s=10.0,
+        connections=True, more_memory=TORCH_BYTES),
     "stop a worker for a moment": Crime(stop_briefly("worker simple.0")),
     "an error for one of a batch": Crime(model_does("error", "as you wished")),
     "an exception": Crime(model_does("raise", "ValueError: raised as you wished")),
     "an exception without words": Crime(model_does("speechless", "message: Speechless")),
     "the wrong count": Crime(model_does("wrong_count", "do not match the number of")),
     "no list": Crime(model_does("not_a_list", "Expected a list in the execute return, found type")),
-    "no response": Crime(
-        model_does(
-            "not_a_response",
-            "Expected an 'InferenceResponse' object in the execute function return list, found "
-            "type",
-        )
-    ),
+    "no response": Crime(model_does("not_a_response",
+        "Expected an 'InferenceResponse' object in the execute function return list, found "
+        "type")),
     "a fork": Crime(model_forks),
     "a hang": Crime(model_hangs),
     "os._exit": Crime(model_does("exit")),
@@ -476,16 +469,15 @@ CRIMES: dict[str, Crime] = {
     "a model that leaves processes behind": Crime(leave_processes_behind),
     "clients that hang up while they ask": Crime(hang_up_at_every_byte),
     "a client that hangs up in a batch": Crime(hang_up_in_a_batch),
-    "clients that hang up instead of reading": Crime(
-        hang_up_instead_of_reading, more_memory=3 * ARENA_BYTES
-    ),
+    "clients that hang up instead of reading": Crime(hang_up_instead_of_reading,
+        more_memory=3 * ARENA_BYTES),
     "a region cut to nothing": Crime(truncate(0)),
     "a region cut in its output": Crime(truncate(NUMBERS.nbytes + 4096)),
     "a region cut while executing": Crime(truncate_while_executing),
     "a region whose pages are given back": Crime(give_pages_back),
     "a region unlinked while used": Crime(unlink_while_used),
     "a region unregistered while used": Crime(unregister_while_used),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CRIMES)

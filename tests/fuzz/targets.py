@@ -70,18 +70,12 @@ _INTERNALS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| obj
 _TENSOR_CONFIG = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
 _MODEL = {"name": "m", "backend": "python", "max_batch_size": 4, "output": []}
 _SIGNATURES = [
-    Signature(
-        ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG, {**_TENSOR_CONFIG, "name": "INPUT1"}]}),
-        "1",
-    ),
+    Signature(ModelSpec.of({**_MODEL,
+        "input": [_TENSOR_CONFIG, {**_TENSOR_CONFIG, "name": "INPUT1"}]}), "1"),
     Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG]}), "1"),
-    Signature(
-        ModelSpec.of(
-            {**_MODEL, "input": [{**_TENSOR_CONFIG, "data_type": "TYPE_STRING", "dims": [1]}]}
-        ),
-        "1",
-    ),
-]
+    Signature(ModelSpec.of({**_MODEL,
+        "input": [{**_TENSOR_CONFIG, "data_type": "TYPE_STRING", "dims": [1]}]}), "1"),
+]  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -61,24 +61,20 @@ STREAMS: dict[str, bytes] = {
     "half a frame": CLIENT_OPENING + frame(0, 0, 1, bytes(1000))[:500],
     "data for no stream": CLIENT_OPENING + frame(0, 1, 7, bytes(1000)),
     "headers that are no headers": CLIENT_OPENING + frame(1, 5, 1, _RANDOM.randbytes(500)),
-    "headers without end": CLIENT_OPENING
-    + frame(1, 0, 1, b"")
-    + frame(9, 0, 1, bytes(10_000)) * 500,
+    "headers without end": CLIENT_OPENING + frame(1, 0, 1, b"") + frame(9, 0, 1,
+        bytes(10_000)) * 500,
     "a flood of settings": CLIENT_OPENING + frame(4, 0, 0) * 20_000,
     "a flood of pings": CLIENT_OPENING + frame(6, 0, 0, bytes(8)) * 20_000,
     "a flood of resets": CLIENT_OPENING
     + b"".join(frame(1, 5, n, _HEADERS) + frame(3, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
     "a window of nothing": CLIENT_OPENING + frame(8, 0, 0, bytes(4)),
-    "a message of 4 GiB": CLIENT_OPENING
-    + frame(1, 4, 1, _HEADERS)
-    + frame(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(1000)),
-    "a message that is compressed and is not": CLIENT_OPENING
-    + frame(1, 4, 1, _HEADERS)
-    + frame(0, 1, 1, b"\1\0\0\0\4abcd"),
-    "a message that is cut short": CLIENT_OPENING
-    + frame(1, 4, 1, _HEADERS)
-    + frame(0, 1, 1, b"\0\0\0\0\x10abcd"),
-}
+    "a message of 4 GiB": CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1,
+        b"\0\xff\xff\xff\xff" + bytes(1000)),
+    "a message that is compressed and is not": CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0,
+        1, 1, b"\1\0\0\0\4abcd"),
+    "a message that is cut short": CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 1, 1,
+        b"\0\0\0\0\x10abcd"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STREAMS)

@@ -176,14 +176,10 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     """A step receives the request's id, correlation id, flags, timeout and custom parameters."""
     request = {
         "id": "mine",
-        "parameters": {
-            "sequence_id": 7,
-            "sequence_start": True,
-            "timeout": 5_000_000,
-            "colour": "red",
-        },
+        "parameters": {"sequence_id": 7, "sequence_start": True, "timeout": 5_000_000,
+            "colour": "red"},
         "inputs": [json_input("IN", floats(1))],
-    }
+    }  # fmt: skip
     with server.http() as http:
         reply = http.infer("tells", request).ok()
     seen_request = ast.literal_eval(reply.tensors()["OUT"][0].decode())

@@ -350,14 +350,10 @@ BAD_FIELDS = {
     "no body": ([], 400, None, "a JSON object"),
     "no JSON": (b"{", 400, None, "failed to parse"),
     "no text": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None, "no low surrogate"),
-    "a schema": (
-        {"model": "tiny", "prompt": "a", "json_schema": {"type": 3}},
-        *(400, "json_schema", "cannot be compiled"),
-    ),
-    "a schema by vLLM's name": (
-        {"model": "tiny", "prompt": "a", "guided_json": {"type": 3}},
-        *(400, "guided_json", "cannot be compiled"),
-    ),
+    "a schema": ({"model": "tiny", "prompt": "a", "json_schema": {"type": 3}},
+        *(400, "json_schema", "cannot be compiled")),
+    "a schema by vLLM's name": ({"model": "tiny", "prompt": "a", "guided_json": {"type": 3}},
+        *(400, "guided_json", "cannot be compiled")),
     "no number": (b'{"model": "tiny", "prompt": "a", "top_p": NaN}', 400, "top_p", "nan"),
     "no model": ({"prompt": "a"}, 400, "model", "required"),
     "another model": ({"model": "nobody", "prompt": "a"}, 404, None, "nobody"),
@@ -372,7 +368,7 @@ BAD_FIELDS = {
     "n": ({"model": "tiny", "prompt": "a", "n": 1000}, 400, "n", "1000"),
     "stream": ({"model": "tiny", "prompt": "a", "stream": 1}, 400, "stream", "true or false"),
     "stop": ({"model": "tiny", "prompt": "a", "stop": [1]}, 400, "stop", "a string or a list"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_FIELDS, ids=str)

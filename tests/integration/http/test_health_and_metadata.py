@@ -90,21 +90,17 @@ def test_a_model_describes_itself(http: Http) -> None:
     [
         ("/v2/models/nothing", "Request for unknown model: 'nothing' is not found"),
         ("/v2/models/nothing/config", "Request for unknown model: 'nothing' is not found"),
-        (
-            "/v2/models/simple/versions/9",
-            "Request for unknown model: 'simple' version 9 is not found",
-        ),
-        (
-            "/v2/models/simple/versions/9/config",
-            "Request for unknown model: 'simple' version 9 is not found",
-        ),
+        ("/v2/models/simple/versions/9",
+         "Request for unknown model: 'simple' version 9 is not found"),
+        ("/v2/models/simple/versions/9/config",
+         "Request for unknown model: 'simple' version 9 is not found"),
         ("/v2/models/simple/versions/x", "Not Found (a version is an integer)"),
         ("/v2/systemsharedmemory/region/a/b/status", "Not Found (a / in a name is written %2F)"),
         ("/v2/systemsharedmemory/region//status", "Not Found"),
         ("/v2/nothing", "Not Found"),
         ("/metrics", "Not Found"),
     ],
-)
+)  # fmt: skip
 def test_unknown_paths_are_not_found(http: Http, path: str, error: str) -> None:
     reply = http.get(path)
     assert (reply.status, reply.error) == (404, error)

@@ -101,20 +101,12 @@ def test_request_id_and_parameters_arrive(client) -> None:
         (shmserve.client.NotFound, "unknown model: 'nobody'", "nobody", {"INPUT0": A}),
         (shmserve.client.InvalidArgument, "data-type is 'INT32'", "identity", {"INPUT0": A}),
         (shmserve.client.InvalidArgument, "expected 2 inputs but got 1", "simple", {"INPUT0": A}),
-        (
-            shmserve.client.InvalidArgument,
-            "unexpected shape",
-            "simple",
-            {"INPUT0": A[:, :3], "INPUT1": B},
-        ),
-        (
-            shmserve.client.InvalidArgument,
-            "batch-size must be <= 8",
-            "simple",
-            {"INPUT0": np.repeat(A, 9, 0), "INPUT1": np.repeat(B, 9, 0)},
-        ),
+        (shmserve.client.InvalidArgument, "unexpected shape", "simple",
+         {"INPUT0": A[:, :3], "INPUT1": B}),
+        (shmserve.client.InvalidArgument, "batch-size must be <= 8", "simple",
+         {"INPUT0": np.repeat(A, 9, 0), "INPUT1": np.repeat(B, 9, 0)}),
     ],
-)
+)  # fmt: skip
 def test_errors_are_typed(client, error, text, model, inputs) -> None:
     with pytest.raises(error, match=text) as error_info:
         client.infer(model, inputs)

@@ -266,14 +266,10 @@ def test_a_report_is_written_drawn_and_compared(
         ("http", ["simple", "--window=0"], 2, "--window: 0 is not more than 0"),
         ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
         ("native", ["simple", "--openai=chat"], 2, "--openai requires --url http://HOST:PORT"),
-        (
-            "grpc",
-            ["identity", "--shape=INPUT0:99999", "--shared-memory=system"],
-            1,
-            "--output-byte-size",
-        ),
+        ("grpc", ["identity", "--shape=INPUT0:99999", "--shared-memory=system"], 1,
+         "--output-byte-size"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_one_line(
     perf_server: Server,
     capsys: pytest.CaptureFixture[str],

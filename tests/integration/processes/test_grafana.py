@@ -83,18 +83,10 @@ ALARMS: list[tuple[str, dict[str, str], str, str]] = [
     ("ShmserveDown", {'up{instance="two",job="shmserve"}': "1x10 0x50"}, "20m", ""),
     ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1x50"}, "5m", "6m30s"),
     ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1 0x50"}, "6m", ""),
-    (
-        "ShmserveLoadsFail",
-        {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"},
-        "5m",
-        "6m",
-    ),
-    (
-        "ShmserveLoadsFail",
-        {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"},
-        "17m",
-        "",
-    ),
+    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"}, "5m",
+     "6m"),
+    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"}, "17m",
+     ""),
     ("ShmserveNoInstance", {NO_INSTANCE: "1x10 0x50", STARTING: "0x10 1x50"}, "6m", "7m30s"),
     ("ShmserveNoInstance", {NO_INSTANCE: "0x60"}, "20m", ""),  # no instance is configured
     ("ShmserveWorkersDie", {f"shmserve_workers_lost_total{{{MODEL}}}": "2x10 3x50"}, "5m", "6m"),
@@ -108,7 +100,7 @@ ALARMS: list[tuple[str, dict[str, str], str, str]] = [
     ("ShmserveExecutionsOverrun", {f"shmserve_overruns_total{{{MODEL}}}": "1x10 2x50"}, "5m", "6m"),
     ("ShmserveBlocksRunOut", {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+6x60"}, "9m", "13m"),
     ("ShmserveBlocksRunOut", {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+2x60"}, "20m", ""),
-]
+]  # fmt: skip
 
 
 class Prometheus:

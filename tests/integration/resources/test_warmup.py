@@ -217,50 +217,26 @@ def test_warmup_requests_are_not_counted(server: Server) -> None:
 @pytest.mark.parametrize(
     ("name", "warmup", "expected_error"),
     [
-        (
-            "broken",
-            _SAMPLE_FIELDS % (2, 1, "zero_data: true"),
-            "Invalid argument: failed to run warmup sample 's': not 1; "
-            "failed to run warmup sample 's': not 1; ",
-        ),
-        (
-            "raising",
-            _SAMPLE_FIELDS % (1, 1, "zero_data: true"),
-            "Invalid argument: failed to run warmup sample 's': ",
-        ),
-        (
-            "missing",
-            'model_warmup { name: "s" batch_size: 1 }',
-            "expected 1 inputs but got 0 inputs for model 'missing'. Got input(s) [], but missing",
-        ),
-        (
-            "short",
-            _SAMPLE_FIELDS % (1, 1, 'input_data_file: "values"'),
-            "warmup setting expects 12 bytes, but the data provided from values only has 4 bytes",
-        ),
+        ("broken", _SAMPLE_FIELDS % (2, 1, "zero_data: true"),
+         "Invalid argument: failed to run warmup sample 's': not 1; "
+         "failed to run warmup sample 's': not 1; "),
+        ("raising", _SAMPLE_FIELDS % (1, 1, "zero_data: true"),
+         "Invalid argument: failed to run warmup sample 's': "),
+        ("missing", 'model_warmup { name: "s" batch_size: 1 }',
+         "expected 1 inputs but got 0 inputs for model 'missing'. Got input(s) [], but missing"),
+        ("short", _SAMPLE_FIELDS % (1, 1, 'input_data_file: "values"'),
+         "warmup setting expects 12 bytes, but the data provided from values only has 4 bytes"),
         ("absent", _SAMPLE_FIELDS % (1, 1, 'input_data_file: "nothing"'), "cannot read 'nothing'"),
-        (
-            "outside",
-            _SAMPLE_FIELDS % (1, 1, 'input_data_file: "../config.pbtxt"'),
-            "is not in the model's folder 'warmup'",
-        ),
-        (
-            "variable",
-            (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ -1 ]"),
-            "warmup setting expects all variable-size dimensions are specified for input 'X'",
-        ),
-        (
-            "huge",
-            (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ 1000000000000 ]"),
-            "warmup setting of input 'X' has dims [1000000000000], which are 4000000000000 bytes",
-        ),
-        (
-            "nothing",
-            _SAMPLE_FIELDS % (1, 1, ""),
-            "warmup setting expects input 'X' to have input_data_type set",
-        ),
+        ("outside", _SAMPLE_FIELDS % (1, 1, 'input_data_file: "../config.pbtxt"'),
+         "is not in the model's folder 'warmup'"),
+        ("variable", (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ -1 ]"),
+         "warmup setting expects all variable-size dimensions are specified for input 'X'"),
+        ("huge", (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ 1000000000000 ]"),
+         "warmup setting of input 'X' has dims [1000000000000], which are 4000000000000 bytes"),
+        ("nothing", _SAMPLE_FIELDS % (1, 1, ""),
+         "warmup setting expects input 'X' to have input_data_type set"),
     ],
-)
+)  # fmt: skip
 def test_a_sample_that_fails_fails_the_load(
     empty_server: tuple[Server, Path], name: str, warmup: str, expected_error: str
 ) -> None:

@@ -215,17 +215,13 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
         *((name, True) for name in ("localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:80")),
         *((name, True) for name in ("[::1]", "[::1]:8000", "10.1.2.3", "box", "localhost.", "")),
         *((name, True) for name in ("a.corp.test", "a.b.Corp.test:1", "Proxy.example")),
-        *(
-            (name, False)
-            for name in ("corp.test", "acorp.test", "corp.test.evil", "x.proxy.example")
-        ),
+        *((name, False) for name in ("corp.test", "acorp.test", "corp.test.evil",
+            "x.proxy.example")),
         *((name, False) for name in ("evil", "evil.example:8000", "localhost.evil", "127.0.0.1.x")),
-        *(
-            (name, False)
-            for name in ("::1:8000:", "box.evil", "localhost:8000:1", "user@localhost")
-        ),
+        *((name, False) for name in ("::1:8000:", "box.evil", "localhost:8000:1",
+            "user@localhost")),
     ],
-)
+)  # fmt: skip
 def test_foreign_host_names_are_refused_on_loopback(host: str, is_own: bool) -> None:
     """A web page whose host name resolves to this address must not be served."""
     for kind in ListenerKind:

@@ -109,21 +109,16 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("histogram_latencies", "'histogram_latencies' is not SETTING=VALUE"),
         ("=true", "'=true' is not SETTING=VALUE"),
         ("histogram_latencies=", "'histogram_latencies=' is not SETTING=VALUE"),
-        (
-            "nope=1",
-            "unknown setting 'nope' (allowed: counter_latencies, histogram_latencies, "
-            "summary_latencies, summary_quantiles)",
-        ),
+        ("nope=1", "unknown setting 'nope' (allowed: counter_latencies, histogram_latencies, "
+         "summary_latencies, summary_quantiles)"),
         ("summary_latencies=maybe", "summary_latencies='maybe': it is not true or false"),
-        (
-            "summary_quantiles=0.5:0.1,0.9",
-            "summary_quantiles='0.5:0.1,0.9': Invalid option: [0.9]. No ':' delimiter found. "
-            "Expected format is <quantile>:<error>",
-        ),
+        ("summary_quantiles=0.5:0.1,0.9",
+         "summary_quantiles='0.5:0.1,0.9': Invalid option: [0.9]. No ':' delimiter found. "
+         "Expected format is <quantile>:<error>"),
         ("summary_quantiles=a:b", "summary_quantiles='a:b': Invalid option: [a:b]. Error: stod"),
         ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
-)
+)  # fmt: skip
 def test_unknown_metrics_settings_are_refused(text: str, expected_error: str) -> None:
     assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {expected_error}"
 

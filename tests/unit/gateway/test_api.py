@@ -301,17 +301,13 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         ("models/%2e%2e/load", {}, 400, "model name must not contain path traversal characters"),
         ("models/a%2Fb/load", {}, 400, "model name must not contain path traversal characters"),
         ("models/%20../load", {}, 400, "model name must not contain path traversal characters"),
-        (
-            "models/m/unload",
-            {"parameters": {"unload_dependents": 1}},
-            400,
-            "non-boolean as boolean",
-        ),
+        ("models/m/unload", {"parameters": {"unload_dependents": 1}}, 400,
+         "non-boolean as boolean"),
         ("models/m/unload", {"parameters": []}, 400, "attempt to get members for non-object"),
         ("models/m/unload", b"{", 400, "failed to parse the request JSON buffer"),
         ("models/m/load", b"{", 500, "failed to parse the request JSON buffer"),
     ],
-)
+)  # fmt: skip
 def test_wrong_repository_requests_do_not_reach_the_supervisor(
     gateway: Rig, http: Http, path: str, body: Any, status: int, text: str
 ) -> None:
@@ -551,30 +547,18 @@ def test_each_model_has_an_example(simple_scheduler: Scheduler) -> None:
     """The example has the required inputs, binary where JSON has no form, and abbreviated."""
     dynamic_input, half_type = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (
-            {"input": [dynamic_input], "max_batch_size": 4},
-            {"inputs": [json_tensor("FP32", [1, 1, 3], data=[1, 1, 1])]},
-        ),
-        (
-            {"input": [{**dynamic_input, "data_type": "TYPE_STRING", "dims": [1]}]},
-            {"inputs": [json_tensor("BYTES", [1], data=["text"])]},
-        ),
-        (
-            {"input": [{**dynamic_input, "dims": [3, 224, 224]}]},
-            {"inputs": [json_tensor("FP32", [3, 224, 224], fill=1, count=150528)]},
-        ),
-        (
-            {"input": [{**dynamic_input, "data_type": half_type, "dims": [2]}]},
-            {
-                "inputs": [json_tensor("FP16", [2], parameters={"binary_data_size": 4})],
-                "parameters": {"binary_data_output": True},
-            },
-        ),
-        (
-            {"input": [dynamic_input, {**dynamic_input, "name": "Y", "optional": True}]},
-            {"inputs": [json_tensor("FP32", [1, 3], data=[1, 1, 1])]},
-        ),
-    ]
+        ({"input": [dynamic_input], "max_batch_size": 4},
+         {"inputs": [json_tensor("FP32", [1, 1, 3], data=[1, 1, 1])]}),
+        ({"input": [{**dynamic_input, "data_type": "TYPE_STRING", "dims": [1]}]},
+         {"inputs": [json_tensor("BYTES", [1], data=["text"])]}),
+        ({"input": [{**dynamic_input, "dims": [3, 224, 224]}]},
+         {"inputs": [json_tensor("FP32", [3, 224, 224], fill=1, count=150528)]}),
+        ({"input": [{**dynamic_input, "data_type": half_type, "dims": [2]}]},
+         {"inputs": [json_tensor("FP16", [2], parameters={"binary_data_size": 4})],
+         "parameters": {"binary_data_output": True}}),
+        ({"input": [dynamic_input, {**dynamic_input, "name": "Y", "optional": True}]},
+         {"inputs": [json_tensor("FP32", [1, 3], data=[1, 1, 1])]}),
+    ]  # fmt: skip
     for config, body in cases:
         published = publication({"name": "m", **config}, simple_scheduler)
         (example,) = management._model_examples("m", GatewayModel(published))

@@ -95,30 +95,21 @@ def test_restarted_counters_are_not_negative() -> None:
 @pytest.mark.parametrize(
     ("fields", "at_least", "problem"),
     [
-        (
-            {"workers_lost": 2, "fail": 10},
-            *(3000, "50% of requests fail; 2 workers died within an hour"),
-        ),
+        ({"workers_lost": 2, "fail": 10},
+         *(3000, "50% of requests fail; 2 workers died within an hour")),
         ({"workers_lost": 1}, 3000, "1 worker died within an hour"),
-        (
-            {"queue_ns": 210_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
-            *(0, ""),
-        ),
-        (
-            {"queue_ns": 500_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
-            *(1000, "30 of 30.1 ms in the queue, besides the configured 20 ms"),
-        ),
+        ({"queue_ns": 210_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
+         *(0, "")),
+        ({"queue_ns": 500_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
+         *(1000, "30 of 30.1 ms in the queue, besides the configured 20 ms")),
         ({"fail": 10}, 2000, "50% of requests fail"),
         ({"queue_ns": 90_000_000, "compute_infer_ns": 10_000_000}, 1000, "9 of 10 ms in the queue"),
         ({"queue_ns": 900_000, "compute_infer_ns": 100_000}, 0, ""),
-        (
-            {"success": 0, "pending": 3, "executing": 1},
-            1000,
-            "4 requests in flight, but no responses",
-        ),
+        ({"success": 0, "pending": 3, "executing": 1}, 1000,
+         "4 requests in flight, but no responses"),
         ({}, 0, ""),
     ],
-)
+)  # fmt: skip
 def test_models_are_ranked_by_their_problem(
     fields: dict[str, Any], at_least: float, problem: str
 ) -> None:

@@ -258,14 +258,10 @@ STOPPING_ERROR = (
         ("", False, "x", f"[request id: x] {STOPPING_ERROR}"),
         ("", True, "", STOPPING_ERROR),
         ("", True, "x", f"[request id: x] {STOPPING_ERROR}"),
-        (
-            "in ensemble 'e', ",
-            False,
-            "",
-            f"in ensemble 'e', [request id: <id_unknown>] {STOPPING_ERROR}",
-        ),
+        ("in ensemble 'e', ", False, "",
+         f"in ensemble 'e', [request id: <id_unknown>] {STOPPING_ERROR}"),
     ],
-)
+)  # fmt: skip
 def test_requests_during_a_drain_are_refused(
     prefix: str, stateful: bool, request_id: str, text: str
 ) -> None:

@@ -55,15 +55,11 @@ EXAMPLES: dict[Any, Any] = {
     list[g.RowResult]: [g.RowResult(1, [2], "x", 3, [4], [0.5])],
     list[g.Hypothesis]: [g.Hypothesis(b"x", "x", 0.5)],
     dict[str, Any]: {"a": 1},
-    ModelSpec: ModelSpec.of(
-        {
-            "name": "m",
-            "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1], "reshape": None}],
-            "dynamic_batching": {"priority_queue_policy": {"1": {"max_queue_size": 2}}},
-            "parameters": {"a": {"string_value": "b"}},
-        }
-    ),
-}
+    ModelSpec: ModelSpec.of({"name": "m",
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1], "reshape": None}],
+        "dynamic_batching": {"priority_queue_policy": {"1": {"max_queue_size": 2}}},
+        "parameters": {"a": {"string_value": "b"}}}),
+}  # fmt: skip
 
 
 def make_example(cls: type[Any]) -> Any:

@@ -128,33 +128,21 @@ def test_the_servers_defaults_fill_only_unset_fields() -> None:
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [
-        (
-            'input { name: "IN" @data_type: TYPE_INT32 }',
-            "input[0].data_type",
-            "unable to load model 'm', configuration expects datatype TYPE_INT32 for input 'IN', "
-            "model provides TYPE_FP32",
-        ),
-        (
-            'output { name: "OUT" @dims: 3 }',
-            "output[0].dims",
-            "model 'm', tensor 'OUT': the model expects dims [-1] but the model configuration "
-            "specifies dims [3]",
-        ),
-        (
-            "@max_batch_size: 8",
-            "max_batch_size",
-            "configuration specified max_batch_size 8, but in auto-complete-config function for "
-            "model 'm' specified max_batch_size 4",
-        ),
-        (
-            "@sequence_batching {}",
-            "sequence_batching",
-            "Configuration specified scheduling_choice as 'sequence_batching', but "
-            "auto-complete-config function for model 'm' tries to set scheduling_choice as "
-            "'dynamic_batching'",
-        ),
+        ('input { name: "IN" @data_type: TYPE_INT32 }', "input[0].data_type",
+         "unable to load model 'm', configuration expects datatype TYPE_INT32 for input 'IN', "
+         "model provides TYPE_FP32"),
+        ('output { name: "OUT" @dims: 3 }', "output[0].dims",
+         "model 'm', tensor 'OUT': the model expects dims [-1] but the model configuration "
+         "specifies dims [3]"),
+        ("@max_batch_size: 8", "max_batch_size",
+         "configuration specified max_batch_size 8, but in auto-complete-config function for "
+         "model 'm' specified max_batch_size 4"),
+        ("@sequence_batching {}", "sequence_batching",
+         "Configuration specified scheduling_choice as 'sequence_batching', but "
+         "auto-complete-config function for model 'm' tries to set scheduling_choice as "
+         "'dynamic_batching'"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_contradicts_its_configuration_is_refused(
     text: str, key: str, expected: str
 ) -> None:

@@ -124,17 +124,13 @@ def test_errors_point_at_the_element_in_any_notation(text: str, expected: str) -
     ("text", "expected"),
     [
         ('{"input": [{"name": "a", "dims": [1, @0]}]}', "input[0].dims[1]"),
-        (
-            '{"output": null, "input": [{"name": "a", "format": null},\n @{"dims": [1]}]}',
-            "input[1].name",
-        ),
+        ('{"output": null, "input": [{"name": "a", "format": null},\n @{"dims": [1]}]}',
+         "input[1].name"),
         ('{"input": [{"name": "\\"[{,\\\\", "dims": ["-1", @"0"]}]}', "input[0].dims[1]"),
-        (
-            '{"dynamicBatching": {"preferredBatchSize":\n[1,@2]}, "maxBatchSize": "1"}',
-            "dynamic_batching.preferred_batch_size[1]",
-        ),
+        ('{"dynamicBatching": {"preferredBatchSize":\n[1,@2]}, "maxBatchSize": "1"}',
+         "dynamic_batching.preferred_batch_size[1]"),
     ],
-)
+)  # fmt: skip
 def test_errors_point_into_json(text: str, expected: str) -> None:
     (position,) = positions(text)
     config, source = read_json(text.replace("@", ""), "f")

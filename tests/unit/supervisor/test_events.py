@@ -293,22 +293,18 @@ def test_the_page_has_every_event_and_field() -> None:
         (m.ModelChanged("m", "", "UNAVAILABLE", "no\n"), "model m: UNAVAILABLE (no)"),
         (m.ModelChanged("m", "1", "", ""), "model m version 1: gone"),
         (m.LoadRefused("m", "a\x1bb"), "model m: not loaded (a?b)"),
-        (
-            m.InstancesChanged("m", "1", 2, 3, "they wait"),
-            "model m version 1: 3 instances (before: 2) (they wait)",
-        ),
+        (m.InstancesChanged("m", "1", 2, 3, "they wait"),
+         "model m version 1: 3 instances (before: 2) (they wait)"),
         (STARTED_EVENT, "process 7 worker simple.0 cpu: runs"),
         (m.ProcessEnded(7, "x", "signal 9"), "process 7 x: ended (signal 9)"),
-        (
-            m.RegionRegistered("r", "/k", 8, 64, 1000, -1),
-            "region r: 64 bytes, /k from 8, of uid 1000",
-        ),
+        (m.RegionRegistered("r", "/k", 8, 64, 1000, -1),
+         "region r: 64 bytes, /k from 8, of uid 1000"),
         (m.RegionRegistered("r", "", 0, 64, 0, 1), "region r: 64 bytes, on device 1, of uid 0"),
         (m.RegionUnregistered("r", ""), "region r: unregistered"),
         (m.RegionBlamed("r", "cut"), "region r: a request failed (cut)"),
         (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
     ],
-)
+)  # fmt: skip
 def test_an_event_is_one_json_line(event: Any, line: str) -> None:
     received_event = ReceivedEvent(
         publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0

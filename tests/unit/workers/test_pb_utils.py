@@ -486,74 +486,43 @@ def test_equal_values_of_the_author_are_kept() -> None:
 @pytest.mark.parametrize(
     ("fields", "call", "text"),
     [
-        (
-            {"max_batch_size": 8},
-            lambda c: c.set_max_batch_size(4),
-            "configuration specified max_batch_size 8, but in auto-complete-config function for "
-            "model 'm' specified max_batch_size 4",
-        ),
-        (
-            {"sequence_batching": {}},
-            lambda c: c.set_dynamic_batching(),
-            "Configuration specified scheduling_choice as 'sequence_batching', but "
-            "auto-complete-config function for model 'm' tries to set scheduling_choice as "
-            "'dynamic_batching'",
-        ),
-        (
-            {"input": [{**INPUT_X, "data_type": "TYPE_INT8"}]},
-            lambda c: c.add_input(INPUT_X),
-            "unable to load model 'm', configuration expects datatype TYPE_INT8 for input 'X', "
-            "model provides TYPE_FP32",
-        ),
-        (
-            {"output": [{**INPUT_X, "dims": [5]}]},
-            lambda c: c.add_output(INPUT_X),
-            "model 'm', tensor 'X': the model expects dims [4] but the model configuration "
-            "specifies dims [5]",
-        ),
-        (
-            {"input": [{**INPUT_X, "optional": False}]},
-            lambda c: c.add_input({**INPUT_X, "optional": True}),
-            "model 'm', tensor 'X': the model expects optional True but the model configuration "
-            "specifies optional False",
-        ),
-        (
-            {},
-            lambda c: c.add_input({**INPUT_X, "reshape": {}}),
-            "input 'X' in auto-complete-config function for model 'm' contains property other "
-            "than 'name', 'data_type', 'dims' and 'optional'.",
-        ),
-        (
-            {},
-            lambda c: c.add_output({**INPUT_X, "optional": True}),
-            "output 'X' in auto-complete-config function for model 'm' contains property other "
-            "than 'name', 'data_type' and 'dims'.",
-        ),
-        (
-            {},
-            lambda c: c.add_output({"name": "X", "dims": [1]}),
-            "output 'X' in auto-complete-config function for model 'm' is missing 'data_type' "
-            "property.",
-        ),
-        (
-            {},
-            lambda c: c.add_input({"dims": [1]}),
-            "input in auto-complete-config function for model 'm' is missing 'name' property.",
-        ),
-        (
-            {"model_transaction_policy": {"decoupled": True}},
-            lambda c: c.set_model_transaction_policy({"decoupled": False}),
-            "trying to change decoupled property in auto-complete-config for model 'm', which is "
-            "already set to 'True'.",
-        ),
-        (
-            {},
-            lambda c: c.set_model_transaction_policy({"coupled": False}),
-            "model transaction property in auto-complete-config function for model 'm' contains "
-            "property other than 'decoupled'.",
-        ),
+        ({"max_batch_size": 8}, lambda c: c.set_max_batch_size(4),
+         "configuration specified max_batch_size 8, but in auto-complete-config function for "
+         "model 'm' specified max_batch_size 4"),
+        ({"sequence_batching": {}}, lambda c: c.set_dynamic_batching(),
+         "Configuration specified scheduling_choice as 'sequence_batching', but "
+         "auto-complete-config function for model 'm' tries to set scheduling_choice as "
+         "'dynamic_batching'"),
+        ({"input": [{**INPUT_X, "data_type": "TYPE_INT8"}]}, lambda c: c.add_input(INPUT_X),
+         "unable to load model 'm', configuration expects datatype TYPE_INT8 for input 'X', "
+         "model provides TYPE_FP32"),
+        ({"output": [{**INPUT_X, "dims": [5]}]}, lambda c: c.add_output(INPUT_X),
+         "model 'm', tensor 'X': the model expects dims [4] but the model configuration "
+         "specifies dims [5]"),
+        ({"input": [{**INPUT_X, "optional": False}]},
+         lambda c: c.add_input({**INPUT_X, "optional": True}),
+         "model 'm', tensor 'X': the model expects optional True but the model configuration "
+         "specifies optional False"),
+        ({}, lambda c: c.add_input({**INPUT_X, "reshape": {}}),
+         "input 'X' in auto-complete-config function for model 'm' contains property other "
+         "than 'name', 'data_type', 'dims' and 'optional'."),
+        ({}, lambda c: c.add_output({**INPUT_X, "optional": True}),
+         "output 'X' in auto-complete-config function for model 'm' contains property other "
+         "than 'name', 'data_type' and 'dims'."),
+        ({}, lambda c: c.add_output({"name": "X", "dims": [1]}),
+         "output 'X' in auto-complete-config function for model 'm' is missing 'data_type' "
+         "property."),
+        ({}, lambda c: c.add_input({"dims": [1]}),
+         "input in auto-complete-config function for model 'm' is missing 'name' property."),
+        ({"model_transaction_policy": {"decoupled": True}},
+         lambda c: c.set_model_transaction_policy({"decoupled": False}),
+         "trying to change decoupled property in auto-complete-config for model 'm', which is "
+         "already set to 'True'."),
+        ({}, lambda c: c.set_model_transaction_policy({"coupled": False}),
+         "model transaction property in auto-complete-config function for model 'm' contains "
+         "property other than 'decoupled'."),
     ],
-)
+)  # fmt: skip
 def test_contradicting_values_are_refused(fields: dict[str, Any], call: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
         call(config(**fields))

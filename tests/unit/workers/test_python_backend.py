@@ -195,14 +195,10 @@ def test_another_file_name(model: Model) -> None:
         (None, {}, Unavailable, "Python model file not found in '1/model.py'"),
         ("pass", {"default_model_filename": "m.pt"}, InvalidArgument, "must end with '.py'"),
         ("pass", {}, InvalidArgument, "does not implement `execute` method"),
-        (
-            "def initialize(self, args): 1 / 0\ndef execute(self, requests): pass",
-            {},
-            ZeroDivisionError,
-            "division by zero",
-        ),
+        ("def initialize(self, args): 1 / 0\ndef execute(self, requests): pass", {},
+         ZeroDivisionError, "division by zero"),
     ],
-)
+)  # fmt: skip
 def test_models_that_do_not_load(
     model: Model, body: str | None, fields: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
@@ -350,23 +346,15 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
     [
         ("7", "Expected a list in the execute return, found type '<class 'int'>'."),
         ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
-        (
-            "[]",
-            "Number of InferenceResponse objects do not match the number of InferenceRequest "
-            "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0",
-        ),
-        (
-            "[7]",
-            "Expected an 'InferenceResponse' object in the execute function return list, found "
-            "type '<class 'int'>'.",
-        ),
-        (
-            "[None]",
-            "Expected an 'InferenceResponse' object in the execute function return list, found "
-            "type '<class 'NoneType'>'.",
-        ),
+        ("[]", "Number of InferenceResponse objects do not match the number of InferenceRequest "
+         "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+        ("[7]", "Expected an 'InferenceResponse' object in the execute function return list, found "
+         "type '<class 'int'>'."),
+        ("[None]",
+         "Expected an 'InferenceResponse' object in the execute function return list, found "
+         "type '<class 'NoneType'>'."),
     ],
-)
+)  # fmt: skip
 def test_wrong_return_values_are_errors(model: Model, returned_value: str, text: str) -> None:
     model.serve(f"def execute(self, requests): return {returned_value}")
     assert model.infer(0) == [failure_text(text)]
@@ -395,16 +383,12 @@ NOT_ITERATIVE = (
     [
         ("[None]", NOT_ITERATIVE),
         ("None", NOT_ITERATIVE),
-        (
-            "[response(given(requests[0]))]",
-            failure_text(
-                "Expected a None object in the execute function return list for reschduled "
-                "request, found type '<class 'shmserve.workers.backends.python.request."
-                "InferenceResponse'>'."
-            ),
-        ),
+        ("[response(given(requests[0]))]",
+         failure_text("Expected a None object in the execute function return list for reschduled "
+         "request, found type '<class 'shmserve.workers.backends.python.request."
+         "InferenceResponse'>'.")),
     ],
-)
+)  # fmt: skip
 def test_rescheduling_is_refused(model: Model, returned_value: str, text: str) -> None:
     model.serve(
         f"""

@@ -575,20 +575,14 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
 @pytest.mark.parametrize(
     ("module", "data_type", "dims", "expected_error"),
     [
-        (
-            *(Affine, "STRING", [1]),
-            "input 'a' of model 'm' has data_type TYPE_STRING, but the model takes a tensor",
-        ),
-        (
-            *(Upper, "FP32", [1]),
-            "input 'a' of model 'm' has data_type TYPE_FP32, but the model takes List[str]",
-        ),
-        (
-            *(Upper, "STRING", [2, 2]),
-            "Triton only supports 1 dimensional List of String as input for 'a' for model 'm'",
-        ),
+        (*(Affine, "STRING", [1]),
+         "input 'a' of model 'm' has data_type TYPE_STRING, but the model takes a tensor"),
+        (*(Upper, "FP32", [1]),
+         "input 'a' of model 'm' has data_type TYPE_FP32, but the model takes List[str]"),
+        (*(Upper, "STRING", [2, 2]),
+         "Triton only supports 1 dimensional List of String as input for 'a' for model 'm'"),
     ],
-)
+)  # fmt: skip
 def test_texts_must_be_lists_of_one_dimension(
     worker: Rig, module: Any, data_type: str, dims: list[int], expected_error: str
 ) -> None:

@@ -95,61 +95,32 @@ def test_values_without_a_matching_shape_are_refused(name: str, value: Any) -> N
         ([], 500, "attempt to get members for non-object"),
         (5, 500, "attempt to get members for non-object"),
         ({"id": 7}, 500, "Unable to parse 'id': attempt to access JSON non-string as string"),
-        (
-            {"TEXT": 5},
-            500,
-            "Unable to parse JSON bytes array: attempt to access JSON non-string as string "
-            "(input 'TEXT' has 5)",
-        ),
-        (
-            {"I": 1.5},
-            500,
-            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
-            "(input 'I' has 1.5)",
-        ),
-        (
-            {"I": None},
-            500,
-            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
-            "(input 'I' has null)",
-        ),
-        (
-            {"F": [[1, 2], [3, 4]]},
-            500,
-            "Unable to parse 'data': Shape does not match true shape of 'data' field (input 'F': "
-            "its shape has 2 elements, more are given)",
-        ),
-        (
-            {"HALF": 1.0},
-            400,
-            "receiving FP16 data via JSON is not supported. "
-            "Please use the binary data format for input HALF",
-        ),
-        (
-            {"foo": [1]},
-            400,
-            "parameter 'foo' has invalid type. It should be either 'int', 'bool', or 'string'.",
-        ),
-        (
-            {"parameters": {"x": {"q": 1}}},
-            400,
-            "Converting keyword: 'parameters': parameter 'x' has invalid type. "
-            "It should be either 'int', 'bool', or 'string'.",
-        ),
-        (
-            {"parameters": {"I": "x"}},
-            500,
-            "Converting keyword: 'parameters': Unable to parse 'data': "
-            "attempt to access JSON non-signed-integer as signed-integer (input 'I' has \"x\")",
-        ),
-        (
-            {"parameters": 5},
-            500,
-            "Expected JSON object for keyword: 'parameters': "
-            "attempt to access JSON non-object as object",
-        ),
+        ({"TEXT": 5}, 500,
+         "Unable to parse JSON bytes array: attempt to access JSON non-string as string "
+         "(input 'TEXT' has 5)"),
+        ({"I": 1.5}, 500,
+         "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
+         "(input 'I' has 1.5)"),
+        ({"I": None}, 500,
+         "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
+         "(input 'I' has null)"),
+        ({"F": [[1, 2], [3, 4]]}, 500,
+         "Unable to parse 'data': Shape does not match true shape of 'data' field (input 'F': "
+         "its shape has 2 elements, more are given)"),
+        ({"HALF": 1.0}, 400, "receiving FP16 data via JSON is not supported. "
+         "Please use the binary data format for input HALF"),
+        ({"foo": [1]}, 400,
+         "parameter 'foo' has invalid type. It should be either 'int', 'bool', or 'string'."),
+        ({"parameters": {"x": {"q": 1}}}, 400,
+         "Converting keyword: 'parameters': parameter 'x' has invalid type. "
+         "It should be either 'int', 'bool', or 'string'."),
+        ({"parameters": {"I": "x"}}, 500,
+         "Converting keyword: 'parameters': Unable to parse 'data': "
+         "attempt to access JSON non-signed-integer as signed-integer (input 'I' has \"x\")"),
+        ({"parameters": 5}, 500, "Expected JSON object for keyword: 'parameters': "
+         "attempt to access JSON non-object as object"),
     ],
-)
+)  # fmt: skip
 def test_refusals(body: Any, status: int, text: str) -> None:
     assert refusal(body) == (status, text)
 

@@ -126,28 +126,22 @@ def is_closed(connection: socket.socket) -> bool:
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n",
-        *(
-            b"POST /v2 HTTP/%b\r\nHost: localhost\r\n%b\r\n\r\n0\r\n\r\n" % (version, framing)
-            for version, framing in (
-                (b"1.0", b"Content-Length: 5\r\nTransfer-Encoding: chunked"),
-                (b"1.1", b"Content-Length: +5\r\nTransfer-Encoding: chunked"),
-                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: xchunked"),
-                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: gzip, chunked"),
-                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding : chunked"),
-                (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding:\r\n chunked"),
-                (b"1.1", b"Content-Length: 5\r\nContent-Length: 5\r\nTransfer-Encoding: chunked"),
-                (
-                    b"1.1",
-                    b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: x",
-                ),
-            )
-        ),
+        *(b"POST /v2 HTTP/%b\r\nHost: localhost\r\n%b\r\n\r\n0\r\n\r\n" % (version,
+            framing) for version,
+            framing in ((b"1.0", b"Content-Length: 5\r\nTransfer-Encoding: chunked"),
+            (b"1.1", b"Content-Length: +5\r\nTransfer-Encoding: chunked"),
+            (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: xchunked"),
+            (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: gzip, chunked"),
+            (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding : chunked"),
+            (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding:\r\n chunked"),
+            (b"1.1", b"Content-Length: 5\r\nContent-Length: 5\r\nTransfer-Encoding: chunked"),
+            (b"1.1", b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: x"))),
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
         b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n",
         b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 20_000 + b"\r\n\r\n",
         b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
-)
+)  # fmt: skip
 def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> None:
     """Repeated or malformed lengths are refused, so that they smuggle no second request."""
     connection.sendall(raw)
@@ -162,16 +156,12 @@ def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> Non
     [
         (b"GET /v2 HTTP/1.1\r\n", "Missing 'Host' header in request."),
         (b"GET /v2 HTTP/1.9\r\nHost: localhost\r\n", "Bad status line: Invalid HTTP version"),
-        (
-            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 9000 + b"\r\n",
-            "the request line or a header has more than 8190 bytes",
-        ),
-        (
-            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200,
-            "Too many headers received (allowed: 128)",
-        ),
+        (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 9000 + b"\r\n",
+         "the request line or a header has more than 8190 bytes"),
+        (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200,
+         "Too many headers received (allowed: 128)"),
     ],
-)
+)  # fmt: skip
 def test_malformed_http_is_explained(connection: socket.socket, head: bytes, reason: str) -> None:
     connection.sendall(head + b"\r\n")
     assert read_reply(connection).error == f"malformed HTTP request: {reason}"

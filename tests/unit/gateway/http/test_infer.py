@@ -700,37 +700,21 @@ def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, region_scheduler:
 @pytest.mark.parametrize(
     ("size", "offset", "text"),
     [
-        (
-            40,
-            1000,
-            "Invalid offset for shared memory region: 'r' (offset 1000; the region has 1000 bytes)",
-        ),
-        (
-            40,
-            961,
-            "Invalid offset + byte size for shared memory region: 'r' (byte_size 40 at offset 961; "
-            "the region has 1000 bytes)",
-        ),
-        (
-            2**63,
-            2**64 - 8,
-            f"Invalid offset for shared memory region: 'r' (offset {2**64 - 8}; the region has "
-            "1000 bytes)",
-        ),
-        (
-            2**64 - 1,
-            2,
-            "Integer overflow detected: byte_size (18446744073709551615) + offset (2) exceeds "
-            "maximum value (18446744073709551615) for region 'r'",
-        ),
-        (
-            36,
-            8,
-            "[request id: <id_unknown>] input byte size mismatch for input 'IN' for model 'm'. "
-            "Expected 40, got 36",
-        ),
+        (40, 1000,
+         "Invalid offset for shared memory region: 'r' (offset 1000; the region has 1000 bytes)"),
+        (40, 961,
+         "Invalid offset + byte size for shared memory region: 'r' (byte_size 40 at offset 961; "
+         "the region has 1000 bytes)"),
+        (2**63, 2**64 - 8,
+         f"Invalid offset for shared memory region: 'r' (offset {2**64 - 8}; the region has "
+         "1000 bytes)"),
+        (2**64 - 1, 2,
+         "Integer overflow detected: byte_size (18446744073709551615) + offset (2) exceeds "
+         "maximum value (18446744073709551615) for region 'r'"),
+        (36, 8, "[request id: <id_unknown>] input byte size mismatch for input 'IN' for model 'm'. "
+         "Expected 40, got 36"),
     ],
-)
+)  # fmt: skip
 def test_a_range_must_lie_in_its_region(
     gateway: Rig, region_scheduler: Scheduler, size: int, offset: int, text: str
 ) -> None:

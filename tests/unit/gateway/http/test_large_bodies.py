@@ -27,37 +27,25 @@ LONG_PROMPT = "a" * (LARGE + 1)
         ({"model": "m", "prompt": ["a", LONG_PROMPT]}, "prompt: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 101}, "101 tokens exceed the limit of 100"),
         ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens exceed the limit of 100"),
-        (
-            {"model": "m", "messages": [{"role": "user", "content": LONG_PROMPT}]},
-            "messages: the prompt",
-        ),
+        ({"model": "m", "messages": [{"role": "user", "content": LONG_PROMPT}]},
+         "messages: the prompt"),
         ({"model": "m", "input": LONG_PROMPT}, "input: the prompt is longer"),
-        (
-            {"model": "m", "input": [{"role": "user", "content": LONG_PROMPT}]},
-            "input: the prompt is",
-        ),
+        ({"model": "m", "input": [{"role": "user", "content": LONG_PROMPT}]},
+         "input: the prompt is"),
         ({"text_input": LONG_PROMPT}, "text_input: the prompt is longer"),
         ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
         ({"model": "m", "tokens": [5] * 101}, "tokens: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 100}, ""),
         ({"model": "m", "prompt": LONG_PROMPT, "truncate_prompt_tokens": 5}, ""),
         ({"text_input": LONG_PROMPT, "parameters": {"truncate_prompt_tokens": 5}}, ""),
-        (
-            {"model": "m", "prompt": "a", "stop": LONG_PROMPT * 2},
-            "stop: 2097156 bytes exceed the limit of 2097152",
-        ),
-        (
-            {"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG_PROMPT, LONG_PROMPT]},
-            "x: 2097161 bytes exceed",
-        ),
-        (
-            {"text_input": "a", "parameters": {"x": LONG_PROMPT, "y": LONG_PROMPT + "b"}},
-            "y: 1048580 bytes exceed",
-        ),
-        (
-            {"model": "m", "messages": [], "documents": [LONG_PROMPT]},
-            "documents: the prompt is longer",
-        ),
+        ({"model": "m", "prompt": "a", "stop": LONG_PROMPT * 2},
+         "stop: 2097156 bytes exceed the limit of 2097152"),
+        ({"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG_PROMPT, LONG_PROMPT]},
+         "x: 2097161 bytes exceed"),
+        ({"text_input": "a", "parameters": {"x": LONG_PROMPT, "y": LONG_PROMPT + "b"}},
+         "y: 1048580 bytes exceed"),
+        ({"model": "m", "messages": [], "documents": [LONG_PROMPT]},
+         "documents: the prompt is longer"),
         ({"model": "nobody", "x": LONG_PROMPT * 2}, ""),
         ({"model": "vast", "prompt": LONG_PROMPT}, ""),
         ({"model": "nobody", "prompt": LONG_PROMPT}, ""),
@@ -66,7 +54,7 @@ LONG_PROMPT = "a" * (LARGE + 1)
         ({"model": ["m"], "prompt": "a"}, ""),
         ([LONG_PROMPT], ""),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_that_is_too_long_is_found(body: Any, expected_error: str) -> None:
     error = long_prompt(body, MAX_PROMPT_LENGTHS, "m")
     assert expected_error in error if expected_error else not error

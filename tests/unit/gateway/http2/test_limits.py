@@ -60,20 +60,16 @@ CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
     "a window by nothing": lambda n: begin(n, end=True) + window(n, 0),
     "a window that is too large": lambda n: begin(n, end=True) + window(n, 2**31 - 1),
     "a broken PRIORITY": lambda n: begin(n) + frame(PRIORITY, 0, n, b"1"),
-    "more data than is said": lambda n: (
-        begin(n, block=REQUEST + encode_block([(b"content-length", b"1")]))
-        + frame(DATA, 0, n, b"12")
-    ),
-    "less data than is said": lambda n: begin(
-        n, end=True, block=REQUEST + encode_block([(b"content-length", b"1")])
-    ),
-    "more data than was granted": lambda n: (
-        begin(n) + frame(DATA, 0, n, bytes(SMALL_LIMITS.window)) + frame(DATA, 0, n, b"1")
-    ),
+    "more data than is said": lambda n: (begin(n,
+        block=REQUEST + encode_block([(b"content-length", b"1")])) + frame(DATA, 0, n, b"12")),
+    "less data than is said": lambda n: begin(n, end=True,
+        block=REQUEST + encode_block([(b"content-length", b"1")])),
+    "more data than was granted": lambda n: (begin(n) + frame(DATA, 0, n,
+        bytes(SMALL_LIMITS.window)) + frame(DATA, 0, n, b"1")),
     "a malformed request": lambda n: begin(n, block=REQUEST[:2]),
     "malformed trailers": lambda n: begin(n) + begin(n, end=True, block=REQUEST),
     "trailers that end nothing": lambda n: begin(n) + begin(n, block=b""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLIENT_RESETS)

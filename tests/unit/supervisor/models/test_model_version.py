@@ -268,13 +268,9 @@ async def test_a_cancelled_load_leaves_no_processes() -> None:
 CONFIG: dict[str, Any] = {
     "name": "e",
     "output": [{"name": "Z"}, {"name": "W"}],
-    "ensemble_scheduling": {
-        "step": [
-            {"model_name": "a", "output_map": {"Y": "middle"}},
-            {"model_name": "b", "output_map": {"Y": "Z", "V": "W"}},
-        ]
-    },
-}
+    "ensemble_scheduling": {"step": [{"model_name": "a", "output_map": {"Y": "middle"}},
+        {"model_name": "b", "output_map": {"Y": "Z", "V": "W"}}]},
+}  # fmt: skip
 
 
 def ensemble_steps(

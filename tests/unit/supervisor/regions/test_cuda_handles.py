@@ -425,11 +425,8 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
         (body(raw_handle={}), 500, "attempt to access non-existing object member 'b64'"),
         (body(raw_handle="x"), 500, "attempt to access non-existing object member 'b64'"),
         (body(raw_handle={"b64": 5}), 500, "attempt to access JSON non-string as string"),
-        (
-            body(device_id=None, byte_size=None),
-            500,
-            "attempt to access non-existing object member 'byte_size'",
-        ),
+        (body(device_id=None, byte_size=None), 500,
+         "attempt to access non-existing object member 'byte_size'"),
         (body(device_id=None), 500, "attempt to access non-existing object member 'device_id'"),
         (body(device_id="0"), 500, UNSIGNED),
         (body(device_id=-1), 500, UNSIGNED),
@@ -441,18 +438,11 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
         (body(byte_size=2**63), 400, "'byte_size' must be an integer in [0, 92233720368547758"),
         (body(byte_size=2**63 - 1, offset=1), 400, INVALID),
         (body(device_uuid="GPU-1"), 400, "'device_uuid' must be a UUID such as GPU-0000"),
-        *(
-            (body(raw_handle={"b64": text}), 400, BAD_HANDLE)
-            for text in (
-                *(b64(bytes(size)) for size in (0, 1, 63, 65, 128)),
-                "!!!!",
-                b64(HANDLE)[:-1],
-                b64(HANDLE) + "\n",
-                "é" * 88,
-            )
-        ),
+        *((body(raw_handle={"b64": text}), 400,
+            BAD_HANDLE) for text in (*(b64(bytes(size)) for size in (0, 1, 63, 65, 128)),
+            "!!!!", b64(HANDLE)[:-1], b64(HANDLE) + "\n", "é" * 88)),
     ],
-)
+)  # fmt: skip
 def test_wrong_cuda_registrations_are_refused(
     gateway: Rig, sent_body: dict[str, Any], status: int, error: str
 ) -> None:

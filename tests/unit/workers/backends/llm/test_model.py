@@ -49,16 +49,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "rope_scaling": OTHER_YARN}),
     ("qwen3", {}),
     ("qwen3", {"architectures": None, "rope_scaling": SCALED_YARN}),
-    (
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "layer_types": ["full_attention"] * 2,
-            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
-        },
-    ),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2,
+     "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
     ("qwen3", {"tie_word_embeddings": False, "shards": 3}),
-]
+]  # fmt: skip
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
