@@ -22,8 +22,7 @@ VALID_PADDING = {
 
 def padding_error(padding: Any, max_batch_size: int = 8, complete: bool = True) -> str:
     text = padding if isinstance(padding, str) else json.dumps(padding)
-    config = parse_pbtxt(
-        f"""
+    config = parse_pbtxt(f"""
         name: "m" backend: "python" max_batch_size: {max_batch_size}
         input {{ name: "IMAGE" data_type: TYPE_UINT8 dims: [ 3, -1, -1 ] }}
         input {{ name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }}
@@ -33,8 +32,7 @@ def padding_error(padding: Any, max_batch_size: int = 8, complete: bool = True) 
         output {{ name: "FEATURES" data_type: TYPE_FP32 dims: [ 3, -1, -1 ] }}
         output {{ name: "ROWS" data_type: TYPE_FP32 dims: [ -1 ] }}
         parameters {{ key: "padding" value {{ string_value: {json.dumps(text)} }} }}
-        """
-    )
+        """)
     try:
         validate(normalise(config, "m", 0), gpu_count=0, complete=complete)
     except InvalidArgument as error:
