@@ -69,9 +69,7 @@ def test_a_disconnecting_client_does_not_affect_another_stream(repeating_server:
         assert count_responses(results) == 199
 
 
-def test_a_client_that_does_not_read_blocks_only_its_own_stream(
-    repeating_server: Server,
-) -> None:
+def test_a_client_that_does_not_read_blocks_only_its_own_stream(repeating_server: Server) -> None:
     gate = threading.Event()
 
     def take(result: Any, error: Any) -> None:

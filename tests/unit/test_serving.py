@@ -177,9 +177,7 @@ def test_a_class_of_a_cell_is_found_in_linecache(
     assert namespace["Scaled"]().predict(3) == 9  # type: ignore[operator]
 
 
-def test_relative_imports_of_a_class_know_their_package(
-    load: Callable[[str], ModuleType],
-) -> None:
+def test_relative_imports_of_a_class_know_their_package(load: Callable[[str], ModuleType]) -> None:
     script = "from __future__ import annotations\n" + SCRIPT
     module = load(script.replace('"""A script."""\n', ""))
     module.__package__ = "collections"

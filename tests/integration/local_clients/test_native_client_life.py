@@ -334,9 +334,7 @@ def test_a_forked_child_does_not_use_its_parents_connection(
     assert client._session.connection() is connection and connection.alive
 
 
-async def test_a_forked_child_does_not_close_its_parents_event_loop(
-    gated_server: Server,
-) -> None:
+async def test_a_forked_child_does_not_close_its_parents_event_loop(gated_server: Server) -> None:
     async with aio.connect(gated_server.run_dir) as server:
         assert await server.infer("simple", INPUT0=A, INPUT1=A)
         child = os.fork()

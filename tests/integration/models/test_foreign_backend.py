@@ -66,9 +66,7 @@ def test_check_runs_a_foreign_backend(
     assert "table.npy must have 2 dimensions, it has 3" in result.stdout + result.stderr
 
 
-def test_an_unknown_backend_names_the_existing_backends(
-    empty_server: tuple[Server, Path],
-) -> None:
+def test_an_unknown_backend_names_the_existing_backends(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
     add(repository, "rows", TABLE)
     with server.http() as http:

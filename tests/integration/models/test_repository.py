@@ -583,9 +583,7 @@ def test_a_failed_reload_keeps_the_old_version(empty_server: Explicit) -> None:
         assert answer(http) == 2
 
 
-def test_a_failed_version_is_removed_with_its_folder(
-    empty_server: Explicit,
-) -> None:
+def test_a_failed_version_is_removed_with_its_folder(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
     rewrite(repository, BROKEN_CODE, 2, "versions")

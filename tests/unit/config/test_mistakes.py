@@ -13,12 +13,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.native import NativeBackend
-from shmserve.workers.user_code import (
-    describe_error,
-    import_file,
-    model_traceback,
-    source_location,
-)
+from shmserve.workers.user_code import describe_error, import_file, model_traceback, source_location
 from tests.rigs.worker_rig import rig
 
 TENSORS = """input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }

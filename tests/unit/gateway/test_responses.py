@@ -214,7 +214,7 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     events_out = events(response_object, [Delta(0, "", "stop", message={"tool_calls": calls})])
     added_items = [event["item"] for event in events_out if event["type"].endswith("item.added")]
     assert [(item["name"], item.get("namespace")) for item in added_items] == [
-        *[("f", None), ("f", "n")],
+        *[("f", None), ("f", "n")]
     ]
     output = events_out[-1]["response"]["output"]
     (message,) = convert_chat(input=output)["messages"]

@@ -63,12 +63,7 @@ def load(
     lane_factory: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
 ) -> LoadGenerator:
     return LoadGenerator(
-        lane_factory.poller,
-        lane_factory,
-        lambda slot: requests,
-        slots,
-        schedule,
-        patience_s=0.2,
+        lane_factory.poller, lane_factory, lambda slot: requests, slots, schedule, patience_s=0.2
     )
 
 

@@ -286,9 +286,7 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
     assert list(pool.free) == [slot]
 
 
-def test_an_offer_of_a_withdrawn_instance_is_dropped_with_its_process(
-    pool: Pool,
-) -> None:
+def test_an_offer_of_a_withdrawn_instance_is_dropped_with_its_process(pool: Pool) -> None:
     register_instance(pool, 0, 100)
     pool.announce(1, 101)
     pool.retire(1)

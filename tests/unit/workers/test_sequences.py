@@ -212,10 +212,7 @@ def test_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     assert [
         output.name
         for output in model.complete_request(answer, new_state(6), returned_names=("O",)).outputs
-    ] == [
-        "Y",
-        "O",
-    ]
+    ] == ["Y", "O"]
     assert model.value() == [[6.0]]
 
 

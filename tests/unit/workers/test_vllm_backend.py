@@ -26,12 +26,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
-from shmserve.workers.backends.vllm.engine import (
-    Arguments,
-    VllmCall,
-    VllmEngine,
-    max_tokens_cap,
-)
+from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine, max_tokens_cap
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until

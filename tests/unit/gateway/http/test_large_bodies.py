@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.json.large_bodies import (
-    Packed,
-    long_prompt,
-    parse_large,
-)
+from shmserve.gateway.http.json.large_bodies import Packed, long_prompt, parse_large
 from shmserve.gateway.http.json.parser import LARGE, JsonFault
 
 MAX_PROMPT_LENGTHS = {"m": 100, "vast": 1 << 24}
@@ -159,13 +155,7 @@ def test_other_large_fields_stay_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts",
-    [
-        ["a", None] * 20_000,
-        {"a": ["b"] * 20_000},
-        ["a"] * 20_000,
-        [[1], []] * 20_000,
-    ],
+    "prompts", [["a", None] * 20_000, {"a": ["b"] * 20_000}, ["a"] * 20_000, [[1], []] * 20_000]
 )
 def test_wrong_prompts_stay_json_if_they_are_large(prompts: Any) -> None:
     packed = parse({"text_input": prompts}, "text_input")["text_input"]

@@ -291,10 +291,7 @@ def test_a_finished_sample_is_not_restarted() -> None:
     (prepare,) = successor.receive()
     assert {
         resumed_sample.sample: resumed_sample.finish_reason for resumed_sample in prepare.resumed
-    } == {
-        0: "stop",
-        1: "",
-    }
+    } == {0: "stop", 1: ""}
     while successor.turn():
         pass
     assert take_ended(rig) == {number: ""}

@@ -429,9 +429,7 @@ def test_a_version_that_flaps_while_announced_takes_over() -> None:
     run_scenario(scenario)
 
 
-def test_a_load_that_failed_temporarily_is_retried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller repeats it. A load that the model itself refused waits for changed files."""
     monkeypatch.setattr("shmserve.supervisor.reload._FIRST_PAUSE_S", 0.0)
 
@@ -610,12 +608,7 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
         server.finish_hanging_loads()
         outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
         text = "failed to load 's', no version is available"
-        assert [getattr(result, "message", None) for result in outcomes] == [
-            None,
-            text,
-            None,
-            None,
-        ]
+        assert [getattr(result, "message", None) for result in outcomes] == [None, text, None, None]
         assert server.note("s") == "c"
         await server.end()
 

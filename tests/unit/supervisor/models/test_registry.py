@@ -181,9 +181,7 @@ async def test_the_combined_readiness_of_workers(
     assert (await check.check(list(answers))) is expects_ready
 
 
-async def test_unexpected_answers_are_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_unexpected_answers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
 
     def send(pid: int, message: Any) -> None:

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from shmserve.workers.backends.llm.token_texts import (
-    BadWords,
-    Detokenizer,
-    TokenTexts,
-    parse_json,
-)
+from shmserve.workers.backends.llm.token_texts import BadWords, Detokenizer, TokenTexts, parse_json
 from tests.support.hf_folders import tokenizer_text
 
 
