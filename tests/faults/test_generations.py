@@ -167,8 +167,7 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
     assert state(server, "slow") == "LOADING"
     loading.release()
     load_request.result().ok()
-    assert server.answers("/v2/models/slow/ready")
-    assert state(server, "slow") == "READY"
+    assert server.answers("/v2/models/slow/ready") and state(server, "slow") == "READY"
     change(pool, "slow", "unload").result().ok()
 
 
@@ -205,8 +204,7 @@ def test_a_model_that_broke_is_loaded_again(
     assert not server.answers("/v2/health/ready")
     code.write_text(good_code)
     change(pool, "once").result().ok()
-    assert state(server, "once") == "READY"
-    assert server.answers("/v2/models/once/ready")
+    assert state(server, "once") == "READY" and server.answers("/v2/models/once/ready")
     assert server.answers("/v2/health/ready")
     change(pool, "once", "unload").result().ok()
 
@@ -235,8 +233,7 @@ def test_a_generation_that_fails_during_takeover(
     reply = loading.result()
     assert reply.status == 400, "all know it, and the model is broken"
     assert pending.result().status == 503
-    assert state(server, "slow") == "READY"
-    assert server.answers("/v2/models/slow/ready")
+    assert state(server, "slow") == "READY" and server.answers("/v2/models/slow/ready")
     pending = pool.number("slow", 8)
     visit = server.gate.next()
     assert visit.pid == old_visit.pid

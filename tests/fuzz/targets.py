@@ -233,8 +233,7 @@ def register(data: bytes) -> None:
         assert 0 <= size <= MAX_INT64
         path = posix_shm.normalize_key("r", key)
         assert posixpath.normpath(f"/dev/shm{path}") == f"/dev/shm{path}"
-        assert path.count("/") == 1
-        assert path.isascii() and path.isprintable()
+        assert path.count("/") == 1 and path.isascii() and path.isprintable()
         assert len(path) < 255
 
 
@@ -258,8 +257,7 @@ def ranges(data: bytes) -> None:
     assert is_within(offset, size, limit) == inside
     for value in (offset, size, float(size), str(size), size > 0, None):
         try:
-            assert require_integer(value, "f") == value
-            assert type(value) is int
+            assert require_integer(value, "f") == value and type(value) is int
             assert 0 <= value < 2**63
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63

@@ -287,8 +287,7 @@ def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
     failed_answer = answer(link)
     assert isinstance(failed_answer, m.Failed) and failed_answer.id == 6
     visit.release()
-    assert isinstance(answer(link), m.Finished)
-    assert receive_arrived(link, 0.2) == []
+    assert isinstance(answer(link), m.Finished) and receive_arrived(link, 0.2) == []
 
 
 def odd_numbers(local_client: Guest, stage: Scene) -> None:

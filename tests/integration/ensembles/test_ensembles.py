@@ -183,8 +183,7 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     with server.http() as http:
         reply = http.infer("tells", request).ok()
     seen_request = ast.literal_eval(reply.tensors()["OUT"][0].decode())
-    assert seen_request[:4] == ["mine", 7, 1, 5_000_000]
-    assert "red" in seen_request[4]
+    assert seen_request[:4] == ["mine", 7, 1, 5_000_000] and "red" in seen_request[4]
     assert reply.json()["parameters"] == {
         "sequence_id": 7,
         "sequence_start": True,

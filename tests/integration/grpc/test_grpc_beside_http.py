@@ -129,8 +129,7 @@ def test_errors_have_grpc_codes_and_texts(client: triton.InferenceServerClient) 
 
 
 def test_all_metadata_calls_work(client: triton.InferenceServerClient) -> None:
-    assert client.is_server_ready()
-    assert client.is_model_ready("identity")
+    assert client.is_server_ready() and client.is_model_ready("identity")
     assert client.get_server_metadata().name == "triton"
     assert client.get_model_metadata("identity").inputs[0].name == "INPUT0"
     assert client.get_model_config("identity").config.name == "identity"

@@ -113,8 +113,7 @@ def test_raw_binary(http: Http) -> None:
 def test_raw_binary_with_batching(http: Http) -> None:
     values = np.arange(4, dtype=np.float32)
     output = http.infer("completed", values.tobytes(), RAW_HEADERS).tensors()["OUTPUT0"]
-    assert output.shape == (1, 4)
-    assert (output == 2 * values).all()
+    assert output.shape == (1, 4) and (output == 2 * values).all()
 
 
 def test_raw_binary_needs_one_input(http: Http) -> None:

@@ -33,15 +33,12 @@ def test_health(http: Http) -> None:
 
 def test_tritonclient_sees_health_and_metadata(server: Server) -> None:
     with triton.InferenceServerClient(server.url) as client:
-        assert client.is_server_live()
-        assert client.is_server_ready()
-        assert client.is_model_ready("simple")
-        assert client.is_model_ready("simple", "2")
+        assert client.is_server_live() and client.is_server_ready()
+        assert client.is_model_ready("simple") and client.is_model_ready("simple", "2")
         assert not client.is_model_ready("simple", "1")
         assert not client.is_model_ready("nothing")
         metadata = client.get_server_metadata()
-        assert metadata["name"] == "shared"
-        assert metadata["extensions"] == EXTENSIONS
+        assert metadata["name"] == "shared" and metadata["extensions"] == EXTENSIONS
         assert client.get_model_config("simple")["max_batch_size"] == 8
         assert client.get_inference_statistics("simple")["model_stats"]
 
@@ -67,8 +64,7 @@ def test_model_metadata(http: Http) -> None:
 
 def test_model_config_is_normalised(http: Http) -> None:
     config = http.get("/v2/models/simple/config").ok().json()
-    assert config["name"] == "simple"
-    assert config["backend"] == "python"
+    assert config["name"] == "simple" and config["backend"] == "python"
     assert config["version_policy"] == {"latest": {"num_versions": 2}}
     assert config["dynamic_batching"]["preferred_batch_size"] == [8]
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 100
@@ -80,8 +76,7 @@ def test_model_config_is_normalised(http: Http) -> None:
 
 def test_a_model_describes_itself(http: Http) -> None:
     config = http.get("/v2/models/completed/config").ok().json()
-    assert config["max_batch_size"] == 4
-    assert "dynamic_batching" in config
+    assert config["max_batch_size"] == 4 and "dynamic_batching" in config
     assert [tensor["name"] for tensor in config["input"]] == ["INPUT0"]
 
 
@@ -171,9 +166,7 @@ def test_http_1_0_and_connection_close(server: Server) -> None:
         connection.sendall(
             b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         )
-        assert read_reply(connection).status == 200
-        assert connection.recv(1) == b""
+        assert read_reply(connection).status == 200 and connection.recv(1) == b""
     with raw_connection(server.http_port) as connection:
         connection.sendall(b"GET /v2/health/live HTTP/1.0\r\n\r\n")
-        assert read_reply(connection).status == 200
-        assert connection.recv(1) == b""
+        assert read_reply(connection).status == 200 and connection.recv(1) == b""

@@ -74,8 +74,7 @@ def test_without_a_token_there_is_only_health(http: Http) -> None:
             http.post("/v2/repository/index", None, headers),
             http.get("/v2/models/stats", headers),
         ):
-            assert reply.status == 401
-            assert reply.headers["WWW-Authenticate"] == "Bearer"
+            assert reply.status == 401 and reply.headers["WWW-Authenticate"] == "Bearer"
             assert "token" in reply.error
 
 
@@ -104,8 +103,7 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
         http.post("/v2/repository/index", None, headers),
         http.get("/v2/systemsharedmemory/status", headers),
     ):
-        assert reply.status == 403
-        assert "this token has no access to the" in reply.error
+        assert reply.status == 403 and "this token has no access to the" in reply.error
     assert http.get("/v2/models/stats", bearer(TOKEN)).status == 200
 
 
@@ -149,8 +147,7 @@ def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
         http.post("/v2/systemsharedmemory/unregister", None, headers),
         http.post("/v2/cudasharedmemory/region/r/register", body, headers),
     ):
-        assert reply.status == 501
-        assert reply.error.startswith(text)
+        assert reply.status == 501 and reply.error.startswith(text)
     assert http.get("/v2/systemsharedmemory/status", headers).ok().json() == []
     assert http.get(f"{path}/status", headers).status == 404
 

@@ -130,8 +130,7 @@ def test_wrong_request(http: Http, case: str) -> None:
 )
 def test_a_body_that_is_no_request(http: Http, body: bytes) -> None:
     reply = http.infer("simple", body)
-    assert reply.status in (400, 500)
-    assert reply.error
+    assert reply.status in (400, 500) and reply.error
     assert http.infer("simple", simple_body()).status == 200
 
 
@@ -154,8 +153,7 @@ def test_wrong_binary_sizes(http: Http) -> None:
     reply = http.infer_binary(
         "simple", [("INPUT0", "INT32", [1, 16], b"\0" * 60), BINARY_INPUTS[1]]
     )
-    assert reply.status == 400
-    assert "INPUT0" in reply.error
+    assert reply.status == 400 and "INPUT0" in reply.error
 
 
 @pytest.mark.parametrize(
@@ -197,8 +195,7 @@ def test_wrong_header_length(http: Http, value: str, error: str) -> None:
 )  # fmt: skip
 def test_wrong_bytes(http: Http, data: bytes, error: str) -> None:
     reply = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)])
-    assert reply.status == 400
-    assert reply.error.startswith("[request id: <id_unknown>] ")
+    assert reply.status == 400 and reply.error.startswith("[request id: <id_unknown>] ")
     assert error in reply.error
     named_reply = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)], id="my id")
     assert named_reply.error == reply.error.replace("<id_unknown>", "my id")

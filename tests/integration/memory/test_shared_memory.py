@@ -71,8 +71,7 @@ def test_input_and_output(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
     answer = infer_in_region(http, "r").ok().json()
     (output,) = answer["outputs"]
-    assert output["name"] == "OUTPUT0"
-    assert output["shape"] == [1024]
+    assert output["name"] == "OUTPUT0" and output["shape"] == [1024]
     assert "data" not in output
     assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
 
@@ -184,8 +183,7 @@ def test_a_byte_size_that_differs_from_the_shape(http: Http, region: SharedObjec
     http.register("r", region.key, 2 * SIZE).ok()
     for size in (SIZE - 4, SIZE + 4, 0):
         reply = http.infer("identity", {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", size)]})
-        assert reply.status == 400
-        assert "INPUT0" in reply.error
+        assert reply.status == 400 and "INPUT0" in reply.error
 
 
 def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> None:
@@ -278,8 +276,7 @@ def test_refused_byte_sizes(
     http: Http, region: SharedObject, byte_size: object, offset: object
 ) -> None:
     reply = http.register("r", region.key, byte_size, offset)
-    assert reply.status in (400, 500)
-    assert reply.error
+    assert reply.status in (400, 500) and reply.error
     assert http.regions().json() == []
 
 

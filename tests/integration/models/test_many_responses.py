@@ -202,8 +202,7 @@ def test_classification(server: Server, client_module: Any) -> None:
         for _ in range(3):  # the schemas of the later requests are cached
             result = client.infer("scores", [tensor], outputs=[infer_requested_output])
             output = result.as_numpy("OUTPUT0")
-            assert output.shape == (2, 2)
-            assert output.ravel().tolist() == BEST_CLASSES
+            assert output.shape == (2, 2) and output.ravel().tolist() == BEST_CLASSES
         plain_result = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )

@@ -219,8 +219,7 @@ def test_a_failed_load_is_the_answer_and_is_retried(
 ) -> None:
     for _ in range(2):
         reply = http.infer("broken", REQUEST_BODY)
-        assert reply.status == 400
-        assert "broken on purpose" in reply.error
+        assert reply.status == 400 and "broken on purpose" in reply.error
     assert loads(server, "broken") == 2
     assert states(http)["broken"] == "UNAVAILABLE"
     assert http.get("/v2/health/ready").status == 200
@@ -315,8 +314,7 @@ def test_the_least_recently_used_models_are_unloaded_for_a_new_model(tmp_path: P
             model_states = states(http)
             assert model_states[name] == "READY"
             assert 1 <= list(model_states.values()).count("READY") <= 2
-        assert answer(http, "c") == 1
-        assert answer(http, "a") == 1
+        assert answer(http, "c") == 1 and answer(http, "a") == 1
         until("d has left", lambda: states(http)["d"] == ON_DEMAND)
         assert states(http)["c"] == states(http)["a"] == "READY"
         assert loads(server, "c") == 2 and loads(server, "a") == 3

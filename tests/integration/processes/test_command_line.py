@@ -32,17 +32,14 @@ def test_bad_flags(repository: Path, flags: tuple[str, ...], flag_name: str) -> 
     completed = run_command("serve", f"--model-repository={repository}", *flags)
     assert completed.returncode == 2
     assert flag_name in completed.stderr
-    assert len(completed.stderr.strip().splitlines()) == 1
-    assert completed.stdout == ""
+    assert len(completed.stderr.strip().splitlines()) == 1 and completed.stdout == ""
 
 
 def test_a_missing_repository_is_refused(tmp_path: Path) -> None:
     completed = run_command("serve")
-    assert completed.returncode == 2
-    assert "--model-repository" in completed.stderr
+    assert completed.returncode == 2 and "--model-repository" in completed.stderr
     completed = run_command("serve", f"--model-repository={tmp_path / 'nowhere'}")
-    assert completed.returncode not in (0, None)
-    assert "nowhere" in completed.stderr
+    assert completed.returncode not in (0, None) and "nowhere" in completed.stderr
     assert "Traceback" not in completed.stderr
 
 
@@ -130,8 +127,7 @@ def test_check(repository: Path) -> None:
     repositories.add(repository, "constant", "simple", "repeat")
     completed = run_command("check", str(repository))
     assert completed.returncode == 0, completed.stderr
-    assert "constant" in completed.stdout
-    assert "simple" in completed.stdout
+    assert "constant" in completed.stdout and "simple" in completed.stdout
     assert [
         line for line in completed.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]
     ]
@@ -145,8 +141,7 @@ def test_check(repository: Path) -> None:
     assert completed.returncode == 2
     assert f"'{repository}' is a model folder" in completed.stderr
     output = completed.stdout + completed.stderr
-    assert "nonsense" in output
-    assert "broken on purpose" in output
+    assert "nonsense" in output and "broken on purpose" in output
     assert "config.pbtxt" in output
     assert [
         line for line in completed.stdout.splitlines() if line.strip() == "and twice (model.py:1)"
@@ -468,6 +463,5 @@ def test_client_infer_without_a_server(scheme: str) -> None:
     with port_socket:
         url = f"{scheme}://127.0.0.1:{port_of(port_socket)}"
         completed = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
-    assert completed.returncode == 1
-    assert f": {url}: no response: " in completed.stderr
+    assert completed.returncode == 1 and f": {url}: no response: " in completed.stderr
     assert len(completed.stderr.strip().splitlines()) == 1

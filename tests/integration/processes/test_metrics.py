@@ -72,8 +72,7 @@ def test_counts(metrics_server: Server) -> None:
         http.infer("simple", {"inputs": []})
         until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
         statistics = stats(http, "simple")
-        assert statistics["name"] == "simple"
-        assert statistics["version"] == "1"
+        assert statistics["name"] == "simple" and statistics["version"] == "1"
         assert statistics["execution_count"] == 6
         assert statistics["last_inference"] > 1_600_000_000_000
         inference = statistics["inference_stats"]

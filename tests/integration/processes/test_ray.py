@@ -344,8 +344,7 @@ def test_nothing_outlives_a_replica(own_folder: Path, with_its_child: bool) -> N
     flags = json.dumps({**FLAGS, "model-repository": str(own_folder.parent / "models")})
     command = [sys.executable, "-c", REPLICA_PROGRAM, flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as replica:
-        assert replica.stdout
-        assert replica.stdout.readline() == "ready\n"
+        assert replica.stdout and replica.stdout.readline() == "ready\n"
         children = psutil.Process(replica.pid).children() if with_its_child else []
         replica.kill()
         for child in children:

@@ -386,8 +386,7 @@ def test_a_missing_device(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     load_failed = worker.expect(m.LoadFailed)
-    assert load_failed.code == "UNAVAILABLE"
-    assert "torch_npu" in load_failed.message
+    assert load_failed.code == "UNAVAILABLE" and "torch_npu" in load_failed.message
 
 
 def test_stop_before_anything_is_loaded(worker: Worker) -> None:

@@ -185,16 +185,14 @@ def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
     ((request,),) = warmup_requests(server, "typed", inputs=inputs)
     assert request["I"][0] == [1, 2, 2] and all(0 <= int(n) < 128 for n in request["I"][1])
     assert request["B"][0] == [1, 4] and set(request["B"][1]) <= {"True", "False"}
-    assert request["S"] == [[1, 2], ["", ""]]
-    assert request["F"] == [[1, 1], ["hi"]]
+    assert request["S"] == [[1, 2], ["", ""]] and request["F"] == [[1, 1], ["hi"]]
 
 
 def test_sequence_controls_of_a_warmup_sample(server: Server) -> None:
     """Others are those of a whole sequence."""
     start = {"sequence_id": 5, "sequence_start": True, "sequence_end": True}
     ((request,),) = warmup_requests(server, "controlled", parameters=start)[-1:]
-    assert request["X"] == ROW["X"]
-    assert request["START"] == [[1, 1], ["1"]]
+    assert request["X"] == ROW["X"] and request["START"] == [[1, 1], ["1"]]
     assert request["READY"][0] == [1, 1] and request["READY"][1] != ["1"]
 
 

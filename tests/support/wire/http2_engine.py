@@ -188,8 +188,7 @@ class Case:
         if self.ends:
             assert engine.gone in self.ends
             return
-        assert engine.gone is None
-        assert engine.resets == dict(self.resets)
+        assert engine.gone is None and engine.resets == dict(self.resets)
         served = {
             number: request.data
             for number, request in engine.requests.items()

@@ -115,8 +115,7 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
     own_end, peer_end = as_user(ALICE, socket.socketpair, groups=(FRIENDS_GID, 77))
     with own_end, peer_end:
         peer = unix_peer(own_end)
-        assert peer.uid == ALICE
-        assert set(peer.groups) == {ALICE, FRIENDS_GID, 77}
+        assert peer.uid == ALICE and set(peer.groups) == {ALICE, FRIENDS_GID, 77}
 
 
 def test_a_large_uid_is_not_read_as_a_special_value() -> None:
@@ -233,8 +232,7 @@ def test_foreign_host_names_are_refused_on_loopback(host: str, is_own: bool) -> 
         if is_own or kind is not ListenerKind.LOOPBACK:
             assert refusal is None
         else:
-            assert refusal is not None
-            assert refusal.status == 421
+            assert refusal is not None and refusal.status == 421
 
 
 def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,14 +252,11 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
         )
     assert pending_calls == ["Bearer good"]
     access_error = caller.find_access_error("inference", CIMultiDict(Authorization="Bearer bad"))
-    assert access_error is not None
-    assert access_error.status == 401
+    assert access_error is not None and access_error.status == 401
     access_error = caller.find_access_error("inference", CIMultiDict())
-    assert access_error is not None
-    assert access_error.status == 401
+    assert access_error is not None and access_error.status == 401
     access_error = caller.find_access_error("trace", CIMultiDict(Authorization="Bearer good"))
-    assert access_error is not None
-    assert access_error.status == 403
+    assert access_error is not None and access_error.status == 403
 
 
 def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:

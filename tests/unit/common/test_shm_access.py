@@ -63,8 +63,7 @@ def test_the_owner_of_an_object(
 
 def test_which_clients_may_use_a_region() -> None:
     own_region = Ownership(1001, NO_GROUP, True)
-    assert own_region.admits(ALICE)
-    assert not own_region.admits(Peer(1002, (GROUP,)))
+    assert own_region.admits(ALICE) and not own_region.admits(Peer(1002, (GROUP,)))
     assert not own_region.admits(REMOTE)
     shared_region = Ownership(1001, GROUP, True)
     assert shared_region.admits(Peer(1002, (GROUP,)))
@@ -119,9 +118,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
         assert sum(other_uid == uid for other_uid, _, _ in charges) <= 3
     for entry in charges:
         quota.release(*entry)
-    assert not quota._regions
-    assert not quota._bytes
-    assert not quota._regions_by_file
+    assert not quota._regions and not quota._bytes and not quota._regions_by_file
 
 
 def test_the_quota_is_charged_until_the_object_is_removed() -> None:

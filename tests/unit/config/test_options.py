@@ -215,8 +215,7 @@ def test_repeatable_flags_and_flags_of_which_the_last_counts() -> None:
         "--http-port=1",
         "--http-port=2",
     )
-    assert options.load_models == ("a", "b")
-    assert options.http.port == 2
+    assert options.load_models == ("a", "b") and options.http.port == 2
     assert options.backend_config == (
         ("python", "shm-default-byte-size", "1=2"),
         ("", "auto-complete-config", "false"),
@@ -357,8 +356,7 @@ def test_a_wrong_command_line_ends_with_2(
 ) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(("usage:", "shmserve: "))
+    assert captured.out == "" and captured.err.startswith(("usage:", "shmserve: "))
 
 
 @pytest.mark.parametrize(
@@ -369,8 +367,7 @@ def test_an_error_is_one_line_for_any_arguments(
 ) -> None:
     assert cli.main(["serve", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.endswith("\n")
-    assert error[:-1].isprintable()
+    assert error.endswith("\n") and error[:-1].isprintable()
 
 
 def test_the_version_flag_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:

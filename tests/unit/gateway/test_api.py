@@ -231,8 +231,7 @@ def test_metadata(http: Http) -> None:
 
 def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     with contextlib.closing(triton.InferenceServerClient(f"127.0.0.1:{gateway.port}")) as client:
-        assert client.is_server_live()
-        assert client.is_server_ready()
+        assert client.is_server_live() and client.is_server_ready()
         assert client.is_model_ready("simple")
         assert client.get_server_metadata()["name"] == "my server"
         assert client.get_model_metadata("simple", "1")["versions"] == ["1"]

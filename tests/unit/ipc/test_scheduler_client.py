@@ -228,8 +228,7 @@ def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, cause: s
     request.awaits_response = cause != "left"
     code = "INTERNAL" if cause == "another code" else "UNAVAILABLE"
     client.receive(failure_message(code=code, is_early=cause == "early"))
-    assert last_failure(request).code == code
-    assert request.freed == (cause != "early")
+    assert last_failure(request).code == code and request.freed == (cause != "early")
 
 
 def test_a_request_that_is_submitted_again_keeps_its_memory(client: Client) -> None:

@@ -173,14 +173,12 @@ def test_a_schema_that_cannot_be_derived_is_not_kept() -> None:
 def test_the_number_of_schemas_is_bounded() -> None:
     schemas = Schemas(len, capacity=4)
     for n in range(20):
-        assert schemas[bytes(n)] == n
-        assert 0 < len(schemas) <= 4
+        assert schemas[bytes(n)] == n and 0 < len(schemas) <= 4
 
 
 def test_a_long_schema_is_not_kept() -> None:
     schemas = Schemas(len)
-    assert schemas[bytes(1 << 20)] == 1 << 20
-    assert len(schemas) == 0
+    assert schemas[bytes(1 << 20)] == 1 << 20 and len(schemas) == 0
 
 
 # --- BoundedCache

@@ -402,8 +402,7 @@ def test_json_takes_the_spellings_of_proto3() -> None:
             "dynamic_batching": None,
         }
     )
-    assert config.max_batch_size == 8
-    assert list(config.input[0].dims) == [-1, 2]
+    assert config.max_batch_size == 8 and list(config.input[0].dims) == [-1, 2]
     assert config.input[0].data_type == model_config_pb2.TYPE_FP32
     assert config.parameters["P"].string_value == "v"
     assert config.sequence_batching.direct.minimum_slot_utilization == 0.5

@@ -131,8 +131,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         "        yield {'X': [[n, n]]}\n"
     )
     items = data.read_requests(BATCHED, DataOptions(source=str(path)))
-    assert len(items) == 1000
-    assert values(items[7])["X"] == [[7, 7]]
+    assert len(items) == 1000 and values(items[7])["X"] == [[7, 7]]
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     batch = execution()
     pool.assign(batch)
     pool.register_worker(0, b"0.101", 101)
-    assert not pool.free
-    assert pool.process_exited(100) == LostWork([batch], [])
+    assert not pool.free and pool.process_exited(100) == LostWork([batch], [])
     pool.announce(0, 101)
     slot = pool.by_peer(b"0.101")
     assert slot is not None and pool.free
@@ -239,8 +238,7 @@ def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) 
     peer = register_instance(pool)
     slot = pool.assign(execution())
     pool.retire(0)
-    assert not pool.free and not pool.least_busy(2)
-    assert take_retired(pool) == []
+    assert not pool.free and not pool.least_busy(2) and take_retired(pool) == []
     pool.finish(slot, NOW)
     assert not pool.free
     assert take_retired(pool) == []  # the open request of a decoupled model prevents the retirement
@@ -254,8 +252,7 @@ def test_an_instance_that_retires_before_its_start_is_removed_at_once(pool: Pool
     pool.announce(0, 100)
     pool.retire(0)
     pool.retire(1)
-    assert take_retired(pool) == [100, 0]
-    assert counts(pool) == {}
+    assert take_retired(pool) == [100, 0] and counts(pool) == {}
 
 
 def test_an_instance_that_exits_while_it_retires_is_removed(pool: Pool) -> None:

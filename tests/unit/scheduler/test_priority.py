@@ -81,8 +81,7 @@ class ComparedQueue(RuleBasedStateMachine):
     def check_equality(self) -> None:
         """Check that the order and the counts equal those of the list."""
         expected = self._expected()
-        assert list(self.queue) == expected
-        assert len(self.queue) == len(expected)
+        assert list(self.queue) == expected and len(self.queue) == len(expected)
         for level in (1, 2, 3, 4):
             assert self.queue.size(level) == sum(request.level == level for request in expected)
         used_levels = {request.level for request in expected}

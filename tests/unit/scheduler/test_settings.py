@@ -49,10 +49,8 @@ def test_every_setting_is_read() -> None:
     assert settings.policies == QueuePolicies(
         default, 2, 1, {1: LevelPolicy(max_queue_size=1)}, True
     )
-    assert settings.timeout_is_deadline
-    assert settings.preserve_ordering
-    assert settings.execution_limit_ns == 250_000_000
-    assert settings.hold == (4, 0)
+    assert settings.timeout_is_deadline and settings.preserve_ordering
+    assert settings.execution_limit_ns == 250_000_000 and settings.hold == (4, 0)
 
 
 def test_a_priority_that_is_no_level_is_the_default_level() -> None:

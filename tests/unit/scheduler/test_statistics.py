@@ -60,8 +60,7 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
         peer, batch, ok_reply(keys[0]), m.Reply(keys[1], "INTERNAL", "no"), ok_reply(keys[2])
     )
     report = rig.report()
-    assert report["execution_count"] == 2
-    assert report["inference_count"] == 3 + 3 + 1
+    assert report["execution_count"] == 2 and report["inference_count"] == 3 + 3 + 1
     assert report["last_inference"] == WALL_NS // 1_000_000
     stats = report["inference_stats"]
     # The first request ran for 5 ms. The others waited for 5 ms and ran for 1 ms; one of them had
@@ -181,10 +180,8 @@ def test_service_time_determines_when_to_retry() -> None:
     assert service_time.drain_s(1000, 1) == 1
     for _ in range(100):
         service_time.observe(500 * MS, 500 * MS, 4)
-    assert service_time.drain_s(0, 1) == 1
-    assert service_time.drain_s(40, 1) == 5
-    assert service_time.drain_s(40, 5) == 1
-    assert service_time.drain_s(40, 0) == 5
+    assert service_time.drain_s(0, 1) == 1 and service_time.drain_s(40, 1) == 5
+    assert service_time.drain_s(40, 5) == 1 and service_time.drain_s(40, 0) == 5
     assert service_time.drain_s(10**9, 1) == 60
 
 
@@ -247,8 +244,7 @@ def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     snapshot = last_snapshot(new_rig)
     totals = total(snapshot)
     assert totals.items() <= report["shmserve"].items()
-    assert totals["inference_count"] == 3
-    assert totals["success"] == 3
+    assert totals["inference_count"] == 3 and totals["success"] == 3
     assert totals["batch_size"]["counts"][:2] == [1, 1]
     assert totals["batch_size"]["buckets"] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert totals["batches_closed"]["idle"] == 2

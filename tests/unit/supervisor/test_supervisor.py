@@ -124,5 +124,4 @@ async def test_a_failure_in_the_background_is_logged_at_once(
     await asyncio.wait({remaining_task})
     assert not tasks
     (record,) = list(caplog.records)
-    assert record.exc_info is not None
-    assert str(record.exc_info[1]) == "so it is"
+    assert record.exc_info is not None and str(record.exc_info[1]) == "so it is"

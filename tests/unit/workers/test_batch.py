@@ -578,8 +578,7 @@ def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> N
     assert worker.batch(inference(tensor("X", data, memory_range)))[0].code == ""
     os.ftruncate(region.fd, 4096)
     (reply,) = worker.batch(inference(tensor("X", data, memory_range)))
-    assert reply.code == "INVALID_ARG"
-    assert "truncated" in reply.message
+    assert reply.code == "INVALID_ARG" and "truncated" in reply.message
 
 
 def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,8 +621,7 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
     assert sizes == [3, 1, 1, 1]
     assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
     message = "Failed to process the request(s) for model 'm_0_0', message: ValueError: negative"
-    assert replies[1].message == message
-    assert replies[0].array("Y").tolist() == [[2]]
+    assert replies[1].message == message and replies[0].array("Y").tolist() == [[2]]
     assert replies[2].array("Y").tolist() == [[6]]
 
 
@@ -746,8 +744,7 @@ def test_per_request_errors_and_parameters(worker: Rig) -> None:
     worker.serve(FunctionBackend(worker.context, answer_mixed), one_tensor(max_batch_size=8))
     data = tensor("X", np.zeros((1, 1), F32))
     good_reply, bad_reply = worker.batch(inference(data), inference(data))
-    assert good_reply.answer is not None
-    assert good_reply.answer.parameters == {"n": 1}
+    assert good_reply.answer is not None and good_reply.answer.parameters == {"n": 1}
     assert (bad_reply.code, bad_reply.message) == ("INTERNAL", "not this one")
 
 

@@ -111,8 +111,7 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
     )
     scheduler.send(doubled_response(submit))
     reply = running_call.result(10)
-    assert values(reply) == [2.0, 4.0]
-    assert reply.parameters == {"note": "doubled"}
+    assert values(reply) == [2.0, 4.0] and reply.parameters == {"note": "doubled"}
     reply.outputs[0].numpy()[:] = 0  # writable, because the memory belongs to the model
 
 

@@ -283,8 +283,7 @@ def test_execute_must_return_none(model: Model, returned_value: str) -> None:
         f"{FAILED_REQUEST}Python model 'm_0_0' is using the decoupled mode and the execute "
         "function must return None."
     )
-    assert model.replies == [text]
-    assert model.responses(1) == [[1], "end"]
+    assert model.replies == [text] and model.responses(1) == [[1], "end"]
     assert model.responses(2) == [[2], text, "end"]
     assert model.backend._model.kept[2]._channel._stream.closed
 
@@ -496,8 +495,7 @@ def test_a_client_that_does_not_read_stops_send(
     model.begin(0)
     start_pump()
     assert len(model.responses(1, most_unread)) == most_unread
-    assert model.rig.sent(0.1) == []
-    assert len(model.records) == most_unread + 1
+    assert model.rig.sent(0.1) == [] and len(model.records) == most_unread + 1
     for granted_count in range(most_unread + 2, count + 1, 2):
         model.credit(1, 2)
         model.responses(1, granted_count)

@@ -389,8 +389,7 @@ def test_host_and_device_requests_share_a_batch(
         inference(device_tensor(memory, 0, ROW)),
         inference(tensor("x", ROW + 5), outputs=device_output(memory, 32)),
     )
-    assert (replies[0].array("y") == ROW * 2).all()
-    assert replies[1].code == ""
+    assert (replies[0].array("y") == ROW * 2).all() and replies[1].code == ""
     assert (exported_memory.read(32, ROW) == (ROW + 5) * 2).all()
 
 

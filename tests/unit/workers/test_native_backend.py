@@ -203,8 +203,7 @@ class Model:
 """,
     )
     completed = complete(worker)
-    assert completed["max_batch_size"] == 0
-    assert "dynamic_batching" not in completed
+    assert completed["max_batch_size"] == 0 and "dynamic_batching" not in completed
     serve(worker)
     (reply,) = worker.batch(inference(tensor("x", np.ones(5, F32))))
     assert reply.array("output").tolist() == [5]
@@ -442,5 +441,4 @@ def test_the_reference_has_every_attribute_and_its_default() -> None:
     text = shmserve.model.__doc__ or ""
     attributes = set(declaration._KNOWN_ATTRIBUTES) - {"predict", "load", "unload", "is_ready"}
     assert set(re.findall(r"^    (\w+) = .*  \S", text, re.MULTILINE)) == attributes
-    assert "max_batch_size = 32 " in text
-    assert "max_streams = 64 " in text
+    assert "max_batch_size = 32 " in text and "max_streams = 64 " in text

@@ -48,8 +48,7 @@ def serve(worker: Rig) -> Rig:
 def test_a_file_completes_inputs_outputs_and_batch_size(worker: Rig) -> None:
     save_sum(worker)
     completed = OnnxBackend(worker.context).complete_config(BARE_CONFIG)
-    assert completed["max_batch_size"] == 4
-    assert completed["dynamic_batching"] == {}
+    assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [
         {"name": "a", "data_type": "TYPE_FP32", "dims": [4]},
         {"name": "b", "data_type": "TYPE_FP32", "dims": [4]},
@@ -342,8 +341,7 @@ def test_an_output_has_its_true_shape(worker: Rig, caplog: pytest.LogCaptureFixt
     ones = np.ones((2, 4), np.float32)
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("a", ones), tensor("b", ones)))
-        assert reply.answer is not None
-        assert reply.answer.outputs[0].shape == (2, 4)
+        assert reply.answer is not None and reply.answer.outputs[0].shape == (2, 4)
     assert caplog.text.count("unexpected shape for inference output 's'") == 1
 
 

@@ -67,8 +67,7 @@ def test_a_tensor_of_numpy(kind: str) -> None:
 def test_a_tensor_of_strings() -> None:
     for array in (np.array([b"a", "\u00fc", 3], dtype=object), np.array([b"a", b"bb"])):
         tensor = Tensor("x", array)
-        assert tensor.triton_dtype() == 13
-        assert tensor.as_output().datatype == "BYTES"
+        assert tensor.triton_dtype() == 13 and tensor.as_output().datatype == "BYTES"
         assert tensor.as_numpy() is array
 
 
@@ -109,8 +108,7 @@ def test_dlpack_import_and_export(kind: str) -> None:
 def test_dlpack_of_bf16() -> None:
     value = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
     tensor = Tensor.from_dlpack("x", value)
-    assert tensor.triton_dtype() == 14
-    assert tensor.as_output().data is not None
+    assert tensor.triton_dtype() == 14 and tensor.as_output().data is not None
     assert torch.equal(from_dlpack(tensor), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         tensor.as_numpy()
@@ -277,8 +275,7 @@ def test_a_received_request() -> None:
     assert request.parameters() == '{"x":1,"y":"z"}'
     assert request.requested_output_names() == {"OUT"}
     assert [tensor.name() for tensor in request.inputs()] == ["IN", "S"]
-    assert request.trace().get_context() is None
-    assert not request.is_cancelled()
+    assert request.trace().get_context() is None and not request.is_cancelled()
     tensor = pb_utils.get_input_tensor_by_name(request, "IN")
     assert tensor is not None and tensor.as_numpy().tolist() == [1.0, 2.0]
     assert tensor.as_numpy() is tensor.as_numpy()

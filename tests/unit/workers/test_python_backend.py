@@ -430,8 +430,7 @@ def test_coroutines_share_a_loop(model: Model) -> None:
             assert len(self.loops) == 1
             return [response(given(r)) for r in requests]
         """)
-    assert model.infer(1, 2) == [[1], [2]]
-    assert model.infer(3) == [[3]]
+    assert model.infer(1, 2) == [[1], [2]] and model.infer(3) == [[3]]
 
 
 def test_a_coroutine_raises(model: Model) -> None:

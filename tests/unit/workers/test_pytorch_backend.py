@@ -414,8 +414,7 @@ def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
         dynamic_shapes=({0: torch.export.Dim("b", max=6)},) * 3,
     )
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
-    assert completed["max_batch_size"] == 4
-    assert completed["dynamic_batching"] == {}
+    assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
     assert completed["output"] == [
         tensor_config(f"OUTPUT__{index}", "FP32", [1]) for index in (0, 1)

@@ -177,10 +177,8 @@ def test_a_state_begins_with_zero_at_each_start() -> None:
     model = Model(spec())
     assert model.value(0, START_FLAG) == [[0.0]]
     model.complete_request(new_state(5))
-    assert model.value(0) == [[5.0]]
-    assert model.value(1, START_FLAG) == [[0.0]]
-    assert model.value(0) == [[5.0]]
-    assert model.value(0, START_FLAG) == [[0.0]]
+    assert model.value(0) == [[5.0]] and model.value(1, START_FLAG) == [[0.0]]
+    assert model.value(0) == [[5.0]] and model.value(0, START_FLAG) == [[0.0]]
 
 
 def test_missing_and_failed_updates_keep_the_state() -> None:

@@ -44,8 +44,7 @@ def plan(config_fields: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
 
 def test_the_plan_in_mb() -> None:
     static_plan = plan(config((1000, 250), 4), 3_000_000)
-    assert static_plan is not None
-    assert static_plan.buckets == (1, 2, 4)
+    assert static_plan is not None and static_plan.buckets == (1, 2, 4)
     assert static_plan.byte_size(2) == (2_000_000, 2_000_000)
     assert replace(static_plan, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "

@@ -376,8 +376,7 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     assert second_entry["logprob"] == -9999.0
     assert [tensor["token_id"] for tensor in second_entry["top_logprobs"]] == [4]
     assert (third_entry["token"], third_entry["logprob"]) == ("<3>", -1.0)
-    assert document["prompt"][0] is None
-    assert document["prompt"][1]["rank"] == 5
+    assert document["prompt"][0] is None and document["prompt"][1]["rank"] == 5
 
 
 def test_tokens_are_shown_by_their_ids() -> None:

@@ -37,8 +37,7 @@ def test_a_minimal_call_head() -> None:
         None,
         -1,
     )
-    assert call_head.encoding == "identity"
-    assert list(call_head.metadata) == []
+    assert call_head.encoding == "identity" and list(call_head.metadata) == []
 
 
 # --- requests that are no calls
@@ -91,8 +90,7 @@ def test_the_first_error_is_reported() -> None:
 )
 def test_deadlines(encoded: bytes, seconds: float) -> None:
     deadline = timeout(encoded)
-    assert deadline.refusal is None
-    assert deadline.timeout_s == pytest.approx(seconds)
+    assert deadline.refusal is None and deadline.timeout_s == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +116,7 @@ def test_metadata_excludes_protocol_fields() -> None:
         *((b"grpc-accept-encoding", b"gzip"), (b"grpc-trace-bin", b"AAAA")),
     )
     assert list(call_head.metadata) == [("b", "2"), ("user-agent", "me"), ("a", "1"), ("b", "3")]
-    assert call_head.data_size == 5
-    assert call_head.metadata is call_head.metadata
+    assert call_head.data_size == 5 and call_head.metadata is call_head.metadata
 
 
 @given(st.binary(max_size=50), st.booleans())
@@ -207,5 +204,4 @@ def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
     headers = decode_fields(call.encode_trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in headers])
     encoded_text = dict(headers).get(b"grpc-message", b"")
-    assert encoded_text.isascii()
-    assert unquote(encoded_text.decode()) == text
+    assert encoded_text.isascii() and unquote(encoded_text.decode()) == text

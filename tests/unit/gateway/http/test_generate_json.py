@@ -188,8 +188,7 @@ def test_integers_of_any_size(values: list[int], scalar: bool) -> None:
     body = orjson.loads(json.dumps({"I": given_value}))
     (tensor,) = parse(body).inputs
     count = 1 if scalar and values else len(values)
-    assert tensor.shape == (count,)
-    assert len(tensor.data) == 4 * count
+    assert tensor.shape == (count,) and len(tensor.data) == 4 * count
 
 
 @pytest.mark.parametrize(

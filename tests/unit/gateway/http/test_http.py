@@ -181,8 +181,7 @@ def test_heads_that_are_not_utf8_receive_a_response(
     for _ in range(2):
         connection.sendall(raw)
         reply = read_reply(connection)
-        assert reply.status == status
-        assert reply.error
+        assert reply.status == status and reply.error
 
 
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1])
@@ -273,8 +272,7 @@ def test_a_refused_request_receives_no_100_continue(gateway: Rig) -> None:
     with raw_connection(gateway.port) as connection:
         connection.sendall(head(100 * MIB, "Expect: 100-continue"))
         reply = read_reply(connection)
-    assert reply.status == 400
-    assert "Use --http-max-input-size" in reply.error
+    assert reply.status == 400 and "Use --http-max-input-size" in reply.error
 
 
 def test_http_1_0_is_supported(connection: socket.socket) -> None:
@@ -745,8 +743,7 @@ def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
     assert read_reply(connection).status == 404
     # As long as the known one, but the last byte belongs to another message.
     connection.sendall(head(len(body) - 1, "X-One: 1") + body)
-    assert read_reply(connection).status == 400
-    assert is_closed(connection)
+    assert read_reply(connection).status == 400 and is_closed(connection)
 
 
 def test_a_known_head_with_connection_close_is_obeyed(connection: socket.socket) -> None:

@@ -249,8 +249,7 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple_scheduler: S
     assert limited_submit.deadline_origin == "the header 'X-Request-Timeout-Ms'"
     assert unlimited.deadline_ns == 0
     reply = gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30s"})
-    assert reply.status == 400
-    assert "a number of milliseconds" in reply.error
+    assert reply.status == 400 and "a number of milliseconds" in reply.error
 
 
 def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Scheduler) -> None:
@@ -896,10 +895,8 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Sch
     assert caller.reply().ok().headers["Connection"] == "close"
     until("it says so", lambda: gateway.received_of(Drained))
     gateway.send(Stop())
-    assert gateway.process.wait(5) == 0
-    assert gateway.received_of(Drained) == [Drained()]
-    assert " E " not in gateway.log
-    assert "Traceback" not in gateway.log
+    assert gateway.process.wait(5) == 0 and gateway.received_of(Drained) == [Drained()]
+    assert " E " not in gateway.log and "Traceback" not in gateway.log
 
 
 def test_a_response_that_closes_the_connection_is_complete(

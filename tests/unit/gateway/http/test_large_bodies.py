@@ -85,10 +85,8 @@ def test_prompts_are_returned_as_bytes_in_pieces() -> None:
         assert (prompt.kind, prompt.datatype, prompt.count) == ("text", "BYTES", 1)
         assert max(map(len, prompt.pieces)) <= 1 << 16
         assert b"".join(prompt.pieces) == (LARGE // 2).to_bytes(4, "little") + text.encode()
-        assert prompt.byte_size == LARGE // 2 + 4
-        assert prompt.value() == text
-    assert body["truncate_prompt_tokens"] == 5
-    assert body["stop"] == ["a"]
+        assert prompt.byte_size == LARGE // 2 + 4 and prompt.value() == text
+    assert body["truncate_prompt_tokens"] == 5 and body["stop"] == ["a"]
     assert body["min_p"] != body["min_p"]  # NaN
 
 
@@ -159,8 +157,7 @@ def test_other_large_fields_stay_json() -> None:
 )
 def test_wrong_prompts_stay_json_if_they_are_large(prompts: Any) -> None:
     packed = parse({"text_input": prompts}, "text_input")["text_input"]
-    assert packed.is_json
-    assert packed.value() == prompts
+    assert packed.is_json and packed.value() == prompts
 
 
 @pytest.mark.parametrize("body", [[1] * 1_000_000, "a" * 1_000_000, 5, None, True])

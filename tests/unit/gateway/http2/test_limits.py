@@ -80,11 +80,9 @@ def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     streams = iter(range(1, 100_000, 2))
     for _ in range(SMALL_LIMITS.resets):
         engine.take(CLIENT_RESETS[name](next(streams)))
-        assert engine.gone is None
-        assert not engine.http2.streams
+        assert engine.gone is None and not engine.http2.streams
     engine.take(CLIENT_RESETS[name](next(streams)))
-    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) < 100
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM and len(engine.sent) < 100
 
 
 def test_resets_are_refilled_over_time() -> None:
@@ -350,8 +348,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
 def test_nothing_is_pending_after_the_connection_failed() -> None:
     engine = Engine(Limits(frames=10))
     engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
-    assert engine.http2.closing
-    assert not engine.http2.pending
+    assert engine.http2.closing and not engine.http2.pending
     assert not engine.http2._buffer
 
 

@@ -181,8 +181,7 @@ def test_goaway_names_the_last_stream() -> None:
     assert engine.sent[-1].payload[:8] == struct.pack(">II", 7, FaultCode.FRAME_SIZE_ERROR)
     sent_before = len(engine.sent)
     engine.take(frame(HEADERS, END_HEADERS, 9, POST) + frame(PING, 0, 0, bytes(8)))
-    assert 9 not in engine.requests
-    assert len(engine.sent) == sent_before
+    assert 9 not in engine.requests and len(engine.sent) == sent_before
 
 
 def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:

@@ -213,8 +213,7 @@ def test_a_stream_that_is_reset_within_a_frame() -> None:
     engine = Engine().take(CLIENT_OPENING + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     engine.take(frame(DATA, END_STREAM, 1, bytes(100))[50:])
-    assert len(engine.requests[1].data) == 41
-    assert not engine.requests[1].ended
+    assert len(engine.requests[1].data) == 41 and not engine.requests[1].ended
     engine.check_goes_on()
 
 
@@ -236,8 +235,7 @@ def test_frames_for_a_completed_stream() -> None:
     ]:
         engine = Engine().take(CLIENT_OPENING + REQUEST)
         engine.http2.sending.send_response(engine.stream(1), BLOCKS, (b"data",))
-        assert not engine.http2.streams
-        assert engine.take(late_frame).gone is is_fatal
+        assert not engine.http2.streams and engine.take(late_frame).gone is is_fatal
 
 
 def test_too_many_concurrent_streams_are_refused() -> None:

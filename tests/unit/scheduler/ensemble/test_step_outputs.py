@@ -54,8 +54,7 @@ def test_a_producer_receives_credit_after_a_failure() -> None:
         rig.respond("a", number, b"0000")
         assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
-    assert only_failure(rig).code == "INTERNAL"
-    assert rig.ensemble.live_requests == 0
+    assert only_failure(rig).code == "INTERNAL" and rig.ensemble.live_requests == 0
 
 
 def test_an_error_response_returns_credit() -> None:
@@ -95,8 +94,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     unsealed_memory = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed_memory, 0, 4))
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred((tensor,)))))
-    assert only_failure(rig).code == "INVALID_ARG"
-    assert rig.ensemble.live_requests == 0
+    assert only_failure(rig).code == "INVALID_ARG" and rig.ensemble.live_requests == 0
 
 
 def test_no_step_that_waited_begins_after_a_failure() -> None:
@@ -196,5 +194,4 @@ def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     worker_arena = WorkerArena(b"abcd" * 5000)
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
     assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
-    assert only_failure(rig).code == "INVALID_ARG"
-    assert rig.memory.used == 0
+    assert only_failure(rig).code == "INVALID_ARG" and rig.memory.used == 0

@@ -97,6 +97,5 @@ def test_a_process_with_another_shm() -> None:
         verdicts = dict(access.judge_peer(*access.gather_peer(CONFIG, other_process.pid)))
         other_process.communicate(b"\n")
     states = {name.removeprefix("peer's "): verdict.state for name, verdict in verdicts.items()}
-    assert states["/dev/shm"] == WRONG
-    assert states["network"] == WARNING
+    assert states["/dev/shm"] == WRONG and states["network"] == WARNING
     assert states["user"] == OK

@@ -46,8 +46,7 @@ def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound
     by_name = {model.name: model for model in models}
     unloaded_names: set[str] = set()
     for name in select_unloads(models, bound, 10):
-        assert not by_name[name].must_stay
-        assert by_name[name].users <= unloaded_names
+        assert not by_name[name].must_stay and by_name[name].users <= unloaded_names
         unloaded_names.add(name)
 
 

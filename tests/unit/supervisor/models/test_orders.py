@@ -450,8 +450,7 @@ def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.MonkeyPat
         server.registry.model("s").serving.clear()
         server.on_start = lambda child: None
         await server.poller.update("s", True)
-        assert server.state("s") == ("READY", "")
-        assert server.poller._retries == {}
+        assert server.state("s") == ("READY", "") and server.poller._retries == {}
         await server.end()
 
     run_scenario(scenario)
@@ -544,8 +543,7 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
         server.on_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="version 2 is at UNAVAILABLE state"):
             await server.load("s")
-        assert pids(server, "s") == pids_before
-        assert server.state("s") == ("READY", "")
+        assert pids(server, "s") == pids_before and server.state("s") == ("READY", "")
         await server.end()
 
     run_scenario(scenario)
@@ -561,8 +559,7 @@ def test_equal_queued_loads_are_merged() -> None:
         await until_async(lambda: len(server.children) == 2)
         server.finish_hanging_loads()
         await asyncio.gather(*loads)
-        assert server.note("s") == "b"
-        assert server.repository.read == ["s"] * 4
+        assert server.note("s") == "b" and server.repository.read == ["s"] * 4
         await server.end()
 
     run_scenario(scenario)

@@ -380,8 +380,7 @@ def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
     assert (path / "1" / "model.py").read_bytes() == b"x = 1\n"
     assert base.stat().st_mode & 0o077 == 0
     folder = find([path.parent], "m")
-    assert folder is not None
-    assert folder.versions == (1,)
+    assert folder is not None and folder.versions == (1,)
     assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
     other_path = materialise_override(base, "m", "{}", {"/1/model.py": b"", ".//1/a//b": b""})
     assert other_path != path
@@ -415,8 +414,7 @@ def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
 def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         materialise_override(tmp_path, "m", "{}", {"1/model.py": b"x", path: b"y"})
-    assert str(tmp_path) not in caught.value.message
-    assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) not in caught.value.message and list(tmp_path.iterdir()) == []
 
 
 @given(st.text("./a\\\0", max_size=12))

@@ -196,8 +196,7 @@ async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
     rig = CudaRegionRig(check_fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
         await rig.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-    assert rig.published == []
-    assert rig.registry.active() == []
+    assert rig.published == [] and rig.registry.active() == []
 
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:

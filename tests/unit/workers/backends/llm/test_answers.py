@@ -215,8 +215,7 @@ def test_a_request_without_a_reader_fails_while_other_requests_generate(
     while scheduler.running and 1 not in scheduler.ended:
         scheduler.step()
         time.sleep(0.01)
-    assert 2 not in scheduler.ended
-    assert scheduler.errors[1][0] == "UNAVAILABLE"
+    assert 2 not in scheduler.ended and scheduler.errors[1][0] == "UNAVAILABLE"
     assert len(scheduler.responses[1]) == 32
 
 
@@ -230,8 +229,7 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
     while 1 not in scheduler.ended:
         scheduler.listen()
     scheduler.run()
-    assert len(scheduler.tokens(2)) == 12
-    assert scheduler.is_idle
+    assert len(scheduler.tokens(2)) == 12 and scheduler.is_idle
 
 
 def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) -> None:
