@@ -54,8 +54,6 @@ class Crime:
 
 
 def kill(title: str) -> Callable[[Scene], None]:
-    """Return a fault that kills the process with this title."""
-
     def commit(stage: Scene) -> None:
         victim = stage.process(title)
         victim.kill()
@@ -91,7 +89,6 @@ def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
 
 
 def stop_all_but_the_supervisor(stage: Scene) -> None:
-    """Stop every child at once."""
     victims = [process for process in stage.server.tree() if process.pid != stage.server.pid]
     for victim in victims:
         victim.suspend()
@@ -136,7 +133,6 @@ def kill_repeatedly(stage: Scene) -> None:
 
 
 def kill_all_but_the_supervisor(stage: Scene) -> None:
-    """Kill every child at once."""
     victims = [process for process in stage.server.tree() if process.pid != stage.server.pid]
     for victim in victims:
         victim.kill()
@@ -251,7 +247,6 @@ def assert_text_is_for_clients(text: str, server: Server) -> None:
 
 
 def infer_head(model: str, length: int, *lines: str) -> bytes:
-    """Return the head of a request with a body of `length` bytes."""
     request_line = f"POST /v2/models/{model}/infer HTTP/1.1"
     return "\r\n".join(
         (request_line, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
@@ -259,7 +254,6 @@ def infer_head(model: str, length: int, *lines: str) -> bytes:
 
 
 def infer_text(model: str, request: dict) -> bytes:
-    """Return a complete HTTP request."""
     body = json.dumps(request).encode()
     return infer_head(model, len(body)) + body
 
@@ -495,5 +489,4 @@ def test_recovery_from_a_crime(server: Server, name: str) -> None:
 
 
 def test_no_resources_remain_after_all_faults(server: Server, state_before: State) -> None:
-    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, state_before, TORCH_BYTES + 3 * ARENA_BYTES)

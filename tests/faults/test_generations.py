@@ -50,7 +50,6 @@ def change(pool: RequestPool, name: str, verb: str = "load", body: Any = None) -
 
 
 def state(server: Server, name: str, version: str = "1") -> str:
-    """Return the state of a version in the repository index."""
     with server.http() as http:
         rows = http.post("/v2/repository/index").ok().json()
     (row,) = (row for row in rows if (row["name"], row.get("version")) == (name, version))
@@ -245,7 +244,6 @@ def test_a_generation_that_fails_during_takeover(
 
 
 def test_a_request_that_arrives_slowly_while_its_model_is_loaded_again(server: Server) -> None:
-    """The request is executed by the new generation."""
     data = np.arange(1 << 20, dtype=np.float32).tobytes()
     body, headers = binary_request([("INPUT0", "FP32", [len(data) // 4], data)])
     with (

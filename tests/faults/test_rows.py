@@ -54,18 +54,15 @@ class Stage:
 
     @contextlib.contextmanager
     def region(self, name: str, size: int = 2 * SIZE, offset: int = 0) -> Iterator[SharedObject]:
-        """Yield an object registered as `name`, with values in its first half."""
         with SharedObject(size + offset) as shared_object:
             shared_object.write(VALUES, offset)
             self.http.register(name, shared_object.key, size, offset).ok()
             yield shared_object
 
     def infer_in_region(self, name: str, **ranges: int) -> int:
-        """Return the status of a request from a region into the same region."""
         return self.http.infer("identity", region_request(name, **ranges)).status
 
     def replaced(self, title: str) -> None:
-        """Kill a worker and wait for its replacement."""
         victim = self.server.find_one(title)
         victim.kill()
         until(
@@ -78,7 +75,6 @@ class Stage:
 def region_request(
     name: str, size: int = SIZE, input_offset: int = 0, output_offset: int = SIZE
 ) -> dict[str, Any]:
-    """Return a request from a region into the same region."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
         "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],

@@ -25,7 +25,6 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def repeating_server(server: Server) -> Iterator[Server]:
-    """Yield a server of a model that repeats each element of its input as a response."""
     server.load("repeat")
     yield server
     if server.process.poll() is None:
@@ -33,7 +32,6 @@ def repeating_server(server: Server) -> Iterator[Server]:
 
 
 def live(server: Server) -> float:
-    """Return the number of requests at the model's workers."""
     return server.metric("shmserve_executing_requests", model="repeat")
 
 

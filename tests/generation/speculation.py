@@ -39,7 +39,6 @@ MIN_P_VALUE = 1e-4  # smallest accepted p-value
 
 
 def chain(seed: int) -> torch.Tensor:
-    """Return the logits of a Markov chain."""
     return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 

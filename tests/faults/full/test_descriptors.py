@@ -135,7 +135,6 @@ def test_registrations_leave_some(server: Server) -> None:
 
 
 def are_idle(server: Server) -> bool:
-    """Return whether all processes are idle again."""
     cpu_before = cpu_seconds(server)
     time.sleep(0.05)
     return all(cpu_s - cpu_before[title] < 0.05 for title, cpu_s in cpu_seconds(server).items())

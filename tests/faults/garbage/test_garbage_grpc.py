@@ -27,7 +27,6 @@ _GRPC_BYTES = 64 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server for a series of faults."""
     with serving(tmp_path_factory.mktemp("grpc-garbage")) as running_server:
         yield running_server
 
@@ -289,6 +288,5 @@ def test_cancelled_calls(server: Server) -> None:
 
 
 def test_no_resources_remain_after_all_grpc_garbage(server: Server, state_before: State) -> None:
-    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, state_before, 4 * _GRPC_BYTES)
     assert "Traceback" not in server.log()

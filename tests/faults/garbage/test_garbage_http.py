@@ -277,7 +277,6 @@ def test_metrics_port(server: Server) -> None:
 
 
 def check_clients(stage: Scene) -> None:
-    """Check that existing and new clients are served."""
     assert_recovers(stage, time.monotonic())
     with stage.server.http() as other_client:
         assert other_client.infer("simple", REQUEST).status == 200

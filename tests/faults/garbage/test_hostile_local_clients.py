@@ -504,7 +504,6 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
 
 
 def test_no_resources_remain_after_all_local_clients(server: Server, state_before: State) -> None:
-    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, state_before, 0)
     assert "Traceback" not in server.log()
     assert len(server.log()) < 200_000, "garbage fills the log"

@@ -223,7 +223,6 @@ class Conversation:
         return frame(kind, flags, stream, payload)
 
     def _broken(self, frame_bytes: bytes) -> bytes:
-        """Return a malformed frame."""
         choice, value = self._number() % 8, self._number()
         head, payload = bytearray(frame_bytes[:9]), bytearray(frame_bytes[9:])
         if choice < 2:

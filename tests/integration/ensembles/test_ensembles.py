@@ -86,7 +86,6 @@ def test_a_nested_ensemble(server: Server) -> None:
 
 
 def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
-    """Steps whose outputs nothing needs are not run."""
     tensors = [json_input("IN", floats(1))]
     requested_outputs = {"inputs": tensors, "outputs": [{"name": "GOOD"}]}
     assert http.infer("pruned", requested_outputs).tensors()["GOOD"].tolist() == [2]
@@ -195,7 +194,6 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
 
 
 def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None:
-    """The next step runs once for each response."""
     assert stream(server, "counts", IN=floats(3)) == [[0], [1], [2]]
     assert sorted(stream(server, "counts_then", IN=floats(3))) == [[1], [2], [3]]
     assert stream(server, "counts_then", IN=floats(0)) == []

@@ -199,7 +199,6 @@ def cancelled_count(server: Server, model: str) -> float:
 
 @contextlib.contextmanager
 def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iterator[Any]:
-    """Yield a function that disconnects the client of a request."""
     body = json.dumps({"inputs": [json_input("IN", values)]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"

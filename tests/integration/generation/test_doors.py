@@ -79,7 +79,6 @@ def close_client(server: Server) -> None:
 
 
 def disconnect_client(server: Server) -> None:
-    """Disconnect a client during a request."""
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     with socket.create_connection(("127.0.0.1", server.http_port)) as connection:
@@ -88,7 +87,6 @@ def disconnect_client(server: Server) -> None:
 
 
 def kill_client(server: Server) -> None:
-    """Kill a program during a request."""
     code = (
         "import numpy as np, sys; from shmserve import client\n"
         "given = {'text_input': np.array([b'a'], object), 'stream': np.array([True])}\n"
@@ -497,7 +495,6 @@ def test_metrics_count_generated_tokens(generative: Server) -> None:
 
 
 def post_body(server: Server, path: str, body: str) -> tuple[int, Any]:
-    """Return the status and the body of a response."""
     with server.http() as http:
         response = http.post(path, json.loads(body))
     return response.status, response.json()

@@ -74,7 +74,6 @@ def complete(port: int, prompt: str = "the", **fields: Any) -> str:
 
 
 def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[str, str]:
-    """Return the text and the finish reason of a request."""
     body = {"model": "tiny", "max_tokens": 40, **kind}
     messages = [{"role": "user", "content": prompt}]
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -133,7 +132,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Yield the port of vLLM's own server with the same model."""
     folder = tmp_path_factory.mktemp("peer")
     write_model(folder)
     (port_socket,) = hold_ports(1)

@@ -90,7 +90,6 @@ def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = Non
 
 
 def refused(action: Callable[[], object]) -> tuple[str, str]:
-    """Return the code and the text of a refused call."""
     with pytest.raises(InferenceServerException) as error_info:
         action()
     return error_info.value.status(), error_info.value.message()
@@ -296,7 +295,6 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 def test_without_a_token_there_is_only_health(
     tokenless_client: triton.InferenceServerClient,
 ) -> None:
-    """Without a token every API except health is refused."""
     assert tokenless_client.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for send_call in (

@@ -74,7 +74,6 @@ def credentials(keys: Path, name: str = "") -> grpc.ChannelCredentials:
 
 
 def infer_simple(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
-    """Return a correct response, or the error."""
     url = server.grpc_url
     with (
         grpc.secure_channel(url, channel_credentials)

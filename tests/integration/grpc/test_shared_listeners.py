@@ -65,7 +65,6 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def gateways(server: Server) -> list[str]:
-    """Return the titles of the running gateways."""
     return sorted(title for title in server.titles().elements() if title.startswith(TITLES[0]))
 
 

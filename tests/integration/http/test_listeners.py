@@ -64,7 +64,6 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
-    """Without a token every API except health is refused."""
     assert http.get("/v2/health/ready").status == 200
     for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
         for reply in (

@@ -171,7 +171,6 @@ def test_wrong_binary_sizes(http: Http) -> None:
     ],
 )
 def test_wrong_header_length(http: Http, value: str, error: str) -> None:
-    """The header length is a number within the body."""
     body, _ = binary_request(BINARY_INPUTS)
     reply = http.infer("simple", body, {"Inference-Header-Content-Length": value})
     assert reply.status == 400

@@ -23,7 +23,6 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
 
 
 def gated_request(value: int, region: str, output_offset: int) -> dict[str, Any]:
-    """Return a request whose output of 64 bytes is written to a region."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, output_offset)}]
     return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
 

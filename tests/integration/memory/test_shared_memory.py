@@ -45,7 +45,6 @@ def region() -> Iterator[SharedObject]:
 def infer_in_region(
     http: Http, name: str, *, input_offset: int = 0, output_offset: int = SIZE, size: int = SIZE
 ) -> Reply:
-    """Send a request of the model "identity" from a region into the same region."""
     request = {
         "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
         "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],

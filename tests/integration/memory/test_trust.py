@@ -84,8 +84,6 @@ class User:
         self.uid, self._groups = uid, groups
 
     def send_request(self, question: Callable[[Http], Reply]) -> Reply:
-        """Return the response to a request on a new connection."""
-
         def act() -> Reply:
             with contextlib.closing(self._open()) as connection:
                 return question(connection)

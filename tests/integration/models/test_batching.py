@@ -31,7 +31,6 @@ MODELS = {
 
 
 def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -> None:
-    """Add the model "gated" with two instances."""
     path = repositories.add_as(repository, name, "gated", config) / "config.pbtxt"
     text = path.read_text().replace("count: 1", "count: 2")
     path.write_text(text.replace("max_batch_size: 8", f"max_batch_size: {max_batch_size}"))

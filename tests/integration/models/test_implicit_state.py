@@ -163,7 +163,6 @@ def add(
     strategy: str = "direct { }",
     rows: int = 4,
 ) -> Path:
-    """Add a model with the states in `state_names`; return its folder."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     if isinstance(code, str):

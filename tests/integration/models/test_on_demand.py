@@ -48,7 +48,6 @@ class TritonPythonModel:
 
 
 def states(http: Http, **body: bool) -> dict[str, str]:
-    """Return the state of each model in the repository index."""
     index_entries = http.post("/v2/repository/index", body or None).ok().json()
     return {item["name"]: item.get("state", "") for item in index_entries}
 

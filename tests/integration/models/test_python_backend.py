@@ -18,7 +18,6 @@ Explicit = tuple[Server, Path]
 
 
 def call(target: str) -> dict:
-    """Return a request for the models that call others."""
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
     first_input, second_input = (
         np.arange(16, dtype=np.int32).reshape(1, 16),

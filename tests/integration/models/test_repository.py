@@ -253,7 +253,6 @@ def test_a_broken_model_ends_the_server(repository: Path) -> None:
 
 
 def assert_versionless(server: Server) -> None:
-    """Check that of the folders without a version, only one is a model."""
     unknown = "Request for unknown model: "
     with server.http() as http:
         for path, text in (
@@ -707,7 +706,6 @@ def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explici
 
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
-    """Yield the server of the fixture `empty_polling`."""
     first_repository, second_repository = (
         tmp_path_factory.mktemp("one"),
         tmp_path_factory.mktemp("two"),

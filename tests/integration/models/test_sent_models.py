@@ -88,7 +88,6 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
 
 
 def load_over_http(http: Http, parameters: dict[str, str]) -> str:
-    """Send a load request; return its error, or ""."""
     body = {"parameters": parameters} if parameters else None
     reply = http.post("/v2/repository/models/constant/load", body)
     if reply.status == 403:

@@ -104,7 +104,6 @@ CONTROL_PAIRS = ("int32", "fp32", "bool")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server of models with all kinds of sequences."""
     repository = tmp_path_factory.mktemp("sequences")
     for id_type in ID_TYPES:
         config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls('TYPE_' + id_type)} }}"

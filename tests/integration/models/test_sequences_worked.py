@@ -20,7 +20,6 @@ Ask = Callable[..., "Future[Reply]"]
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Start a server whose models wait at the gate."""
     for name, count, strategy in (
         ("pair", 2, "direct { }"),
         ("single", 1, "direct { }"),
@@ -35,15 +34,12 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def pool(server: Server) -> Iterator[RequestPool]:
-    """Yield a pool for concurrent requests."""
     with request_pool(server) as requests:
         yield requests
         server.gate.release_all()
 
 
 def step_sender(pool: RequestPool, model: str) -> Ask:
-    """Return a function that sends a request of a sequence with the value 1."""
-
     def send_step(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
         parameters: dict[str, Any] = {"sequence_id": sequence}
         parameters |= {"sequence_start": start, "sequence_end": end}

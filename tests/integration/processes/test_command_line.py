@@ -327,7 +327,6 @@ def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 
 def infer(connection_flag: str, *arguments: str) -> Any:
-    """Return the output of `shmserve client infer`."""
     completed = run_command("client", "infer", *arguments, connection_flag)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
@@ -335,7 +334,6 @@ def infer(connection_flag: str, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
 def test_client_infer(connection_flags: dict[str, str], protocol: str, tmp_path: Path) -> None:
-    """The response is the same over every protocol."""
     connection = connection_flags[protocol]
     assert infer(connection, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",

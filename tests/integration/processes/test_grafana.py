@@ -136,13 +136,11 @@ class Prometheus:
             )
 
     def get(self, path: str, **query: str) -> Any:
-        """Return the data of a response of its API."""
         url = f"http://{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=10) as response:
             return json.load(response)["data"]
 
     def numbers(self, query: str) -> list[float]:
-        """Return the current values of a query, without NaN."""
         result = self.get("query", query=query)["result"]
         values = [float(series["value"][1]) for series in result]
         return [value for value in values if not math.isnan(value)]
@@ -159,7 +157,6 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Yield a Prometheus that has observed requests to all models for a while."""
     prometheus_process = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
     try:
         until(f"it scrapes:\n{prometheus_process.log.read_text()}", prometheus_process.scrapes)

@@ -237,7 +237,6 @@ def level_is_logged(server: Server, level: int) -> Callable[[], bool]:
 
 
 def gateway_of(server: Server, http: Http) -> int:
-    """Return the pid of the gateway of a connection."""
     http.get("/v2/health/live")
     port = http.local_port
     for gateway in server.find("gateway http"):

@@ -38,7 +38,6 @@ def metrics_server(models: Path, start: Start) -> Server:
 
 
 def rows(count: int) -> dict[str, Any]:
-    """Return a request of `count` rows for the model "simple"."""
     zeros = np.zeros((count, 16), np.int32)
     return {"inputs": [json_input("INPUT0", zeros), json_input("INPUT1", zeros)]}
 

@@ -127,7 +127,6 @@ class Stage:
         return messages
 
     def next(self, link: Dealer | Router) -> Any:
-        """Return the only message to a peer."""
         (message,) = self.all(link)
         return message
 
@@ -151,14 +150,12 @@ class Stage:
         assert earlier_types == [InstanceServed] + [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
-        """Submit a request; return its number."""
         number, now_ns = next(self.numbers), time.monotonic_ns()
         deadline = now_ns + timeout_ns if timeout_ns else 0
         self.client.send(m.Submit(number, *WORK, now_ns, deadline, 0, 0))
         return number
 
     def finish(self, batch: m.Execute) -> None:
-        """Send the worker's results of a batch."""
         now_ns = time.monotonic_ns()
         replies = [
             m.Reply(key, "", "", *NO_OUTPUTS) for key in (request.key for request in batch.requests)

@@ -219,6 +219,5 @@ def test_registrations_outlive_the_server(
 
 
 def ready(port: int) -> bool:
-    """Return whether the server at a port is ready."""
     with contextlib.closing(Http(port)) as http:
         return http.get("/v2/health/ready").status == 200

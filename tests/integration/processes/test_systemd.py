@@ -112,7 +112,6 @@ def suspend_under_debugger(pid: int) -> Iterator[None]:
 
 
 def wait_restarts(systemd: Systemd, count: int) -> None:
-    """Wait until the service manager has restarted the server `count` times."""
     until("a restart", lambda: systemd.show(SERVICE, "NRestarts") == str(count))
     until("a server", lambda: systemd.show(SERVICE, "SubState") == "running")
 

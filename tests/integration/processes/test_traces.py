@@ -392,7 +392,6 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
     with running(models, *flags) as server, server.http() as http:
 
         def traced(model: str) -> list[tuple[str, ...]]:
-            """Return the traced tensors of a request."""
             count_before = len(entries_in(path)) if path.exists() else 0
             row = ROW if model in ("one", "both") else ROW[0]
             name = "IN" if model == "both" else "X"

@@ -106,7 +106,6 @@ class Worker:
         self.stacks_fd = started_message.stacks_fd
 
     def expect(self, kind: type[T], router: Router | None = None) -> T:
-        """Return the next message, which must be of this type."""
         router = router or self.control
         messages = receive_arrived(router, _PATIENCE_MS / 1000)
         assert messages, f"no {kind.__name__}: {self.log.read_text()}"
@@ -127,7 +126,6 @@ class Worker:
         self.expect_offer("w1")
 
     def scheduler(self, name: str) -> str:
-        """Open a scheduler's socket; return its endpoint."""
         endpoint = f"ipc://{self.run_dir}/{name}"
         self.schedulers[name] = Router(endpoint)
         return endpoint
@@ -140,7 +138,6 @@ class Worker:
     def execute(
         self, *values: float, name: str = "w1", size: int = 1, memory_range: Any = None
     ) -> None:
-        """Send a batch with one request for each value."""
         self.batches += 1
         work = [
             Work(
@@ -171,7 +168,6 @@ class Worker:
         return self.process.wait(_PATIENCE_MS / 1000)
 
     def close(self) -> None:
-        """End the process in any state."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

@@ -218,7 +218,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def wait_for_signal(start: bytes) -> None:
-    """Wait until the process is killed by a signal."""
     signal.pause()
 
 

@@ -38,7 +38,6 @@ def send_request(server: Server, model: str, value: int) -> int:
 
 
 def wait_workers(server: Server, count: int) -> None:
-    """Wait until the model has this number of processes."""
     until(f"there are {count}", lambda: len(server.find("worker simple.")) == count)
 
 

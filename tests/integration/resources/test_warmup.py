@@ -130,7 +130,6 @@ def server(models: Path, start: Start) -> Server:
 
 
 def warmup_requests(server: Server, model: str, **fields: Any) -> list[Any]:
-    """Return the requests that a model received before the first client's request."""
     inputs = fields.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
     request = {
         "inputs": [
