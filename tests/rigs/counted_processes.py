@@ -121,15 +121,12 @@ class Case:
 
     @property
     def model(self) -> str:
-        """Return the name of one of the benchmark's models."""
         return str(self.config["name"])
 
     def respond(self, work: Packed) -> Packed:
-        """Return the packed response to a packed request."""
         return pack_inferred(self.response(unpack_inference(*work)))
 
     def post(self, step: int, request: int) -> bytes:
-        """Return a request as an HTTP client sends it."""
         body = json.dumps(self.http(step, request)).encode()
         path = self.path or f"/v2/models/{self.model}/infer"
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"

@@ -125,7 +125,6 @@ class EnsembleRig:
             self.publish(model)
 
     def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
-        """Publish a serving model, at an endpoint of its own name by default."""
         name = config["name"]
         self.from_control(
             ModelPublished(
@@ -141,7 +140,6 @@ class EnsembleRig:
         data: bytes = b"\0" * 4,
         priority: int = 0,
     ) -> None:
-        """Submit a request of the gateway."""
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
         requested_outputs = tuple(map(RequestedOutput, outputs))
         work = pack_inference(Inference((tensor,), requested_outputs))
@@ -157,7 +155,6 @@ class EnsembleRig:
         self.ensemble.tick(self.now_ns)
 
     def from_step(self, endpoint: str, message: Any) -> None:
-        """Deliver a message from the scheduler of a step."""
         self.core.from_step(endpoint, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 

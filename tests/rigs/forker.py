@@ -41,7 +41,6 @@ class Forked:
         self._status: int | None = None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has been waited for."""
         if self._status is None:
             os.kill(self.pid, number)
 
@@ -76,7 +75,6 @@ class Forker:
         child_end.close()
 
     def close(self) -> None:
-        """End the process, and all that it has forked."""
         self._link.close()
         self._process.wait()
 

@@ -148,7 +148,6 @@ class Scheduler:
     # --- requests
 
     def prepare(self, key: int, resumed: Sequence[g.Resumed] = (), **fields: Any) -> None:
-        """Send a request, and wait until it is prepared or has failed."""
         self.send(g.Prepare([work(key, **fields)], list(resumed)))
         self._wait(f"request {key} is prepared", lambda: key in {*self.prepared, *self.ended})
 
@@ -187,7 +186,6 @@ class Scheduler:
         return child
 
     def release(self, number: int) -> None:
-        """Let go of a sequence."""
         sequence = self.running.pop(number)
         self.free += sequence.table
         self.released_sequences.append(number)
@@ -204,7 +202,6 @@ class Scheduler:
         self.step(rows=[], swap_in=swap_pairs)
 
     def recompute(self, sequence: Running) -> None:
-        """Discard the computed keys and values of a sequence."""
         self.free = sequence.table + self.free
         sequence.table = []
         sequence.sent_blocks = sequence.computed = 0
@@ -265,7 +262,6 @@ class Scheduler:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the ends of all requests."""
         self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 
     def _wait(self, condition_text: str, is_true: Callable[[], bool]) -> None:
@@ -283,7 +279,6 @@ class Scheduler:
             return not link.has_open_requests
 
     def text(self, key: int, index: int = 0) -> str:
-        """Return the text of a sample that the client has received."""
         return "".join(
             response["text_output"][response["index"].index(index)]
             for response in self.responses[key]
@@ -302,7 +297,6 @@ def _pairs(sources: list[int], targets: list[int]) -> list[int]:
 def llm_rig(
     folder: Path, checkpoint: Path, engine: dict[str, Any] | None = None, **scheduling: Any
 ) -> Iterator[Scheduler]:
-    """Yield a worker with the model of a folder, and its scheduler."""
     settings = {"block_size": 4, "kv_cache_blocks": 256, "swap_space_gb": 0.001, **(engine or {})}
     folder.mkdir(exist_ok=True)
     with rig(folder) as model_rig:

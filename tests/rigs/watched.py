@@ -61,7 +61,6 @@ def _crimes(http: Http, number: int) -> None:
 
 
 def command(http: Http, name: str) -> None:
-    """Send a command to the model "crimes"."""
     tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
     http.infer("crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
 

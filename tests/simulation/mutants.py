@@ -92,7 +92,6 @@ def _code() -> list[tuple[Path, str]]:
 
 
 def _try(mutant: Mutant) -> str:
-    """Run a mutant; return the result in a word, and the duration."""
     count = occurrences(mutant)
     if len(count) != 1:
         print(f"stale   {mutant.name} (in {len(count)} places)", flush=True)

@@ -43,7 +43,6 @@ class Simulation:
 
     @property
     def request_count(self) -> int:
-        """Return the number of requests."""
         return len(self.ledger.requests)
 
     def run(self) -> None:

@@ -16,7 +16,6 @@ _MAX_INSTANCES = 8
 
 
 def wave(period_s: float, lowest: float = 4, highest: float = 76) -> Shape:
-    """Return a rate that rises and falls periodically."""
     middle, height = (lowest + highest) / 2, (highest - lowest) / 2
     return lambda at_s: middle + height * math.sin(2 * math.pi * at_s / period_s)
 

@@ -49,7 +49,6 @@ def tokenizer_text(size: int = 320) -> str:
 
 
 def config(family: str = "llama", **settings: Any) -> dict[str, Any]:
-    """Return the config.json of a tiny model."""
     tiny = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -75,7 +74,6 @@ def config(family: str = "llama", **settings: Any) -> dict[str, Any]:
 def weights(
     hf_config: dict[str, Any], seed: int = 0, deviation: float = 0.2
 ) -> dict[str, torch.Tensor]:
-    """Return random weights for a config.json."""
     architecture = Architecture.of(hf_config, [])
     assert architecture is not None
     generator = torch.Generator().manual_seed(seed)

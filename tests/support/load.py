@@ -90,7 +90,6 @@ class InferInMemory:
         return "" if is_right else "wrong: the region does not hold what was sent"
 
     def close(self, http: Http) -> None:
-        """Unregister and remove the region."""
         with contextlib.suppress(OSError, http_error):
             http.unregister(self.shared.name)
         self.shared.unlink()

@@ -283,7 +283,6 @@ class SimulatedProcesses:
                     )
 
     def kill_host(self) -> None:
-        """Kill a random host process and all of its schedulers."""
         if self.hosts:
             child = self.world.random.choice(self.hosts)
             self.world.fault("host dies", child)

@@ -49,7 +49,6 @@ class Reply:
             assert _INTERNALS.search(self.body) is None, self.body
 
     def json(self) -> Any:
-        """Return the body, which must be JSON."""
         return json.loads(self.body)
 
     @property
@@ -107,7 +106,6 @@ def join_bytes(elements: Sequence[bytes]) -> bytes:
 
 
 def split_bytes(raw: bytes) -> list[bytes]:
-    """Return the elements of a serialised BYTES tensor."""
     chunks = []
     while raw:
         size = int.from_bytes(raw[:4], "little")
@@ -117,7 +115,6 @@ def split_bytes(raw: bytes) -> list[bytes]:
 
 
 def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
-    """Return an input whose data is in the JSON."""
     return {
         "name": name,
         "datatype": _DATATYPE[array.dtype],
@@ -173,7 +170,6 @@ class Http:
 
     @property
     def local_port(self) -> int:
-        """Return the client's port, after the first request."""
         return int(self._connection.sock.getsockname()[1])
 
     def call(
@@ -261,7 +257,6 @@ def raw_connection(port: int, timeout_s: float = 30.0) -> Iterator[socket.socket
 
 
 def read_reply(connection: socket.socket) -> Reply:
-    """Return the next response on a plain connection."""
     with contextlib.closing(http.client.HTTPResponse(connection)) as response:
         response.begin()
         return Reply(response.status, response.headers, response.read())

@@ -70,7 +70,6 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 
 
 def build_request(connection: ServerConnection) -> PackedRequest:
-    """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0

@@ -156,7 +156,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def start_server(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
-    """Yield a server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
         worker.context = dataclasses.replace(

@@ -19,7 +19,6 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 @pytest.fixture
 def default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the default run directory of a first server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
     monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)

@@ -49,7 +49,6 @@ CONFIG = {
 
 @pytest.fixture
 def memories() -> Iterator[Memories]:
-    """Yield the memories that a server has accepted."""
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:

@@ -208,7 +208,6 @@ HTTP_BODIES = {
 
 @pytest.mark.parametrize("path", HTTP_BODIES)
 def test_duplicate_names_over_http_are_refused(gateway: Rig, path: str) -> None:
-    """The request has no effect."""
     http = Http(gateway.port)
     received_count = len(gateway.received)
     reply = http.post(path, HTTP_BODIES[path])

@@ -10,7 +10,6 @@ from shmserve.errors import InvalidArgument
 
 
 def read_options(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
-    """Return the options of a command line and a file with this text."""
     file = tmp_path / "shmserve.yaml"
     file.write_text(text)
     return command_line.parse([f"--config={file}", *arguments])

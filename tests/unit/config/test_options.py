@@ -28,7 +28,6 @@ def settings(*arguments: str, **environment: str) -> server.ServerConfig:
 
 
 def refusal(*arguments: str, **environment: str) -> str:
-    """Return the error of a command line."""
     with pytest.raises(InvalidArgument) as caught:
         server.from_flags(command_line.parse(arguments), environment)
     return caught.value.message

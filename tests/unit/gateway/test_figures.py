@@ -41,7 +41,6 @@ def report(success: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def build_rows(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
-    """Return the rows of a model for successive reports."""
     figures = Figures()
     return [
         figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], index * every_s)[

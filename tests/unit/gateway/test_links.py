@@ -59,7 +59,6 @@ class Rig:
         self.schedulers.discard(self.endpoint, response)
 
     async def receive(self, count: int) -> list[Any]:
-        """Return all received messages when there are this many."""
         while len(self.received) < count:
             await asyncio.sleep(0)
             for peer, message in self.router.receive():
@@ -78,7 +77,6 @@ class Rig:
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until a condition holds."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -228,8 +226,6 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: st
 
 @pytest.mark.parametrize("inflight", [False, True])
 def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: bool) -> None:
-    """The link is closed when no request uses it."""
-
     async def scenario(rig: Rig) -> None:
         request = rig.send_request(1) if inflight else None
         (link,) = rig.schedulers._table

@@ -67,7 +67,6 @@ def test_readiness_keeps_prepared_schemas() -> None:
 
 
 def generator_publication(name: str, *aliases: str) -> Any:
-    """Return the publication of a model that generates text."""
     engine = json.dumps({"max_model_len": 64, "aliases": aliases})
     text = {"data_type": "TYPE_STRING", "dims": [1]}
     return make_publication(

@@ -198,7 +198,6 @@ def test_the_type_of_an_error_is_that_of_its_status(
 
 
 def text_gateway() -> Any:
-    """Return a gateway with one model, which generates text."""
     signature = SimpleNamespace(
         inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None}
     )

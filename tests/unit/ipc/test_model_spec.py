@@ -15,7 +15,6 @@ from shmserve.proto.model_config_pb2 import ModelConfig
 
 
 def _records(kind: Any) -> Iterator[type[Any]]:
-    """Yield the dataclasses within an annotation."""
     if isinstance(kind, type) and is_dataclass(kind):
         yield kind
     for member in typing.get_args(kind):

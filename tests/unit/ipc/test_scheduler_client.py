@@ -123,7 +123,6 @@ def response_message(number: int = 1, *, final: bool = False) -> m.Responded:
 
 
 def lent_response(number: int = 1, *, offset: int = 4096) -> m.Finished:
-    """Return a response with an output in a worker's memory."""
     output = TensorRef("OUT", "INT8", (64,), Range(WORKER, offset, 64))
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 

@@ -19,7 +19,6 @@ def model(
     fields: str = "",
     inputs: tuple[str, ...] = ("X",),
 ) -> ModelConfig:
-    """Return a model with these inputs and the output Y."""
     steps_text = "".join(
         f'input {{ name: "{input_name}" data_type: {data_type} dims: [ {dims} ] }} '
         for input_name in inputs

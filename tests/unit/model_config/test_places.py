@@ -22,7 +22,6 @@ FILES = sorted(
 
 
 def text_at(text: str, position: str) -> str:
-    """Return the text from a position on, which must be inside the text."""
     line, column = map(int, position.split(":"))
     lines = text.split("\n")
     assert 1 <= line <= len(lines)

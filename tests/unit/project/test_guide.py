@@ -36,7 +36,6 @@ def links(page: Path) -> list[str]:
 
 @cache
 def known_flags(verb: str) -> set[str]:
-    """Return the flags of `shmserve VERB` from its help."""
     if verb_flags := {
         "check": ("--input", "--json", "--on-cpu"),
         "doctor": ("--json", "--peer"),
@@ -51,7 +50,6 @@ def known_flags(verb: str) -> set[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each command of the program in a shell text."""
     lines = text.replace("\\\n", " ").splitlines()
     command_words = [
         shlex.split(part, comments=True)

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def find_calls(folder: str) -> list[tuple[Path, ast.Call]]:
-    """Return every call in the Python files of a folder at the root."""
     return [
         (Path(path, name), node)
         for path, _, names in os.walk(ROOT / folder)

@@ -30,7 +30,6 @@ from tests.rigs.batching_simulation import (
 def adaptive_batcher(
     target_ms: float = 60, max_batch_size: int = 32, delay_ms: float = 0
 ) -> AdaptiveBatcher:
-    """Return an adaptive batcher with this maximum batch size."""
     rules = Batching(
         max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS), int(target_ms * MS)
     )

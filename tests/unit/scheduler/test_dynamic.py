@@ -26,12 +26,10 @@ class Item:
 
 
 def rules(max_batch_size: int = 8, preferred: tuple[int, ...] = (), delay_ns: int = 0) -> Batching:
-    """Return batching rules with Triton's default preferred size."""
     return Batching(max_batch_size, frozenset(preferred or (max_batch_size,)), delay_ns)
 
 
 def items(*units: int) -> list[Item]:
-    """Return requests of these sizes."""
     return [Item(size) for size in units]
 
 

@@ -22,7 +22,6 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
 
 
 def register_instance(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
-    """Announce and register an instance; return its address."""
     peer = b"%d.%d" % (index, pid)
     pool.announce(index, pid)
     pool.register_worker(index, peer, pid)

@@ -57,7 +57,6 @@ class ComparedQueue(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        """Remove a request, which may have been removed before."""
         chosen_request = data.draw(st.sampled_from(self.requests))
         is_expected = chosen_request in self._expected()
         self._drop([chosen_request])

@@ -18,7 +18,6 @@ CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
 def make_queue(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
-    """Return the queue of a model with batches up to 8 and this queue policy."""
     config = {
         "name": "m",
         "max_batch_size": 8,

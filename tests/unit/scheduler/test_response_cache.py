@@ -37,7 +37,6 @@ LARGE_SIZE = 100_000
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    """Yield the arena of a gateway or a worker."""
     new_arena = Arena(8 << 20)
     yield new_arena
     new_arena.close()
@@ -83,7 +82,6 @@ def place_data(arena: Arena, data: bytes) -> Range:
 
 
 def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
-    """Execute a request that is not cached; return its number."""
     number, batch = rig.submit_and_take_batch(work=request)
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, result))
     (answer,) = rig.answers()
@@ -92,7 +90,6 @@ def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
 
 
 def unpack_answer(message: m.Finished) -> Packed:
-    """Return the schema and data of a response."""
     return message.schema, message.data
 
 

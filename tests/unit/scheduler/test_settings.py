@@ -10,7 +10,6 @@ from shmserve.scheduler.settings import Batching, QueuePolicies, Settings
 
 
 def read_settings(config: dict[str, Any], **server: Any) -> Settings:
-    """Decode a configuration with a name and a maximum of 8."""
     return Settings.read(
         ModelSpec.of({"name": "m", "max_batch_size": 8, **config}), "3", SchedulingLimits(**server)
     )

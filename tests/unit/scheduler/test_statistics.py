@@ -275,7 +275,6 @@ def test_a_histogram_with_changed_bounds_restarts() -> None:
 
 
 def last_snapshot(rig: Rig) -> dict[str, Any]:
-    """Return the last snapshot that a scheduler has sent for its successor."""
     snapshots = [
         message for _, message in rig.control.take() if type(message) is StatisticsSnapshot
     ]

@@ -34,7 +34,6 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.fixture
 def occupied_descriptors() -> Iterator[None]:
-    """Occupy all descriptors up to 1,023."""
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(

@@ -99,8 +99,6 @@ def test_leases_of_released_memory_are_dropped() -> None:
 
 
 def run_test(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any:
-    """Run a test in an event loop, on processes that it makes up."""
-
     async def run() -> Any:
         processes = Processes(*flags)
         holders = WorkspaceHolders(processes.context)
@@ -207,7 +205,6 @@ STEPS = st.lists(
 
 
 def open_pool() -> WorkspacePool:
-    """Return a pool whose memory is allocated."""
     pool = WorkspacePool(POOL_SIZE)
     assert pool.open() == []
     return pool

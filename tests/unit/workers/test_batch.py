@@ -49,7 +49,6 @@ def region() -> Iterator[Region]:
 
 
 def echo(requests: list[Request]) -> list[Response]:
-    """Return the input X of each request as its output Y."""
     return [
         Response([Output("Y", r.inputs["X"].datatype, r.inputs["X"].numpy())]) for r in requests
     ]

@@ -71,7 +71,6 @@ def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """Replace the device of torch backends by a fake device."""
     fake_device = FakeDevice()
     for backend in ("native", "pytorch"):
         monkeypatch.setattr(
@@ -83,7 +82,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def serve_doubling(
     worker: Rig, max_batch_size: int = 8, body: str = "        return x * 2\n"
 ) -> Rig:
-    """Serve a torch module that doubles X to Y."""
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
     config = model_config(

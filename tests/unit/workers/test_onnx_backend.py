@@ -31,7 +31,6 @@ LARGE_DIM = 32 * 1024
 
 
 def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = None) -> None:
-    """Write a model that computes s = a + b."""
     tensors = [("a", FLOAT, dims), ("b", FLOAT, dims)]
     save(
         worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, sum_dims or dims)]

@@ -681,7 +681,6 @@ def test_operations_must_suit_the_metric_family() -> None:
 
 
 def reported_labels() -> dict[str, list[Any]]:
-    """Return the reported labels of each family."""
     return {
         name: [labels for labels, _, _ in values] for name, _, _, values in metrics.changes() or []
     }

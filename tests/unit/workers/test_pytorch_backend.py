@@ -69,7 +69,6 @@ def vectors(
     data_type: str = "FP32",
     **fields: Any,
 ) -> dict[str, Any]:
-    """Return the configuration of a model whose inputs and outputs are vectors of these lengths."""
     return model_config(
         [tensor_config(name, data_type, [size]) for name, size in inputs.items()],
         [tensor_config(name, data_type, [size]) for name, size in outputs.items()],

@@ -34,7 +34,6 @@ NUMBERS = {"UINT64": np.uint64, "INT64": np.int64, "UINT32": np.uint32, "INT32":
 
 
 def config(batched: bool = True, **batching: Any) -> dict[str, Any]:
-    """Return a model configuration in the form that workers receive."""
     return {
         "name": "m",
         "max_batch_size": 4 if batched else 0,
@@ -49,7 +48,6 @@ def control(kind: str, **control_values: Any) -> dict[str, Any]:
 
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
-    """Return the control inputs that a model receives for a row."""
     controls = sequence_inputs.control_inputs(
         sequence_inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
         row,
@@ -162,14 +160,12 @@ class Model:
     def complete_request(
         self, *outputs: Output, error: Any = None, returned_names: tuple[str, ...] = ()
     ) -> Response:
-        """Complete the last request with these outputs."""
         response = Response(list(outputs), error=error)
         self.states.store(self.row, response, frozenset(returned_names))
         return response
 
 
 def new_state(*numbers: float, name: str = "O") -> Output:
-    """Return an output with the new value of a state."""
     return Output(name, "FP32", np.array([numbers], np.float32))
 
 

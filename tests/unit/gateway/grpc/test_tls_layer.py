@@ -43,7 +43,6 @@ class Client:
         self.tls = context.wrap_bio(self.incoming, self.outgoing)
 
     def shake_hands(self, layer: TlsLayer) -> bytes:
-        """Run the handshake as far as possible; return the bytes that the layer received."""
         received = b""
         for _ in range(5):
             with contextlib.suppress(ssl.SSLWantReadError):

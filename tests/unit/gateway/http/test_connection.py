@@ -167,7 +167,6 @@ class RepeatingHandler:
 def pack_request(
     method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str
 ) -> bytes:
-    """Return a request whose body has this framing."""
     if body_framing == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
@@ -381,7 +380,6 @@ KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 async def begin_request(
     turns_and_wholeness: tuple[int, bool],
 ) -> tuple[HttpConnection, Transport, TasklessRequest]:
-    """Return a connection with an unanswered request that has no task."""
     repeats = RepeatingHandler(turns_and_wholeness)
     connection, transport = connect(repeats)
     await turn_loop()

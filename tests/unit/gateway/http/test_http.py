@@ -477,7 +477,6 @@ def test_a_client_that_does_not_read_is_disconnected(
 
 
 def client_ports(gateway: Rig) -> set[int]:
-    """Return the remote ports of the gateway's connections."""
     connections = psutil.Process(gateway.process.pid).net_connections("tcp")
     return {connection.raddr.port for connection in connections if connection.raddr}
 
@@ -568,7 +567,6 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
 def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
-    """The depth of nested values is limited."""
     reply = gateway.http.infer("simple", text.encode())
     assert (reply.status, reply.error) == (
         400,

@@ -99,7 +99,6 @@ class WaitingClient(threading.Thread):
         self._http.close()
 
     def reply(self) -> Reply:
-        """Return the answer when it has arrived."""
         self.join(10)
         assert self._reply is not None, "no answer"
         return self._reply
@@ -108,7 +107,6 @@ class WaitingClient(threading.Thread):
 def fail_first(
     scheduler: Scheduler, message: str = "no", *, is_early: bool = False, **fields: Any
 ) -> Submit:
-    """Fail the first request that is kept."""
     peer, submit = scheduler.unanswered_submits.pop(0)
     code, retry_after_s = fields.get("code", "UNAVAILABLE"), fields.get("retry_after_s", 0)
     scheduler.send(peer, Failed(submit.id, code, message, retry_after_s, is_early))
@@ -386,7 +384,6 @@ def test_a_moved_scheduler_receives_later_requests(
 
 
 def read_content(memory_range: Any) -> bytes:
-    """Return the bytes that a worker reads from a memory range."""
     assert isinstance(memory_range, Range)
     fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
     try:

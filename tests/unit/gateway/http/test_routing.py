@@ -27,7 +27,6 @@ from shmserve.gateway.listener import ListenerKind, MisdirectedHost
 
 
 def openai_error(error: ShmserveError) -> bytes:
-    """Return an error in the form of another API."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {"message": error.message, "type": kind, "param": None, "code": None}
     return json.dumps({"error": body}).encode()

@@ -101,7 +101,6 @@ class SentRequest:
         return read_reply(self.connection)
 
     def raw(self) -> bytes:
-        """Return all bytes up to the end of the connection."""
         stream = b""
         while piece := self.connection.recv(65536):
             stream += piece
@@ -109,7 +108,6 @@ class SentRequest:
 
     @property
     def cancelled(self) -> bool:
-        """Return whether the scheduler received the cancellation."""
         return any(
             isinstance(message, m.Cancel) and message.id == self.number
             for message in self._scheduler.notifications

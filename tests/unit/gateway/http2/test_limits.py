@@ -287,7 +287,6 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
 
 
 def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
-    """Return the number of frames handled in each turn for these bytes."""
     frames_before = engine.http2.received_frames
     engine.http2.receive(sent_data)
     while True:

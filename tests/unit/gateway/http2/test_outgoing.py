@@ -33,7 +33,6 @@ def settings_frame(key: int, value: int) -> bytes:
 
 
 def begin(*streams: int, end: bool = True) -> bytes:
-    """Return requests that end their streams."""
     flags = END_HEADERS | end
     return b"".join(frame(HEADERS, flags, stream, post("/x")) for stream in streams)
 

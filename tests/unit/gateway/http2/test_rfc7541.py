@@ -19,7 +19,6 @@ def headers_frame(block: bytes, stream: int = 1) -> bytes:
 
 
 def broken_case(section: str, title: str, *blocks: bytes) -> Case:
-    """Check that the last of these blocks is malformed."""
     sent_frames = b"".join(
         headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
     )
@@ -103,7 +102,6 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """The result is that of the section for any split of the bytes."""
     case.check()
 
 

@@ -141,7 +141,6 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """The result is that of the section for any split of the bytes."""
     case.check(Limits(frame=16384))
 
 

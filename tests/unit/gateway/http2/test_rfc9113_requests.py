@@ -15,7 +15,6 @@ PSEUDO = (METHOD, SCHEME, PATH)
 
 
 def request(*fields: tuple[bytes, bytes], end: bool = False, pseudo: Fields = PSEUDO) -> bytes:
-    """Return HEADERS of stream 1."""
     return frame(HEADERS, END_HEADERS | end, 1, encode_block((*pseudo, *fields)))
 
 
@@ -24,7 +23,6 @@ def data_frame(size: int, *, end: bool = True) -> bytes:
 
 
 def trailers_frame(*fields: tuple[bytes, bytes]) -> bytes:
-    """Return HEADERS that end stream 1."""
     return frame(HEADERS, END_HEADERS | END_STREAM, 1, encode_block(fields))
 
 
@@ -147,5 +145,4 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """The result is that of the section for any split of the bytes."""
     case.check()

@@ -26,7 +26,6 @@ CHAIN = [
 
 
 def gpu_model(name: str, gpus: tuple[int, ...] = (0,), **fields: Any) -> dict[str, Any]:
-    """Return a model of fixed shapes that computes on these GPUs."""
     group = {"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}
     config = model(name, dims=(SIZE,))
     return {**config, "backend": "pytorch", "instance_group": [group], **fields}

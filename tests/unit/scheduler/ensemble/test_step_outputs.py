@@ -19,7 +19,6 @@ GONE_MEMORY = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, seal
 
 
 def only_failure(rig: EnsembleRig) -> m.Failed:
-    """Return the only message to the client, an error."""
     (message,) = rig.take_client_messages()
     assert isinstance(message, m.Failed)
     return message
@@ -136,7 +135,6 @@ class WorkerArena:
         )
 
     def reuse(self) -> None:
-        """Overwrite the memory with other data."""
         self.arena.view(self.memory_range)[:] = bytes(self.memory_range.byte_size)
 
 

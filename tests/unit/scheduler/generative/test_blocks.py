@@ -11,7 +11,6 @@ KEYS = [block_key(ROOT_KEY, array("i", [token])) for token in range(8)]
 
 
 def seal_blocks(pool: BlockPool, count: int) -> list[int]:
-    """Allocate and seal blocks with the first keys."""
     blocks = pool.allocate(count)
     for block, key in zip(blocks, KEYS, strict=False):
         pool.seal(block, key)

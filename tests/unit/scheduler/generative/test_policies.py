@@ -16,7 +16,6 @@ NOW = 100 * SECOND_NS
 
 
 def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -> Sequence[None]:
-    """Return a sequence that arrived before NOW and computes `tokens` tokens in all."""
     prompt = array("i", [1] * (tokens // 2))
     arrived = NOW - int(waited_s * SECOND_NS)
     max_tokens = tokens - len(prompt)

@@ -27,13 +27,11 @@ def batch_sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
 
 
 def count_closed(rig: Rig) -> dict[str, int]:
-    """Return the number of closed batches by reason."""
     counts: dict[str, int] = rig.report()["shmserve"]["batches_closed"]
     return {reason: count for reason, count in counts.items() if count}
 
 
 def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
-    """Queue requests of these sizes, then add an instance; return its address."""
     for size in units:
         rig.submit(batch_size=size, **fields)
     return rig.start()

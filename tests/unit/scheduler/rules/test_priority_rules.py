@@ -27,7 +27,6 @@ def execution_order(rig: Rig, peer: bytes) -> list[list[int]]:
 
 
 def busy_rig(dynamic_batching: dict[str, Any], **settings: Any) -> tuple[Rig, bytes, m.Execute]:
-    """Return a rig whose only instance executes request 1."""
     rig, peer = ready_rig(dynamic_batching, **settings)
     rig.submit()
     return rig, peer, rig.execute()[1]

@@ -27,7 +27,6 @@ def rig(request: pytest.FixtureRequest) -> SequenceRig:
 
 
 def only_error(rig: Rig) -> str:
-    """Return the only error since the last call."""
     (answer,) = rig.answers()
     assert isinstance(answer, m.Failed) and answer.code == "INVALID_ARG"
     return answer.message
@@ -513,7 +512,6 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 
 
 def ended_slots(rig: SequenceRig) -> list[list[int]]:
-    """Return the slots in each `EndSequences` message to the instance."""
     sent_messages = rig.workers.take()
     rig.workers.posted_messages[:0] = [
         item for item in sent_messages if not isinstance(item[1], m.EndSequences)
@@ -522,7 +520,6 @@ def ended_slots(rig: SequenceRig) -> list[list[int]]:
 
 
 def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
-    """Begin sequence 1 and complete its request."""
     rig.request(1, flags)
     rig.finish_batch()
     rig.outcomes()

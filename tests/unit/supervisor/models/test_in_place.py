@@ -138,7 +138,6 @@ def test_an_update_results_in_the_new_configuration(
 
 
 async def start_version(processes: Processes, count: int) -> ModelVersion:
-    """Return a version with this number of instances."""
     version = processes.version(spec(config(group("m_0", count))))
     await version.start()
     return version

@@ -16,7 +16,6 @@ FAILED_ERROR = "load failed for model 'm': version 1 is at UNAVAILABLE state: In
 
 
 def planner(tmp_path: Path, config: str | None = None, *extra_flags: str) -> LoadPlanner:
-    """Return a planner for a repository with version 1 of the model "m"."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
@@ -27,7 +26,6 @@ def planner(tmp_path: Path, config: str | None = None, *extra_flags: str) -> Loa
 
 
 def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> ShmserveError:
-    """Return the error of a plan that fails."""
     with pytest.raises(ShmserveError) as caught:
         planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})
     return caught.value

@@ -219,7 +219,6 @@ class Gateway:
         return self.number
 
     def is_acknowledged(self, number: int) -> bool:
-        """Return whether the gateway has acknowledged the number."""
         return number <= self.acknowledged
 
     def publish_readiness(self, publication: ReadinessChanged) -> None:

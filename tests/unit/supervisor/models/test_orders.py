@@ -122,7 +122,6 @@ class Server(Processes):
         self.acknowledgements.exited("gateway")
 
     async def load(self, name: str, steps: list[str] | None = None, marker: str = "") -> None:
-        """Load a model, by an override if it has a note."""
         override = json.dumps([steps or [], marker]) if marker else ""
         await self.models.load_on_request(name, override, {})
 
@@ -137,15 +136,12 @@ class Server(Processes):
         return str(version.config.source["parameters"]["note"]["string_value"])
 
     def worker(self, name: str) -> Any:
-        """Return the last process of a model's instance."""
         return [
             process for process in self.children if process.title.startswith(f"worker {name}.")
         ][-1]
 
 
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run a scenario; fail if it does not end."""
-
     async def run_limited() -> None:
         async with asyncio.timeout(10):
             await scenario()
@@ -478,7 +474,6 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
 
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
-    """Return the processes of each serving version."""
     serving_versions = server.registry.model(name).serving
     return {
         version: model_version.instances.pids()

@@ -31,7 +31,6 @@ CONFIG = 'backend: "python" max_batch_size: 4\n'
 
 
 def make_folder(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
-    """Create a model's folder with a model.py in each version."""
     folder = root / name
     folder.mkdir(parents=True)
     for version in versions:

@@ -127,8 +127,6 @@ def test_a_server_cannot_take_a_region_of_another_server() -> None:
 
 
 def test_the_remaining_server_does_not_wait() -> None:
-    """The remaining server does not wait for it."""
-
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             second_server.link.close()

@@ -320,7 +320,6 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
 def text_and_entries(
     scheduler: Scheduler, key: int, index: int
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of a sample and the reported entries of its tokens."""
     content = [
         token
         for response in scheduler.responses[key]

@@ -69,7 +69,6 @@ class LoneModel:
         assert isinstance(self.attention, SparseAttention)
 
     def run_chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
-        """Return the logits of all tokens, computed in chunks."""
         logits = [
             self.run_pass([(tokens[begin : begin + size], begin, table)])
             for begin in range(0, len(tokens), size)

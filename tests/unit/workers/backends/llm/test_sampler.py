@@ -40,13 +40,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def new_row(**fields: Any) -> sampler.SampledRow:
-    """Return a row with these settings."""
     parameters = GenerationParameters(**{"seed": 1, **fields})
     return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), (2,))
 
 
 def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
-    """Return the probabilities that transformers' processors compute."""
     steps = LogitsProcessorList()
     if parameters.logit_bias:
         bias = [[[token], value] for token, value in parameters.logit_bias.items()]

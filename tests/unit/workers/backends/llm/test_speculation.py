@@ -32,7 +32,6 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
 
 
 def draft_settings(path: Path, count: int) -> dict[str, Any]:
-    """Return engine settings with a draft model."""
     return {
         "speculative_decoding": {
             "enabled": True,

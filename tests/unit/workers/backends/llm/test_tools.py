@@ -75,7 +75,6 @@ def grammar(
 def random_text(
     matcher: Any, model_tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400
 ) -> str:
-    """Return a random text of a grammar, or "" if it is longer than `max_tokens`."""
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < max_tokens:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
