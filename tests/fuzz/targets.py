@@ -5,8 +5,6 @@ messages must raise a ShmserveError with a text for clients. Invalid messages be
 raise a MalformedMessage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import posixpath

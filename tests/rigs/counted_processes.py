@@ -4,8 +4,6 @@ objects and sockets: how many calls of functions a request costs in each.
 Eight requests come at a time: small ones, as a batch of the model's, or large ones in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import cProfile
 import gc

@@ -1,7 +1,5 @@
 """An ensemble without process, socket or clock: messages in, messages out, time by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ its text does not occur exactly once, or uses a name that the code does not have
 mutants are listed and count as failures.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -3,8 +3,6 @@
 The file name excludes it from the other tests, which run without vLLM. A start takes minutes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """A channel that waits for responses receives all events, also those of other callers."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Requests that no client waits for: the memory of their responses is released."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine

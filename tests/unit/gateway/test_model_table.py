@@ -1,7 +1,5 @@
 """The version that serves a request whose body took its time, while models come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Messages that reach a gateway before the objects that they refer to."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

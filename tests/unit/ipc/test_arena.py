@@ -1,7 +1,5 @@
 """The arena's allocator partitions its memory exactly; other processes read the written bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import gc

@@ -1,7 +1,5 @@
 """The states of a request: each message is handled once, lost schedulers resubmit or fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

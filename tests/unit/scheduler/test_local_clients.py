@@ -1,7 +1,5 @@
 """A scheduler's checks of the fields in local clients' requests."""
 
-from __future__ import annotations
-
 import pytest
 
 from shmserve.errors import InvalidArgument

@@ -1,7 +1,5 @@
 """The waits of a scheduler's event loop: descriptors, timers and precision."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource

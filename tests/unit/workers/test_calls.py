@@ -1,7 +1,5 @@
 """Calls of other models: submission, responses, memory, and schedulers that exit meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """A worker and clients' device memory, with a fake CUDA driver: open, gather, write, close."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import secrets

@@ -1,7 +1,5 @@
 """The module that models import: tensors, responses, requests, configurations, metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from types import SimpleNamespace

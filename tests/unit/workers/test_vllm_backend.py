@@ -1,7 +1,5 @@
 """The backend `vllm` with a fake engine. `make test-vllm` runs similar tests with vLLM itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A request that is placed while it arrives equals one that is parsed as a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that differ only in id, position in a sequence and timeouts are parsed once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

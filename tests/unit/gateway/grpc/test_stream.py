@@ -1,7 +1,5 @@
 """A stream whose client does not read."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import SimpleNamespace

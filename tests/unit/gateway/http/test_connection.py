@@ -1,7 +1,5 @@
 """HTTP connections: however the bytes of requests are cut, each gets its own answer, in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """JSON requests that differ only in their numbers: read in a short way, with the same result."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

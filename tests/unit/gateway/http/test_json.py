@@ -1,7 +1,5 @@
 """The v2 protocol's JSON and binary tensors: accepted and refused requests, and exact values."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import gzip

@@ -1,7 +1,5 @@
 """The data flow of a request: which steps run, in which order, with which tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from hypothesis import given
