@@ -95,9 +95,6 @@ def wait_regions(stage: Stage, names: list[str]) -> None:
     )
 
 
-# --- the rows
-
-
 def client_dies_and_leaves_a_region(stage: Stage) -> None:
     """Disconnect a client.
 

@@ -36,9 +36,6 @@ def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, An
     return {name: response.as_numpy(name).tolist() for name in names}
 
 
-# --- data flow --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
 def test_two_sequential_steps(server: Server, size: int) -> None:
     """Small tensors are in messages; large ones are read where they were written."""
@@ -103,9 +100,6 @@ def test_an_ensemble_may_reshape_its_tensors(server: Server) -> None:
     assert outputs(server, "reshaped", IN=floats(1, 2).reshape(1, 2, 1)) == {"OUT": [[[4, 6]]]}
 
 
-# --- missing outputs and models ---------------------------------------------------------------
-
-
 def test_an_output_that_a_model_left_out(server: Server) -> None:
     """A step may lack optional inputs; the error texts are Triton's."""
     assert error(server, "absent_required", IN=floats(-1)) == (
@@ -152,9 +146,6 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
         http.unregister("condition").ok()
 
 
-# --- errors -----------------------------------------------------------------------------------
-
-
 def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
     """Each ensemble adds its name once."""
     text = error(server, "outer_fails", IN=floats(1))
@@ -166,9 +157,6 @@ def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
         "in ensemble 'wrong_shape', [request id: rid] unexpected shape for input 'X' for model "
         "'fixed1'. Expected [4], got [1]. "
     )
-
-
-# --- forwarded fields -------------------------------------------------------------------------
 
 
 def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
@@ -190,9 +178,6 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     }
 
 
-# --- streams ----------------------------------------------------------------------------------
-
-
 def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None:
     assert stream(server, "counts", IN=floats(3)) == [[0], [1], [2]]
     assert sorted(stream(server, "counts_then", IN=floats(3))) == [[1], [2], [3]]
@@ -209,9 +194,6 @@ def test_many_large_responses(server: Server, model: str) -> None:
     """`max_inflight_requests`: the responses together exceed any arena."""
     responses = stream(server, model, IN=floats(300))
     assert sorted(responses) == [[i + 1, i + 1] for i in range(300)]
-
-
-# --- memory -----------------------------------------------------------------------------------
 
 
 def test_through_shared_memory(server: Server) -> None:
@@ -237,9 +219,6 @@ def test_a_local_client(server: Server) -> None:
         for _ in range(3):
             assert (session.infer("two", {"IN": values})["OUT"] == (values + 1) * 2).all()
             assert (session.infer("outer", {"IN": values[:, :3]})["OUT"] == [[2, 4, 6]]).all()
-
-
-# --- statistics -------------------------------------------------------------------------------
 
 
 def test_statistics_are_sums_of_steps(server: Server) -> None:

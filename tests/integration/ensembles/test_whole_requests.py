@@ -110,9 +110,6 @@ def _add_gated_models(repository: Path) -> None:
         add_ensemble(repository, name, steps, outputs=outputs, scheduling=scheduling)
 
 
-# --- sequences ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -152,9 +149,6 @@ def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
     with server.http() as http:
         reply = http.infer(model, request).ok()
     return ast.literal_eval(reply.tensors()["OUT"][0].decode()), reply.json()["parameters"]
-
-
-# --- time and cancellation ------------------------------------------------------------------------
 
 
 def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestPool) -> None:
@@ -205,9 +199,6 @@ def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iter
         head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         yield connection.close
-
-
-# --- limits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("model", "max_requests"), [("limited", 2), ("unlimited", 3)])

@@ -115,9 +115,6 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
     assert are_compressed == [encoding is not None] * 2
 
 
-# --- deadlines and metadata of calls
-
-
 @pytest.mark.parametrize(
     ("timeout", "status"),
     [
@@ -204,9 +201,6 @@ def test_metadata_that_is_too_large_fails_only_its_call(
 
 def binary_metadata() -> list[tuple[str, bytes]]:
     return [("some-bin", bytes(range(size))) for size in (0, 1, 2, 3, 255)]
-
-
-# --- the services beside Triton's
 
 
 SERVICES = [

@@ -152,9 +152,6 @@ def test_calls_of_a_client_go_on(server: Server) -> None:
                     break
 
 
-# --- identities at the unix socket
-
-
 @contextlib.contextmanager
 def unix(path: Path, uid: int, *groups: int) -> Iterator[Any]:
     """Yield Triton's stub on a connection to a Unix socket by user `uid`."""

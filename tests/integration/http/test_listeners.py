@@ -181,9 +181,6 @@ def test_the_unix_socket_admits_the_group_with_a_token(
         as_user(ALICE, lambda: get_metadata(bearer(TOKEN)))
 
 
-# --- the start
-
-
 @pytest.mark.parametrize(
     ("flags", "expected_error"),
     [

@@ -197,9 +197,6 @@ def test_truncated_memory_fails_its_requests_only(server: Server) -> None:
     assert server.infer("double", x=np.ones((1, 20_000), np.float32))["output"][0, 0] == 2
 
 
-# --- regions in other processes
-
-
 def produce(region: Region, link: Any) -> None:
     """Write a frame; this process has no server."""
     region["x"][:] = 7

@@ -139,9 +139,6 @@ def test_unreadable_and_shared_token_files_are_rejected(tokens_file: Path) -> No
         read_tokens(tokens_file)
 
 
-# --- Triton's restricted APIs
-
-
 def test_restrictions_are_parsed_as_in_triton() -> None:
     flag = "--http-restricted-api"
     restrictions = parse_restrictions(

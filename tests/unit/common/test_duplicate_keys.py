@@ -185,9 +185,6 @@ def test_duplicate_names_in_a_configuration_are_refused() -> None:
         from_json('{"parameters": {"key": {}, "key": {"string_value": "x"}}}')
 
 
-# --- at the listener
-
-
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:

@@ -123,9 +123,6 @@ def test_a_large_uid_is_not_read_as_a_special_value() -> None:
     assert unix_peer(FakeUnixSocket(2**32 - 2)).uid == 2**32 - 2
 
 
-# --- listeners
-
-
 class FakeUnixSocket:
     """A fake Unix socket whose peer is user `uid`."""
 

@@ -42,9 +42,6 @@ def tensors(datas: list[bytes | Range]) -> tuple[TensorRef, ...]:
     )
 
 
-# --- schemas and data
-
-
 @given(SIZES, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
 def test_requests_of_one_kind_have_one_schema(
     sizes: list[int], parameters: dict[str, int], data: st.DataObject
@@ -147,9 +144,6 @@ def test_schema_sizes_count_inline_bytes_and_ranges() -> None:
     )
 
 
-# --- Schemas
-
-
 def test_a_schema_is_derived_once() -> None:
     derived_schemas: list[bytes] = []
 
@@ -179,9 +173,6 @@ def test_the_number_of_schemas_is_bounded() -> None:
 def test_a_long_schema_is_not_kept() -> None:
     schemas = Schemas(len)
     assert schemas[bytes(1 << 20)] == 1 << 20 and len(schemas) == 0
-
-
-# --- BoundedCache
 
 
 def test_a_full_cache_is_cleared() -> None:

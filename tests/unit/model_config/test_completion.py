@@ -39,9 +39,6 @@ COMPLETED_CONFIG = {
 }
 
 
-# --- completion --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "files", "expected"),
     [
@@ -122,9 +119,6 @@ def test_the_servers_defaults_fill_only_unset_fields() -> None:
     assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
 
 
-# --- models that declare their configuration ---------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [
@@ -190,9 +184,6 @@ def test_many_inputs_and_outputs_take_linear_time() -> None:
     start_s = process_time()
     assert merge_autocomplete(config, completed) == config
     assert process_time() - start_s < 4 * parse_s
-
-
-# --- unsupported completions -------------------------------------------------------------------
 
 
 def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:

@@ -48,9 +48,6 @@ def check_positions(text: str, source: Source, quote: str = "") -> None:
             assert remaining[0] not in " \t,:]}#"
 
 
-# --- positions in the text ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> None:
@@ -156,9 +153,6 @@ def test_errors_of_a_generated_configuration_have_keys_but_no_lines() -> None:
 )
 def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
     assert key_text(key) == expected
-
-
-# --- errors that follow from unreadable fields --------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -226,9 +226,6 @@ def test_an_exit_returns_open_requests_separately(pool: Pool) -> None:
     assert pool.executing == 0
 
 
-# --- instances that retire ------------------------------------------------------------------------
-
-
 def take_retired(pool: Pool) -> list[int]:
     return pool.take_retired(lambda slot: False)
 

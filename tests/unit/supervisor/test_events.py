@@ -53,9 +53,6 @@ async def open_publisher(
         publisher.close()
 
 
-# --- subscriptions
-
-
 def test_subscribe_and_unsubscribe_frames() -> None:
     subscriptions = Subscriptions()
     assert not subscriptions.has_subscriber("models")
@@ -111,9 +108,6 @@ async def test_a_missing_run_directory_is_reported(
     async with open_publisher(run_dir / "none") as publisher:
         publisher.publish(STARTED_EVENT)
     assert "the event socket cannot be opened: [Errno 2] No such file or directory" in caplog.text
-
-
-# --- slow readers
 
 
 @given(st.sets(st.integers(1, 60), min_size=1))
@@ -180,9 +174,6 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     read_count, lost_count = asyncio.run(run_reader())
     assert 0 < read_count < count
     assert read_count + lost_count == count
-
-
-# --- snapshots and events
 
 
 def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) -> EventFeed:
@@ -262,9 +253,6 @@ def test_a_publisher_that_is_no_server_is_refused(run_dir: Path) -> None:
             socket.send_multipart([b"models", b"\xc1"])
             with pytest.raises(Disconnected, match="not events of"):
                 next(reader.follow())
-
-
-# --- formats
 
 
 def test_the_page_has_every_event_and_field() -> None:

@@ -124,9 +124,6 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
     assert generated_names(model_spec) == {"START", "I", "O", "J", "Y"}
 
 
-# --- state ----------------------------------------------------------------------------------------
-
-
 def spec(**fields: Any) -> dict[str, Any]:
     """Return the specification of a state of one FP32."""
     state_fields = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
@@ -272,9 +269,6 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
     assert model.value() == [[4.0]]
     model.complete_request(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
     assert model.add_inputs().inputs["I"].torch().tolist() == [[1.5]]
-
-
-# --- states of ended sequences --------------------------------------------------------------------
 
 
 class Sequences:

@@ -88,8 +88,6 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(
         static_plan.bucket_of(sizes[-1] + 1)
 
 
-# --- a steady stream ---------------------------------------------------------------------------
-
 NUMPY = """
 import numpy as np
 from numpy import ndarray
@@ -177,9 +175,6 @@ def test_a_steady_stream_allocates_nothing(
             4, ROW_SIZE
         )
         assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
-
-
-# --- graphs ------------------------------------------------------------------------------------
 
 
 class FakeRecorder:

@@ -40,9 +40,6 @@ def test_a_minimal_call_head() -> None:
     assert call_head.encoding == "identity" and list(call_head.metadata) == []
 
 
-# --- requests that are no calls
-
-
 @pytest.mark.parametrize("kind", [b"application/grpc+proto", b"application/grpc;charset=utf-8"])
 def test_content_types_of_calls(kind: bytes) -> None:
     assert head(kind=kind).refusal is None
@@ -77,9 +74,6 @@ def test_the_first_error_is_reported() -> None:
     assert call_head.status == 415
 
 
-# --- deadlines
-
-
 @pytest.mark.parametrize(
     ("encoded", "seconds"),
     [
@@ -104,9 +98,6 @@ def test_malformed_deadlines_are_refused(encoded: bytes) -> None:
     deadline = timeout(encoded)
     assert deadline.refusal is not None and deadline.refusal[0] is StatusCode.INTERNAL
     assert deadline.timeout_s is None
-
-
-# --- metadata
 
 
 def test_metadata_excludes_protocol_fields() -> None:
@@ -158,9 +149,6 @@ def test_the_encodings_that_a_client_accepts() -> None:
     call_head = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
     assert call_head.accepted_encodings == {"identity", "gzip", "deflate", "x"}
     assert head().accepted_encodings == {""}
-
-
-# --- responses
 
 
 def decode_fields(block: bytes) -> list[tuple[bytes, bytes]]:

@@ -209,9 +209,6 @@ def test_a_dropped_message_releases_its_sink() -> None:
     assert sink.dropped and sink.data == b"some"
 
 
-# --- compressed messages
-
-
 def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
     return asyncio.run(inflate_message(data, encoding, limit, BodyBudget(limit, MallocTrim())))
 
@@ -296,9 +293,6 @@ def test_data_in_another_encoding_is_refused() -> None:
 def test_a_framed_message() -> None:
     assert frame_message(b"abc") == (b"\0\0\0\0\3", b"abc")
     assert frame_message(b"") == (bytes(5), b"")
-
-
-# --- the arrival of a message
 
 
 def test_a_slow_message_is_evicted() -> None:

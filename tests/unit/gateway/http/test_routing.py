@@ -239,9 +239,6 @@ def test_the_metrics_listener_has_its_own_routes(
     assert ROUTES.find("/metrics") is None
 
 
-# --- chunked responses
-
-
 class Transport:
     """A transport that records writes; the client disconnects at write `lost_after`."""
 

@@ -40,9 +40,6 @@ def spec(config_dict: dict[str, Any], files: str = "") -> VersionSpec:
     return replace(plan(), config=ModelSpec.of(config_dict), fingerprint=files)
 
 
-# --- what is in place -------------------------------------------------------------------------
-
-
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     """Changes of other settings cause a full reload."""
     old_spec = spec(config(group("m_0", 1)))
@@ -77,9 +74,6 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
         (folder / used_file).write_text("y = 23\n")
         assert read_fingerprint() != fingerprint_before
         fingerprint_before = read_fingerprint()
-
-
-# --- which instances --------------------------------------------------------------------------
 
 
 def test_instances_in_both_configurations_stay() -> None:
@@ -132,9 +126,6 @@ def test_an_update_results_in_the_new_configuration(
         present_instances + added_instances
     )
     assert not set(kinds_and_devices(added_instances)) & set(kinds_and_devices(removed_instances))
-
-
-# --- processes --------------------------------------------------------------------------------
 
 
 async def start_version(processes: Processes, count: int) -> ModelVersion:
