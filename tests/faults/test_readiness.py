@@ -91,9 +91,7 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["explicit", "poll"])
-def test_a_model_that_crashes_on_every_request_becomes_unavailable(
-    tmp_path: Path, mode: str
-) -> None:
+def test_a_model_that_crashes_every_time_becomes_unavailable(tmp_path: Path, mode: str) -> None:
     """After ten crashes in a row the model is unavailable until it is loaded again or changes."""
     repository = tmp_path / "models"
     repository.mkdir()

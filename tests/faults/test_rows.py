@@ -313,9 +313,7 @@ ROWS: tuple[Callable[[Stage], None], ...] = (
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_recovery_from_a_region_fault(
-    server: Server, folder: Path, row: Callable[[Stage], None]
-) -> None:
+def test_recovery_from_a_fault(server: Server, folder: Path, row: Callable[[Stage], None]) -> None:
     with server.http() as http, request_pool(server) as pool:
         try:
             row(Stage(server, http, pool, folder / "socket", folder / "models"))

@@ -211,9 +211,7 @@ def test_many_silent_connections(server: Server) -> None:
     ],
     ids=["config", "nothing", "infer", "infer nothing"],
 )
-def test_a_client_that_reads_no_responses_is_not_read_from(
-    server: Server, request_bytes: bytes
-) -> None:
+def test_a_client_that_reads_nothing_is_not_read_from(server: Server, request_bytes: bytes) -> None:
     """The client pipelines requests; the server reads a limited number of them."""
     flood = request_bytes * (1 + 65536 // len(request_bytes))
     with scene(server) as stage, socket.socket() as connection:

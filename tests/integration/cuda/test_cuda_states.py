@@ -88,9 +88,7 @@ def test_input_and_output_of_a_state_have_one_address(client: shmserve.client.Se
     infer_sequence(client, "in_place", end=True)
 
 
-def test_rows_of_several_sequences_are_gathered_on_the_device(
-    client: shmserve.client.Server,
-) -> None:
+def test_rows_of_sequences_are_gathered_on_the_device(client: shmserve.client.Server) -> None:
     x = np.ones((1, 1), np.float32)
     for index in range(4):
         futures = [

@@ -501,9 +501,7 @@ def post_body(server: Server, path: str, body: str) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "texts", "chat", "generate"])
-def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
-    generative: Server, kind: str
-) -> None:
+def test_a_large_truncated_prompt_gives_its_last_tokens(generative: Server, kind: str) -> None:
     settings = {"max_tokens": 6, "temperature": 0, "truncate_prompt_tokens": 7, "ignore_eos": True}
 
     def generate_from_end(times: int) -> Any:

@@ -217,9 +217,7 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tool_choice": "auto"}])
-def test_responses_equal_those_of_vllms_server(
-    server: Server, vllm_port: int, fields: dict[str, Any]
-) -> None:
+def test_responses_equal_vllms(server: Server, vllm_port: int, fields: dict[str, Any]) -> None:
     found_responses = []
     for port in (server.http_port, vllm_port):
         body = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 20}
@@ -302,9 +300,7 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_split_as_by_vllm_s_server(
-    server: Server, vllm_port: int, stream: bool
-) -> None:
+def test_reasoning_is_split_as_by_vllm(server: Server, vllm_port: int, stream: bool) -> None:
     """An end tag that completes incomplete characters is content, as in vLLM's parser."""
     messages_by_server = []
     for port in (server.http_port, vllm_port):

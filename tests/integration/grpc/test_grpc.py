@@ -63,9 +63,7 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
     assert [t.name for t in model.outputs] == ["OUTPUT0", "OUTPUT1"]
 
 
-def test_the_configuration_is_the_one_of_http(
-    client: triton.InferenceServerClient, server: Server
-) -> None:
+def test_configurations_are_equal(client: triton.InferenceServerClient, server: Server) -> None:
     with server.http() as http:
         reply = http.get("/v2/models/simple/config").ok().json()
     config = client.get_model_config("simple", as_json=True)["config"]
@@ -271,9 +269,7 @@ def test_files_with_a_load(client: triton.InferenceServerClient) -> None:
     assert client.is_model_ready("simple")
 
 
-def test_a_region_through_both_listeners(
-    server: Server, client: triton.InferenceServerClient
-) -> None:
+def test_a_region_of_both_listeners(server: Server, client: triton.InferenceServerClient) -> None:
     array = np.arange(256, dtype=np.float32)
     with SharedObject(4096) as shared_object, server.http() as http:
         shared_object.write(array)

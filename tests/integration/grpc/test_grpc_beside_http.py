@@ -164,9 +164,7 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
     assert results == ["0", "1", "2", "4", "5", "6", "7"]
 
 
-def test_an_overlap_in_a_stream_names_its_request(
-    server: Server, client: triton.InferenceServerClient
-) -> None:
+def test_an_overlap_names_its_request(server: Server, client: triton.InferenceServerClient) -> None:
     """Also where the same request was understood before."""
     request = request_of("gated", np.zeros((1, 4), np.int32), "INT32", "again")
     set_region_range(request.outputs.add(name="OUTPUT0"), "twice", 16)

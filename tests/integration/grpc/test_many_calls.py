@@ -180,9 +180,7 @@ def test_metadata(plain_endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("size", [17_000, 60_000])
-def test_metadata_that_is_too_large_fails_only_its_call(
-    plain_endpoint: Endpoint, size: int
-) -> None:
+def test_too_large_metadata_fails_only_its_call(plain_endpoint: Endpoint, size: int) -> None:
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")

@@ -57,9 +57,7 @@ def test_a_timeout_holds_in_the_queue(server: Server, pool: RequestPool, model: 
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_the_timeout_of_triton_is_no_deadline(
-    server: Server, pool: RequestPool, model: str
-) -> None:
+def test_tritons_timeout_is_no_deadline(server: Server, pool: RequestPool, model: str) -> None:
     answer = pool.number(model, 1, timeout=30)  # a client that means seconds
     server.gate.next().release()
     assert values(answer.result()) == [1]

@@ -101,9 +101,7 @@ def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
 
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
 @pytest.mark.parametrize("request_id", ["error", "exception"])
-def test_hostile_text_in_outputs_and_errors_of_a_model(
-    http: Http, word: str, request_id: str
-) -> None:
+def test_hostile_text_in_outputs_and_model_errors(http: Http, word: str, request_id: str) -> None:
     tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [1], "data": [word]}
     refused_reply = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
     assert refused_reply.status == 500

@@ -151,9 +151,7 @@ def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
     assert http.get(f"{path}/status", headers).status == 404
 
 
-def test_the_unix_socket_is_for_the_server_and_its_group(
-    guarded_server: Server, folder: Path
-) -> None:
+def test_the_unix_socket_is_for_the_servers_group(guarded_server: Server, folder: Path) -> None:
     path = folder / "socket"
     status = path.stat()
     assert stat.S_ISSOCK(status.st_mode)
@@ -166,9 +164,7 @@ def test_the_unix_socket_is_for_the_server_and_its_group(
 
 
 @needs_users
-def test_the_unix_socket_admits_the_group_with_a_token(
-    folder: Path, guarded_server: Server
-) -> None:
+def test_the_unix_socket_admits_groups_with_tokens(folder: Path, guarded_server: Server) -> None:
     path = folder / "socket"
 
     def get_metadata(headers: dict[str, str]) -> Reply:

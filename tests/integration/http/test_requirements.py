@@ -223,9 +223,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
     "path",
     ["../x", "/x", "1/../../x", "1/./../x", "..", "", "1/a\\..\\x", "1/x\x00", "1/" + "x" * 256],
 )
-def test_files_of_a_load_request_stay_in_their_folder(
-    http: Http, call: Any, folder: Path, path: str
-) -> None:
+def test_files_of_a_load_stay_in_a_folder(http: Http, call: Any, folder: Path, path: str) -> None:
     """Holds for both listeners; the files that a configuration names must be in the folder, too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()

@@ -251,9 +251,7 @@ def _count_mapped_memories(process: psutil.Process) -> int:
     return mapped_count
 
 
-def test_a_killed_client_leaks_nothing(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_killed_client_leaks_none(gated_server: Server, client: shmserve.client.Server) -> None:
     command = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -393,9 +391,7 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
         shmserve.client.connect(gated_server.run_dir)
 
 
-def test_memory_is_taken_back_though_the_connection_is_interrupted(
-    client: shmserve.client.Server,
-) -> None:
+def test_memory_is_taken_back_by_an_interrupted_connection(client: shmserve.client.Server) -> None:
     """The connection's thread waits for no lock that the interrupted thread holds."""
     memories = client._session.memories
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})

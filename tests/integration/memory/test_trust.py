@@ -221,9 +221,7 @@ def maps(worker: psutil.Process) -> str:
 
 
 @needs_users
-def test_memory_that_others_can_truncate_is_never_mapped(
-    server: Server, folder: Path, http: Http
-) -> None:
+def test_memory_others_can_cut_is_never_mapped(server: Server, folder: Path, http: Http) -> None:
     """Memory of the server's user is mapped; others' is accessed by system calls."""
     alice = User(server, folder, "unix", ALICE)
     worker = server.find_one("worker identity.0")
@@ -285,9 +283,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
     assert {process.pid for process in server.tree()} == pids_before
 
 
-def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
-    server: Server, http: Http
-) -> None:
+def test_truncating_a_mapped_region_costs_it_and_a_worker(server: Server, http: Http) -> None:
     """Truncation may kill the worker and that of the retry; the region is unregistered."""
     other_pids = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
     size = 64 * 1024

@@ -53,9 +53,7 @@ def queue(server: Server) -> Iterator[Callable[[str], Queue]]:
         yield lambda model: Queue(server, pool, model)
 
 
-def test_without_a_batching_block_one_request_is_one_execution(
-    queue: Callable[[str], Queue],
-) -> None:
+def test_without_batching_one_request_is_one_execution(queue: Callable[[str], Queue]) -> None:
     held_calls = queue("plain")
     for value in (1, 2, 3):
         held_calls.add(value)

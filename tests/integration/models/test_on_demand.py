@@ -213,9 +213,7 @@ def test_requests_during_a_load_wait_for_the_load(server: Server) -> None:
     assert loads(server, "slow") == 1
 
 
-def test_a_failed_load_is_the_answer_and_is_retried(
-    server: Server, http: Http, repository: Path
-) -> None:
+def test_a_failed_load_answers_and_is_retried(server: Server, http: Http, repository: Path) -> None:
     for _ in range(2):
         reply = http.infer("broken", REQUEST_BODY)
         assert reply.status == 400 and "broken on purpose" in reply.error

@@ -759,9 +759,7 @@ def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> 
         assert http.load("constant").status == 503
 
 
-def test_poll_mode_waits_for_no_model(
-    tmp_path: Path, empty_polling: tuple[Server, Path, Path]
-) -> None:
+def test_polls_wait_for_no_model(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> None:
     """A model whose load is slow, or hangs, does not delay changes of other models."""
     server, repository, _ = empty_polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")

@@ -143,9 +143,7 @@ def server_and_socket() -> Iterator[tuple[Server, Path]]:
 
 @needs_users
 @pytest.mark.parametrize("listener", ["http", "unix", "grpc"])
-def test_which_users_may_send_a_model(
-    server_and_socket: tuple[Server, Path], listener: str
-) -> None:
+def test_which_users_may_send_models(server_and_socket: tuple[Server, Path], listener: str) -> None:
     """Only the server's user may send a model; others load those of the repository."""
     server, socket = server_and_socket
     with server.http() as http:

@@ -174,9 +174,7 @@ def test_direct_strategy_with_requests_beside_an_idle_sequence(
         controls_of(sequence, end=True)
 
 
-def test_oldest_strategy_with_four_candidates_and_batches_of_two(
-    server: Server, pool: RequestPool
-) -> None:
+def test_oldest_strategy_with_candidates_and_batches(server: Server, pool: RequestPool) -> None:
     """The ids of sequences A to D are 1 to 4. Sequence 5 waits until one of them ends."""
     send_step, gate = step_sender(pool, "oldest"), server.gate
     replies = [send_step(1, start=True)]

@@ -43,9 +43,7 @@ def test_a_missing_repository_is_refused(tmp_path: Path) -> None:
     assert "Traceback" not in completed.stderr
 
 
-def test_an_existing_triton_command_line_starts(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_a_command_line_of_triton_starts(repository: Path, serve: Callable[..., Server]) -> None:
     """The log contains models and addresses, and one warning for each flag without effect."""
     repositories.add(
         repository,

@@ -281,9 +281,7 @@ CONTRAST_SCRIPT = """(() => {
 
 
 @needs_chromium
-def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(
-    guarded_server: Server, page: Page
-) -> None:
+def test_a_browser_asks_for_a_token_kept_from_urls(guarded_server: Server, page: Page) -> None:
     url = f"http://127.0.0.1:{guarded_server.metrics_port}/"
     page.navigate(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")

@@ -88,9 +88,7 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
 
 
 @pytest.mark.parametrize(("model", "reason"), [("broken", "so it is"), ("none", "no such model")])
-def test_a_load_that_is_refused(
-    server: Server, events: EventReader, model: str, reason: str
-) -> None:
+def test_a_load_is_refused(server: Server, events: EventReader, model: str, reason: str) -> None:
     with server.http() as http:
         assert http.load(model).status >= 400
         http.unload(model).ok()  # otherwise the failed model would keep the server unready

@@ -307,9 +307,7 @@ def in_iso(server: Server, pid: int) -> bool:
 @pytest.mark.parametrize(
     "title", ["worker talker.0", "scheduler talker", "gateway http 1", "gateway grpc"]
 )
-def test_a_restarted_process_has_the_changed_settings(
-    server: Server, http: Http, title: str
-) -> None:
+def test_a_restarted_process_has_changed_settings(server: Server, http: Http, title: str) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
     dead_process = server.find_one(title)
     dead_process.kill()

@@ -158,9 +158,7 @@ def test_unloading_removes_a_models_metrics(empty_server: tuple[Server, Path]) -
         until("only one is left", lambda: models() == {"simple"})
 
 
-def test_counters_survive_gateways_and_workers(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_counters_survive_gateways_workers(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "simple")
     server = serve(repository, "--gateways=2")
     with request_pool(server, 8) as pool:
@@ -183,9 +181,7 @@ def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
         metrics.get("/metrics")
 
 
-def test_latencies_appear_as_metrics_config_sets(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_latencies_appear_as_configured(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "simple")
     server = serve(
         repository,

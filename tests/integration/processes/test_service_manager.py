@@ -36,9 +36,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_service_manager_is_notified_of_start_and_stop(
-    manager: Manager, repository: Path
-) -> None:
+def test_a_service_manager_learns_of_start_and_stop(manager: Manager, repository: Path) -> None:
     repositories.add_slow(repository, "slow")
     with Server([repository], environment={"NOTIFY_SOCKET": manager.address}) as server:
         message = manager.receive("loading slow")
@@ -159,9 +157,7 @@ def test_a_server_on_inherited_sockets(repository: Path, short_folder: Path) -> 
     (short_folder / "http").unlink()
 
 
-def test_a_client_that_connects_during_a_load_is_answered_after_it(
-    tmp_path: Path, short_folder: Path
-) -> None:
+def test_a_client_connected_in_a_load_is_answered_after(tmp_path: Path, short_folder: Path) -> None:
     repository = tmp_path / "models"
     repository.mkdir()
     repositories.add_slow(repository, "slow")

@@ -116,9 +116,7 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
         assert_untouched(server)
 
 
-def test_a_successor_that_fails_before_it_is_ready(
-    repository: Path, slow_models: Path, run_dir: Path
-) -> None:
+def test_a_successor_fails_early(repository: Path, slow_models: Path, run_dir: Path) -> None:
     """The successor is killed, terminated, or has no model; another one can still take over."""
     with first(repository, run_dir) as server, server.http() as http:
         infer_in_memory = InferInMemory(http)

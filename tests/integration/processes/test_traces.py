@@ -205,9 +205,7 @@ def trace_by_native(server: Server) -> Any:
 
 
 @pytest.mark.parametrize("send_request", [trace_by_http, trace_by_grpc, trace_by_native])
-def test_a_trace_is_taken_and_passed_on(
-    server: Server, send_request: Callable[[Server], Any]
-) -> None:
+def test_a_trace_is_passed_on(server: Server, send_request: Callable[[Server], Any]) -> None:
     context = json.loads(send_request(server))["traceparent"]
     assert re.fullmatch(rf"00-{TRACE_ID}-[0-9a-f]{{16}}-01", context)
     assert context != TRACEPARENT
@@ -291,9 +289,7 @@ def stream_by_native(server: Server) -> Any:
 
 
 @pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
-def test_a_stream_is_explained_at_its_end(
-    server: Server, send_request: Callable[[Server], Any]
-) -> None:
+def test_a_stream_is_explained_late(server: Server, send_request: Callable[[Server], Any]) -> None:
     trace_id = send_request(server)
     assert trace_id["compute_infer_us"] >= 10_000
     parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]

@@ -297,9 +297,7 @@ def test_a_process_limit_that_allows_no_further_worker(
         assert msgpack.unpackb(own_end.recv(64)) == [7, -errno.EAGAIN]
 
 
-def test_a_process_limit_that_allows_no_zygote(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_process_limit_below_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If the process limit is too low, the server reports it and does not start."""
 
     def refuse_fork(*_: object, **__: object) -> int:

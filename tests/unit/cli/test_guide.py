@@ -152,9 +152,7 @@ BEST_PAGES = {
 
 
 @pytest.mark.parametrize("search_words", BEST_PAGES)
-def test_a_search_lists_the_best_page_early(
-    search_words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_searches_list_the_best_page(search_words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["guide", "--search", search_words]) == 0
     page_names = re.findall(r"^shmserve guide (\S+)", capsys.readouterr().out, re.MULTILINE)
     assert BEST_PAGES[search_words] in page_names[:3]

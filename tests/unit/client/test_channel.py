@@ -166,9 +166,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     waiter.close()
 
 
-def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
-    tmp_path: Path,
-) -> None:
+def test_a_callback_that_uses_the_connection_keeps_no_client_open(tmp_path: Path) -> None:
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
         errors: list[Exception] = []

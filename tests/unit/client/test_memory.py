@@ -181,9 +181,7 @@ def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> N
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
-def test_an_unknown_datatype_of_a_region_names_the_allowed_ones(
-    memories: Memories, datatype: Any
-) -> None:
+def test_a_regions_unknown_datatype_names_the_allowed(memories: Memories, datatype: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):
         Region(memories, {"x": ((1,), datatype)})
 

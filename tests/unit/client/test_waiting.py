@@ -195,9 +195,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     successor_router.close()
 
 
-def test_a_unary_response_ends_the_stream(
-    channel: ThreadChannel, scheduler: Peer, tmp_path: Path
-) -> None:
+def test_a_unary_response_ends_it(channel: ThreadChannel, scheduler: Peer, tmp_path: Path) -> None:
     ended_ids: list[str] = []
     stream = open_stream(channel, tmp_path, ended_ids)
     scheduler.send(m.Finished(scheduler.next(m.Submit).id, *pack_outputs(3)))

@@ -101,9 +101,7 @@ def test_bytes_are_counted_by_user_and_in_total() -> None:
         st.tuples(st.integers(0, 3), st.integers(1, 2**63 - 1), st.integers(0, 5)), max_size=20
     )
 )
-def test_a_quota_never_passes_its_limits_and_ends_empty(
-    regions: list[tuple[int, int, int]],
-) -> None:
+def test_a_quota_stays_in_its_limits_and_ends_empty(regions: list[tuple[int, int, int]]) -> None:
     largest = 2**63 - 1
     quota = RegionQuota(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=largest))
     charges = []

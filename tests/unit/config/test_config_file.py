@@ -87,17 +87,13 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
         ("id: a\n---\nid: b", "2: it is not YAML: but found another document"),
     ],
 )
-def test_an_error_names_file_line_key_and_allowed_values(
-    tmp_path: Path, text: str, error: str
-) -> None:
+def test_errors_name_file_line_key_allowed_values(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_options(tmp_path, text)
     assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {error}")
 
 
-def test_all_errors_are_reported_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_reported_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "shmserve.yaml"
     file.write_text('id: a\n"gate\\nways": 2\nhttp-port: x\ngateways: 100\n')
     assert cli.main(["serve", f"--config={file}"]) == 2

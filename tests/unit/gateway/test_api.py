@@ -386,9 +386,7 @@ def test_sizes_are_whole_numbers(gateway: Rig, http: Http, field: str, value: An
         ("r" * 256, {"key": "/k", "byte_size": 1}, 400, "1 to 255 printable characters"),
     ],
 )
-def test_registrations_are_checked(
-    http: Http, name: str, body: Any, status: int, text: str
-) -> None:
+def test_registering_is_checked(http: Http, name: str, body: Any, status: int, text: str) -> None:
     reply = http.post(f"/v2/systemsharedmemory/region/{name}/register", body)
     assert reply.status == status
     assert text in reply.error
@@ -528,9 +526,7 @@ def test_a_models_tags_are_labels_of_its_metrics(
     scraper.close()
 
 
-def test_metrics_omit_a_malformed_report(
-    gateway: Rig, simple_scheduler: Scheduler, http: Http
-) -> None:
+def test_metrics_omit_a_bad_report(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     simple_scheduler.statistics = {"name": "simple"}
     scraper = Http(gateway.metrics_port)
     assert scraper.get("/metrics").error == "internal error"

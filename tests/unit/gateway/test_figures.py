@@ -109,9 +109,7 @@ def test_restarted_counters_are_not_negative() -> None:
         ({}, 0, ""),
     ],
 )  # fmt: skip
-def test_models_are_ranked_by_their_problem(
-    fields: dict[str, Any], at_least: float, problem: str
-) -> None:
+def test_models_are_ranked_by_fault(fields: dict[str, Any], at_least: float, problem: str) -> None:
     _, second_row = build_rows(report(0), report(10) | fields)
     assert second_row["because"] == problem
     assert at_least <= second_row["hurts"] < at_least + 1000
@@ -161,9 +159,7 @@ def test_a_generative_model_has_token_rates() -> None:
     st.lists(st.integers(1, 200_000_000), min_size=1, max_size=50),
     st.sampled_from((0.5, 0.9, 0.99)),
 )
-def test_a_quantile_lies_in_the_bucket_of_the_true_one(
-    times_ns: list[int], quantile_rank: float
-) -> None:
+def test_a_quantile_lies_in_its_true_bucket(times_ns: list[int], quantile_rank: float) -> None:
     histogram = Histogram(BOUNDS, 1_000_000_000)
     histogram.observe(*times_ns)
     estimate = quantile(quantile_rank, BOUNDS, histogram.report()["counts"])

@@ -256,9 +256,7 @@ STOPPING_ERROR = (
          f"in ensemble 'e', [request id: <id_unknown>] {STOPPING_ERROR}"),
     ],
 )  # fmt: skip
-def test_requests_during_a_drain_are_refused(
-    prefix: str, stateful: bool, request_id: str, text: str
-) -> None:
+def test_drains_refuse_requests(prefix: str, stateful: bool, request_id: str, text: str) -> None:
     """The text is that of Triton's schedulers; a client that has begun a sequence continues."""
     draining_gateway: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)

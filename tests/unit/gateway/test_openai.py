@@ -361,9 +361,7 @@ WRONG_TOKENS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "message"), WRONG_TOKENS)
-def test_a_wrong_token_is_refused_by_its_position_in_bodies_of_any_size(
-    prompt: Any, message: str
-) -> None:
+def test_a_wrong_token_is_refused_by_position_in_any_body(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidArgument) as fault:
         asyncio.run(bodies.parse_completion(text_gateway(), {"model": "m", "prompt": prompt}))
     assert fault.value.message == message

@@ -331,9 +331,7 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
         )
 
 
-def test_requests_of_a_lost_scheduler_are_resubmitted_to_the_current_scheduler(
-    client: Client,
-) -> None:
+def test_requests_of_a_lost_scheduler_move_to_the_current_scheduler(client: Client) -> None:
     request = Request(client)
     client.serving = NEW
     client.lose(OLD, "")
@@ -406,9 +404,7 @@ EVENTS = (
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30))
-def test_each_request_is_ended_once_and_its_memory_freed_once(
-    events: list[tuple[str, int]],
-) -> None:
+def test_each_request_is_ended_and_its_memory_freed_once(events: list[tuple[str, int]]) -> None:
     """Holds for any messages of a scheduler in any order."""
     client = Client()
     requests = {number: Request(client, number=number) for number in (1, 2, 3)}

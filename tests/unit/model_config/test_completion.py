@@ -137,9 +137,7 @@ def test_the_servers_defaults_fill_only_unset_fields() -> None:
          "'dynamic_batching'"),
     ],
 )  # fmt: skip
-def test_a_model_that_contradicts_its_configuration_is_refused(
-    text: str, key: str, expected: str
-) -> None:
+def test_a_model_contradicting_its_configuration_fails(text: str, key: str, expected: str) -> None:
     text = PYTHON + text
     config, source = read_pbtxt(text.replace("@", ""), "f")
     with pytest.raises(InvalidArgument) as caught:
@@ -245,9 +243,7 @@ def test_unlikely_values_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(("config_text", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
-def test_a_model_sets_its_instances_if_the_configuration_does_not(
-    config_text: str, count: int
-) -> None:
+def test_a_model_sets_its_instances_if_not_configured(config_text: str, count: int) -> None:
     config, source = read_pbtxt(f'backend: "native" {config_text}', "m/config.pbtxt")
     completed = {"instance_group": [{"count": 3}]}
     merged_config = merge_autocomplete(normalise(config, "m", 0), completed, source)

@@ -221,9 +221,7 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_consequent_errors_are_not_reported(
-    text: str, unread: list[str], other_errors: list[str]
-) -> None:
+def test_consequences_are_unreported(text: str, unread: list[str], other_errors: list[str]) -> None:
     lines = problems(PYTHON + text).splitlines()
     assert [line.split(": ")[1] for line in lines] == unread + other_errors
 

@@ -144,9 +144,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         ("x = ", "failed: SyntaxError"),
     ],
 )
-def test_the_error_explains_a_failing_program(
-    tmp_path: Path, text: str, expected_error: str
-) -> None:
+def test_an_error_explains_failing_programs(tmp_path: Path, text: str, expected_error: str) -> None:
     path = tmp_path / "d.py"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=f"--data: .*{expected_error}"):

@@ -67,9 +67,7 @@ def load(
     )
 
 
-def test_a_closed_loop_keeps_its_number_in_flight_and_rotates_requests(
-    transport: InstantLaneFactory,
-) -> None:
+def test_a_closed_loop_keeps_its_number_and_rotates_requests(transport: InstantLaneFactory) -> None:
     generator = load(transport, ["a", "b", "c"], 2)
     generator.begin()
     assert transport.sent == ["a", "a"]

@@ -55,9 +55,7 @@ def test_the_confidence_interval_is_students_t() -> None:
     )
 
 
-def test_a_window_has_the_requests_that_ended_in_it_with_latencies_from_the_scheduled_start() -> (
-    None
-):
+def test_a_window_has_the_requests_ended_in_it_with_latencies_from_the_scheduled_start() -> None:
     records = Records()
     for scheduled_ns, ended_ns in [(0, 5), (1, 9), (2, 20)]:
         records.scheduled_ns.append(scheduled_ns)

@@ -59,9 +59,7 @@ def test_corpus(path: Path) -> None:
     targets.TARGETS[path.parent.name](path.read_bytes())
 
 
-def test_failing_inputs_are_stored_and_reproducible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_inputs_are_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An input that breaks a target is stored, and is the same for the same seed."""
     monkeypatch.chdir(tmp_path)
     inputs: list[bytes] = []

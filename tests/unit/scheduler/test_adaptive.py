@@ -296,9 +296,7 @@ def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
 
 
 @given(batcher_states())
-def test_every_decision_is_legal_and_every_wait_ends(
-    drawn_case: tuple[Batcher, int, list[Item]],
-) -> None:
+def test_decisions_are_legal_and_waits_end(drawn_case: tuple[Batcher, int, list[Item]]) -> None:
     batcher, now_ns, queue = drawn_case
     max_batch_size = batcher._rules.max_batch_size  # type: ignore[attr-defined]
     for _ in range(1000):

@@ -183,9 +183,7 @@ def test_credit_is_limited_to_the_responses_sent(absurd_count: int) -> None:
 
 @pytest.mark.parametrize("has_returned", [True, False])
 @pytest.mark.parametrize("responses", [0, 2])
-def test_a_cancelled_request_ends_when_the_model_ends_it(
-    has_returned: bool, responses: int
-) -> None:
+def test_a_cancelled_request_ends_when_its_model_does(has_returned: bool, responses: int) -> None:
     rig, peer, number, key = start_stream()
     for _ in range(responses):
         rig.respond(peer, key)

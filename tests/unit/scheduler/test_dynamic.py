@@ -210,9 +210,7 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
 
 
 @given(queue_states())
-def test_waiting_is_bounded_and_ends_in_a_batch(
-    drawn_case: tuple[list[Item], Batching, int],
-) -> None:
+def test_waits_are_bounded_and_end_in_batches(drawn_case: tuple[list[Item], Batching, int]) -> None:
     queue, batching, reserve_ns = drawn_case
     decision = decide(NOW, queue, batching, reserve_ns)
     assert (decision is None) == (not queue)

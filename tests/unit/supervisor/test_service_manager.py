@@ -130,9 +130,7 @@ def test_notifications_queue_up_without_watchdog_messages(
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
-def test_a_flush_returns_when_no_notification_waits(
-    address_and_socket: tuple[str, socket.socket],
-) -> None:
+def test_a_flush_ends_when_no_message_waits(address_and_socket: tuple[str, socket.socket]) -> None:
     address, sock = address_and_socket
     count = 40  # more than the kernel queues
 

@@ -92,9 +92,7 @@ def test_torch_is_not_preloaded_where_it_is_not_installed(
         ("1/model.pt", ""),
     ],
 )
-def test_torch_is_preloaded_if_one_model_may_import_it(
-    tmp_path: Path, file: str, text: str
-) -> None:
+def test_torch_is_preloaded_if_a_model_may_import_it(tmp_path: Path, file: str, text: str) -> None:
     assert "torch" in _find_preloads(tmp_path, {"a/1/model.py": _PLAIN_MODEL, f"m/{file}": text})
 
 

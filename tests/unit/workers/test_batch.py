@@ -245,9 +245,7 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
 
 
 @pytest.mark.parametrize("may_return", [False, True])
-def test_an_input_that_is_returned_is_not_copied(
-    worker: Rig, region: Region, may_return: bool
-) -> None:
+def test_a_returned_input_is_not_copied(worker: Rig, region: Region, may_return: bool) -> None:
     """If the request allows it; a part of an input, or a computed output, is written."""
     data = np.arange(MIB, dtype=F32)
     kinds_of_output = ["whole", "part", "whole", "computed"]
@@ -399,9 +397,7 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
     ],
 )
 @pytest.mark.parametrize("has_range", [False, True])
-def test_any_layout_is_written_row_major(
-    worker: Rig, region: Region, data: Any, has_range: bool
-) -> None:
+def test_layouts_are_row_major(worker: Rig, region: Region, data: Any, has_range: bool) -> None:
     worker.serve(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
@@ -533,9 +529,7 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     ("data", "count", "is_copied"),
     [(b"\1\0\0\0a", 1, False), (b"\0\0\0\0", 1, False), (b"\1\0\0\0a" * 2, 2, True)],
 )
-def test_one_text_is_checked_without_a_copy_on_request(
-    data: bytes, count: int, is_copied: bool
-) -> None:
+def test_one_text_is_checked_uncopied_on_request(data: bytes, count: int, is_copied: bool) -> None:
     unpacker, *_ = make_gatherer(one_tensor("STRING", (-1,)), Mappings())
     unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
     assert unpacker.request(unit_of_work).inputs["X"].array is not None
@@ -681,9 +675,7 @@ def test_a_request_too_large_for_the_memory_fails_alone(worker: Rig) -> None:
         (None, "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
     ],
 )
-def test_a_wrong_number_of_responses_fails_the_batch(
-    worker: Rig, result: Any, message: str
-) -> None:
+def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any, message: str) -> None:
     worker.serve(FunctionBackend(worker.context, lambda requests: result), one_tensor())
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "INTERNAL"

@@ -113,9 +113,7 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
     reply.outputs[0].numpy()[:] = 0  # writable, because the memory belongs to the model
 
 
-def test_the_endpoint_of_a_model_is_looked_up_once(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_models_endpoint_is_looked_up_once(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     for iteration in range(3):
         running_call = callees.run(call, router, request())
@@ -198,9 +196,7 @@ def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) 
         caller_arena.free(memory_range.offset)
 
 
-def test_inputs_in_memory_of_the_request_stay_there(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_inputs_in_the_requests_memory_stay(router: CallRouter, callees: CalledModels) -> None:
     scheduler, region = callees.scheduler("s1"), Region(4096)
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
     call_request = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
@@ -311,9 +307,7 @@ def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: Calle
     assert values(running_call.result(10)) == [2.0, 4.0]
 
 
-def test_a_call_fails_if_no_scheduler_serves_its_model(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_call_fails_if_none_serves_its_model(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     running_call = callees.run(call, router, request())
     callees.answer_find("s1")
@@ -369,9 +363,7 @@ def test_a_coroutine_makes_many_calls_at_once(router: CallRouter, callees: Calle
     assert running_calls.result(10) == [[2.0 * n] for n in range(20)]
 
 
-def test_a_coroutine_that_no_longer_waits_cancels(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_coroutine_not_waiting_cancels(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
 
     async def call_impatiently() -> list[float]:
@@ -393,9 +385,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(
     assert running_call.result(10) == [10.0]
 
 
-def test_a_coroutine_is_notified_of_losses_and_errors(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_coroutines_learn_of_losses_and_errors(router: CallRouter, callees: CalledModels) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
 
     async def call_both() -> tuple[list[float], str]:
@@ -458,9 +448,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     assert values(running_call.result(10)) == [2.0]
 
 
-def test_the_memory_of_an_exited_process_is_unmapped(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_memory_of_an_exited_process_is_unmapped(router: CallRouter, callees: CalledModels) -> None:
     scheduler, exited_arena = callees.scheduler("s1"), Arena(MIB)
     memory_range = exited_arena.allocate(8)
     running_call = callees.run(call, router, request())

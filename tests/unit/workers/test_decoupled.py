@@ -619,9 +619,7 @@ def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_re
             assert len(model.responses(key)) == count + 1
 
 
-def test_waiting_for_enough_credit_does_not_spin(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A response is credited, but the other responses' bytes still exceed the limit."""
     model.serve("""
         def execute(self, requests):

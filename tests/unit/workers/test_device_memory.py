@@ -310,9 +310,7 @@ def test_malformed_memory_ranges_are_refused(memory_range: Range) -> None:
 # --- a request
 
 
-def test_a_batch_of_one_is_computed_on_the_device(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_a_batch_of_one_is_on_the_device(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()
@@ -351,9 +349,7 @@ def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: 
     assert worker.finished.copied_input_bytes == 32
 
 
-def test_rows_next_to_each_other_are_a_view(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_rows_beside_each_other_are_a_view(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(96)
     memory = exported_memory.memory()
@@ -373,9 +369,7 @@ def test_rows_next_to_each_other_are_a_view(
     assert worker.finished.copied_input_bytes == 0
 
 
-def test_host_and_device_requests_share_a_batch(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_host_and_device_share_a_batch(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     """One input and one output are on the device, the others on the host."""
     serve_doubling(worker)
     exported_memory = cuda.export(64)
@@ -471,9 +465,7 @@ def test_an_unaligned_range_and_an_output_that_is_its_input(
                 assert (exported_memory.read(offset, ROW) == ROW).all()
 
 
-def test_a_device_that_fails_ends_the_process(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_a_failing_device_ends_the_process(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(64)
     cuda.is_broken = True
@@ -644,9 +636,7 @@ def pinned_memory(region: Region) -> Memory:
     return dataclasses.replace(region.memory, pinned=True)
 
 
-def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unmapped(
-    cuda: FakeCuda,
-) -> None:
+def test_a_region_is_pinned_at_its_first_use_and_unpinned_before_unmapping(cuda: FakeCuda) -> None:
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
     region = Region(8192)
     memory = pinned_memory(region)

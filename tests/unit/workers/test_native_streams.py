@@ -201,9 +201,7 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_long_computation_can_check_whether_its_client_has_disconnected(
-    worker: Rig, kind: str
-) -> None:
+def test_a_long_computation_can_check_for_its_clients_disconnect(worker: Rig, kind: str) -> None:
     iterator = "AsyncIterator" if "async" in kind else "Iterator"
     body = f"""
 def load(self, context):

@@ -672,9 +672,7 @@ def test_a_model_that_writes_into_its_inputs(
         assert (np.frombuffer(region.read(0, BIG_SIZE), np.float32) == number).all()
 
 
-def test_a_model_that_fails_on_read_only_inputs_receives_copies(
-    model: Model, region: Region
-) -> None:
+def test_a_model_failing_on_read_only_inputs_receives_copies(model: Model, region: Region) -> None:
     model.serve("""
         def execute(self, requests):
             array = given(requests[0])
@@ -842,9 +840,7 @@ def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
     assert running_calls.result(10) == [[6], [12], "not three"]
 
 
-def test_an_input_is_passed_on_where_it_is(
-    model: Model, callees: CalledModels, region: Region
-) -> None:
+def test_inputs_are_passed_in_place(model: Model, callees: CalledModels, region: Region) -> None:
     scheduler = callees.scheduler("s1")
     model.serve(
         """

@@ -765,9 +765,7 @@ class FakeCopyDevice(Device):
         self.moves.append("synchronize")
 
 
-def test_tensors_go_to_a_device_and_back_once_a_batch(
-    worker: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_go_to_a_device_once_a_batch(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeCopyDevice()
     monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: device)
     save_script(ThreeArguments(), worker)

@@ -66,9 +66,7 @@ def work(key: int, value: float) -> m.Work:
     return m.Work(key, CLIENT_PID, *pack_inference(inference(x)))
 
 
-def test_a_backend_serves_messages_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_backend_serves_own_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with rig(tmp_path) as model_rig:
         backend = StepBackend(model_rig.context)
         model_rig.serve(backend, CONFIG)

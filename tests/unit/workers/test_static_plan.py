@@ -250,9 +250,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
     assert reply.array("Y").tolist() == [[1, 1, 1]]
 
 
-def test_an_impossible_static_plan_is_reported(
-    worker: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_impossible_plan_is_reported(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text

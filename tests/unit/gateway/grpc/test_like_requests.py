@@ -103,9 +103,7 @@ def test_similar_http_requests_are_not_confused(
     assert parse_count.count == 4 * 2
 
 
-def test_similar_grpc_requests_are_not_confused(
-    monkeypatch: pytest.MonkeyPatch, gateway: Any
-) -> None:
+def test_like_grpc_requests_are_not_confused(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
     parse_count = ParseCounter(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
@@ -161,9 +159,7 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) ->
             assert tensor.data == request_fields.raw_input_contents[0]
 
 
-def test_ids_and_values_are_cut_at_any_position(
-    monkeypatch: pytest.MonkeyPatch, gateway: Any
-) -> None:
+def test_ids_and_values_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
     """The bytes may be those of fields; only the first messages of a schema are parsed."""
     split = ParseCounter(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)

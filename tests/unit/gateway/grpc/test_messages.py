@@ -69,9 +69,7 @@ def test_messages_are_assembled_for_any_split(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=10),
 )
 @example([b"", b"x"], [(5, 0), (1, 1)])
-def test_messages_may_be_taken_at_any_time(
-    sent_messages: list[bytes], steps: list[tuple[int, int]]
-) -> None:
+def test_messages_are_taken_later(sent_messages: list[bytes], steps: list[tuple[int, int]]) -> None:
     """Messages stay in order, copied from the buffer in which they arrived."""
     stream = b"".join(map(message, sent_messages))
     assembly = Assembly(WINDOW, HEAD, None)

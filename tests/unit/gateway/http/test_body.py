@@ -202,9 +202,7 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
         asyncio.run(run(arena))
 
 
-def test_a_tensor_in_pieces_is_copied_between_other_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, copied_states = bytearray(6), []
     arriving = arriving_tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
     arriving.built_request = "built"  # type: ignore[attr-defined]

@@ -447,9 +447,7 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
 
 @pytest.mark.parametrize("turns_between", [0, 20])
 @pytest.mark.parametrize("separately", [False, True])
-def test_a_known_head_inside_another_request_is_ignored(
-    separately: bool, turns_between: int
-) -> None:
+def test_known_heads_inside_a_request_are_ignored(separately: bool, turns_between: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
     known_request = pack_request("POST", "/a", (), b"{}", "length")
     half_head = b"POST /b HTTP/1.1\r\nX-Long: "
@@ -580,9 +578,7 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent_size: int
 
 
 @pytest.mark.parametrize("end_connection", [HttpConnection.force_close, HttpConnection.abort])
-def test_a_client_that_does_not_read_does_not_delay_the_close(
-    end_connection: Callable[[Any], None],
-) -> None:
+def test_a_client_that_does_not_read_delays_no_close(end_connection: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
     was_closed = asyncio.Event()
 

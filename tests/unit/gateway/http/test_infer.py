@@ -196,9 +196,7 @@ def test_a_malformed_response_is_an_internal_error(
     gateway.http.infer("simple", simple_body()).ok()
 
 
-def test_an_output_of_the_wrong_size_is_an_internal_error(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.compute = lambda request: Inferred(
         (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
     )
@@ -288,9 +286,7 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Schedu
     assert remaining_call.reply().ok().json()["id"] == "stays"
 
 
-def test_outputs_of_a_cancelled_request_are_released(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_outputs_of_cancelled_calls_are_released(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.holds_responses = True
     arena = Arena(MIB)
     memory_range = arena.allocate(64)
@@ -408,9 +404,7 @@ def any_size(gateway: Rig) -> Scheduler:
 
 
 @pytest.mark.parametrize("encoding", ["binary", "chunked", "json", "mixed", "gzip"])
-def test_large_tensors_go_through_the_arena(
-    gateway: Rig, any_size: Scheduler, encoding: str
-) -> None:
+def test_large_tensors_go_through_arenas(gateway: Rig, any_size: Scheduler, encoding: str) -> None:
     large_array = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
     strings = b"".join(len(s).to_bytes(4, "little") + s for s in (b"x" * 5001, b"", b"yy"))
     texts = ["x" * 5001, "", "yy"]
@@ -747,9 +741,7 @@ def test_a_retired_region_is_usable_and_its_use_is_reported(
     assert http.infer("m", region_request()).status == 404
 
 
-def test_a_region_generation_lasts_as_long_as_its_requests(
-    gateway: Rig, region_scheduler: Scheduler
-) -> None:
+def test_a_region_lasts_as_long_as_its_requests(gateway: Rig, region_scheduler: Scheduler) -> None:
     http = gateway.http
     gateway.apply(region("r", 5))
     region_scheduler.holds_responses = True
@@ -804,9 +796,7 @@ def test_a_changed_region_invalidates_templates(
     ]
 
 
-def test_a_region_is_in_use_until_the_scheduler_responds(
-    gateway: Rig, region_scheduler: Scheduler
-) -> None:
+def test_a_region_is_used_until_the_response(gateway: Rig, region_scheduler: Scheduler) -> None:
     gateway.apply(region("r", 5))
     region_scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, "m", region_request())
@@ -896,9 +886,7 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Sch
     assert " E " not in gateway.log and "Traceback" not in gateway.log
 
 
-def test_a_response_that_closes_the_connection_is_complete(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_a_closing_response_is_complete(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.holds_responses = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())

@@ -229,9 +229,7 @@ def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
         ({"data": None}, InvalidArgument, "But no field is set"),
     ],
 )  # fmt: skip
-def test_an_input_is_checked(
-    members: dict[str, Any], error: type[Exception] | None, text: str
-) -> None:
+def test_inputs_checked(members: dict[str, Any], error: type[Exception] | None, text: str) -> None:
     if error is None:
         assert parse_request(one_input_request(**members), 0, "m", LIMIT).inputs[0].count == 0
         return

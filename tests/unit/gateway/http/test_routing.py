@@ -168,9 +168,7 @@ PAGE = "https://app.example.com"
     ("origins", "is_allowed"),
     [((PAGE, "https://b.example"), PAGE), (("*",), "*"), (("https://b.example",), ""), ((), "")],
 )
-def test_pages_of_allowed_origins_may_use_the_server(
-    origins: tuple[str, ...], is_allowed: str
-) -> None:
+def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowed: str) -> None:
     cors = Cors(origins) if origins else None
     preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     preflight_headers["Access_Control_Request_Headers"] = "authorization,x-stainless-os"

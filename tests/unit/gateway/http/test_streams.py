@@ -296,9 +296,7 @@ def test_errors_before_the_submission(gateway: Rig, scheduler: Scheduler, verb: 
 # --- infer as a stream
 
 
-def test_without_an_accept_header_a_decoupled_model_is_refused(
-    gateway: Rig, scheduler: Scheduler
-) -> None:
+def test_without_accept_a_decoupled_model_is_refused(gateway: Rig, scheduler: Scheduler) -> None:
     reply = gateway.http.infer("repeat", b"not json")
     text = "HTTP end point doesn't support models with decoupled transaction policy"
     assert (reply.status, reply.error) == (501, text)
@@ -389,9 +387,7 @@ def count_releases(scheduler: Scheduler) -> int:
 
 
 @pytest.mark.parametrize("verb", ["generate_stream", "infer"])
-def test_outputs_are_released_when_they_are_encoded(
-    send: Any, scheduler: Scheduler, verb: str
-) -> None:
+def test_outputs_are_released_when_encoded(send: Any, scheduler: Scheduler, verb: str) -> None:
     arena = Arena(8 << 20)
     call = send(verb, accept=LINES)
     call.respond(*(arena_response(arena, call.number, 20_000) for _ in range(3)), end(call.number))

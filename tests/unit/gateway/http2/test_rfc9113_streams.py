@@ -193,9 +193,7 @@ OPEN_ENDED = [
 
 @pytest.mark.parametrize(("name", "late_frame"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
 @pytest.mark.parametrize("ending", ["reset", "answered early"])
-def test_frames_for_a_stream_that_the_server_has_ended(
-    name: str, late_frame: bytes, ending: str
-) -> None:
+def test_frames_for_a_stream_the_server_ended(name: str, late_frame: bytes, ending: str) -> None:
     """5.1, closed: frames that the client sent before it received the end are ignored."""
     engine = Engine().take(CLIENT_OPENING + BEGUN)
     if ending == "reset":

@@ -122,9 +122,7 @@ def test_a_python_model_receives_tensors_on_its_device() -> None:
     assert memory_range is not None and memory_range.memory.cuda is not None
 
 
-def test_tensors_pass_through_the_host_without_cuda_or_space(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tensors_pass_the_host_without_cuda_or_space(caplog: pytest.LogCaptureFixture) -> None:
     def raise_unavailable() -> CudaExporter:
         raise Unavailable("there is no driver")
 

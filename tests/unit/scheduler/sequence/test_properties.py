@@ -87,9 +87,7 @@ class WatchedRig(SequenceRig):
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
 @settings(max_examples=150, deadline=None)
 @given(events=steps)
-def test_every_request_ends_once_and_every_batch_is_in_order(
-    strategy: str, events: list[Any]
-) -> None:
+def test_every_request_ends_once_and_batches_are_in_order(strategy: str, events: list[Any]) -> None:
     rig = WatchedRig(strategy)
     for event in events:
         rig.step(*event)

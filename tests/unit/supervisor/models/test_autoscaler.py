@@ -184,9 +184,7 @@ def test_no_instance_is_added_without_capacity_of_the_host(
     run_scenario(monkeypatch, scenario)
 
 
-def test_a_reload_starts_as_many_instances_as_the_load_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reload_starts_the_instances_the_load_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(rig: Rig) -> None:
         rig.target_count = 3
         await rig.sample_once()

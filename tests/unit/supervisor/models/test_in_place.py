@@ -106,9 +106,7 @@ groups = st.lists(
 
 
 @given(groups, groups)
-def test_an_update_results_in_the_new_configuration(
-    old_groups: list[Any], new_groups: list[Any]
-) -> None:
+def test_an_update_has_the_new_configuration(old_groups: list[Any], new_groups: list[Any]) -> None:
     """As many instances of each kind and device as requested, by the fewest changes."""
 
     def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:

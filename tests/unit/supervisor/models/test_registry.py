@@ -248,9 +248,7 @@ LARGE_INPUT = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]
         ([], ""),
     ],
 )
-def test_a_command_to_try_is_of_a_model_with_few_elements(
-    models: list[ModelSpec], command: str
-) -> None:
+def test_a_command_to_try_is_of_a_small_model(models: list[ModelSpec], command: str) -> None:
     assert command in example_command(models, "URL")
     assert bool(command) == bool(example_command(models, "URL"))
 

@@ -291,9 +291,7 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         ),
     ),
 )
-def test_a_policy_chooses_among_available_versions(
-    available: list[int], policy: str | None
-) -> None:
+def test_a_policy_chooses_available_versions(available: list[int], policy: str | None) -> None:
     from shmserve.model_config import parse_pbtxt
 
     config = parse_pbtxt("" if policy is None else f"version_policy {policy}")
@@ -417,9 +415,7 @@ def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
 
 
 @given(st.text("./a\\\0", max_size=12))
-def test_no_override_path_writes_outside(
-    tmp_path_factory: pytest.TempPathFactory, path: str
-) -> None:
+def test_no_override_writes_outside(tmp_path_factory: pytest.TempPathFactory, path: str) -> None:
     root = tmp_path_factory.mktemp("root")
     base = root / "base"
     try:
@@ -444,9 +440,7 @@ def test_a_bad_override_leaks_nothing(tmp_path: Path) -> None:
     ("file", "class_name", "name"),
     [("sentiment.py", "Model", "sentiment"), ("model.py", "Digits", "digits")],
 )
-def test_a_class_in_a_file_is_a_model(
-    tmp_path: Path, file: str, class_name: str, name: str
-) -> None:
+def test_classes_in_files_are_models(tmp_path: Path, file: str, class_name: str, name: str) -> None:
     (tmp_path / file).write_text("class Model: ...\n")
     spec = f"{tmp_path}/{file}:{class_name}"
     assert is_inline(spec)

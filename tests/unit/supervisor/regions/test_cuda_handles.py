@@ -341,9 +341,7 @@ def test_a_handle_that_workers_refuse_is_refused() -> None:
         Workers({}, {}).check(2)
 
 
-def test_an_unchecked_handle_is_opened_by_the_first_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unchecked_handle_opens_at_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     Workers({}, {}).check(0)
     monkeypatch.setattr(opener, "_CHECK_TIMEOUT_S", 0.0)
     Workers({0: [10]}, {10: None}).check(0)

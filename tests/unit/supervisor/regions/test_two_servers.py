@@ -140,9 +140,7 @@ def test_the_remaining_server_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("successor_exits", [False, True])
-def test_the_first_server_waits_until_the_other_uses_the_run_directory(
-    successor_exits: bool,
-) -> None:
+def test_the_first_server_waits_for_the_others_run_directory(successor_exits: bool) -> None:
     """Otherwise it would remove the directory, and both servers would end."""
 
     async def scenario() -> None:

@@ -45,9 +45,7 @@ def greedy_tokens(folder: Folder, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("stop", [[], ["abc"]])
-def test_a_stream_sends_each_token_at_once(
-    scheduler: Scheduler, folder: Folder, stop: list[str]
-) -> None:
+def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: list[str]) -> None:
     scheduler.add(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
@@ -185,9 +183,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     assert reasons == [[reason] for _, reason in cases]
 
 
-def test_a_client_that_reads_nothing_delays_no_other_request(
-    scheduler: Scheduler, folder: Folder
-) -> None:
+def test_a_client_that_reads_nothing_delays_none(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.clients_read = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
     # This request ends once all texts of the first request are available.
@@ -244,9 +240,7 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
 
 
 @pytest.mark.parametrize("sent_count", [0, 5, 10])
-def test_a_successor_continues_the_text_of_a_lost_worker(
-    scheduler: Scheduler, sent_count: int
-) -> None:
+def test_a_successor_continues_a_lost_workers_text(scheduler: Scheduler, sent_count: int) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -413,9 +407,7 @@ def test_without_an_option_only_the_generated_text_is_returned(scheduler: Schedu
     assert len(scheduler.responses[1][0]["logprobs"][0]["content"]) == 2
 
 
-def test_beams_have_candidates_and_their_texts_are_chosen(
-    scheduler: Scheduler, folder: Folder
-) -> None:
+def test_beams_have_candidates_and_chosen_texts(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.prepare(1, input_ids=PROMPT, use_beam_search=True, n=2, max_tokens=5)
     (beams,) = scheduler.prepared[1].beams
     assert (beams.width, beams.end_tokens, beams.early_stopping) == (2, [0], "false")

@@ -134,9 +134,7 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
          "max_window_layers": 1}, "sliding_window: 64 is less than the 512 positions"),
     ],
 )  # fmt: skip
-def test_unknown_checkpoints_are_refused(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "config.json", **fields)
     with pytest.raises(InvalidArgument) as caught:
@@ -231,9 +229,7 @@ def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
     assert with_sizes(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len == 48
 
 
-def test_instances_on_one_device_share_its_memory(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = Checkpoint.open(folder()).architecture
     weights = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.

@@ -230,9 +230,7 @@ def unigram_tokenizer() -> str:
         ("T5Tokenizer", "'T5Tokenizer' is not supported, because that class replaces parts of"),
     ],
 )
-def test_classes_that_replace_other_parts_are_refused(
-    tmp_path: Path, name: str, problem: str
-) -> None:
+def test_classes_replacing_other_parts_are_refused(tmp_path: Path, name: str, problem: str) -> None:
     path = write_folder(tmp_path / "m")
     (path / "tokenizer.json").write_text(unigram_tokenizer())
     edit(path, SETTINGS, tokenizer_class=name)
@@ -275,9 +273,7 @@ def test_end_tokens_come_from_the_model_and_the_tokenizer(
     assert Checkpoint.open(path).end_tokens == end_tokens
 
 
-def test_settings_without_effect_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_of_no_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_folder(tmp_path / "m")
     ignored = {
         "min_new_tokens": 2,

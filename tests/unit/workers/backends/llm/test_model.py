@@ -87,9 +87,7 @@ class LoneModel:
 
 
 @pytest.mark.parametrize(("family", "fields"), VARIANTS)
-def test_logits_equal_those_of_transformers(
-    folder: Folder, family: str, fields: dict[str, Any]
-) -> None:
+def test_logits_equal_transformers(folder: Folder, family: str, fields: dict[str, Any]) -> None:
     path = folder(family, **fields)
     tokens = prompt(90)
     with torch.inference_mode():

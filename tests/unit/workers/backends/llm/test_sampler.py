@@ -221,9 +221,7 @@ EXTREME_VALUES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
 @pytest.mark.parametrize("name", EXTREME_VALUES)
 @pytest.mark.parametrize("bound_index", [0, 1])
-def test_extreme_parameters_give_a_valid_distribution(
-    name: str, bound_index: int, scale: float
-) -> None:
+def test_extreme_parameters_are_a_distribution(name: str, bound_index: int, scale: float) -> None:
     value = EXTREME_VALUES[name][bound_index]
     parameters = parse({name: value}, {}, VOCABULARY)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)) * scale

@@ -98,9 +98,7 @@ def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, An
 
 @pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_required_calls_always_parse_and_validate(
-    family: str, special_tokens: tuple[str, ...]
-) -> None:
+def test_required_calls_parse_and_validate(family: str, special_tokens: tuple[str, ...]) -> None:
     test_tokenizer, rng, weather_count = tokenizer(*special_tokens), random.Random(5), 0
     matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
