@@ -28,8 +28,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     repositories.add(folder, "simple", "gated", "identity")
     repositories.add_slow(folder, "slow")
-    twin_folder = repositories.add_slow(folder, "twin")
-    config = twin_folder / "config.pbtxt"
+    config = repositories.add_slow(folder, "twin") / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
     model_folder = repositories.add_as(folder, "two", "gated")
     (model_folder / "1").rename(model_folder / "2")
@@ -229,8 +228,7 @@ def test_a_generation_that_fails_during_takeover(
         assert server.gate.next().pid == new_visit.pid
         os.kill(new_visit.pid, signal.SIGKILL)
         until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
-    reply = loading.result()
-    assert reply.status == 400, "all know it, and the model is broken"
+    assert loading.result().status == 400, "all know it, and the model is broken"
     assert pending.result().status == 503
     assert state(server, "slow") == "READY" and server.answers("/v2/models/slow/ready")
     pending = pool.number("slow", 8)

@@ -68,8 +68,7 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
     repositories.insert(folder, crashing_code)
     with running(repository) as server, server.http() as http, request_pool(server) as pool:
         server.gate.close()
-        waiting = pool.number("once", 1)
-        assert values(waiting.result()) == [1]
+        assert values(pool.number("once", 1).result()) == [1]
         server.find_one("worker once.0").kill()
         until("it has failed", lambda: pool.number("once", 1).result().status == 503)
         assert http.get("/v2/health/live").status == 200

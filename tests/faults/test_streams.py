@@ -46,8 +46,7 @@ def test_a_process_dies(repeating_server: Server, process: str, expected_error: 
     with stream(repeating_server) as (client, results):
         send_repeat(client, LONG_VALUES, delay_ms=10)
         results.get(timeout=30)
-        victim = repeating_server.find_one(process)
-        victim.kill()
+        repeating_server.find_one(process).kill()
         assert expected_error in final_error(results)
         # New requests on the same stream reach the successor.
         send_repeat(client, [1, 2, 3])

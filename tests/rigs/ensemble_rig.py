@@ -139,8 +139,7 @@ class EnsembleRig:
         priority: int = 0,
     ) -> None:
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
-        requested_outputs = tuple(map(RequestedOutput, outputs))
-        work = pack_inference(Inference((tensor,), requested_outputs))
+        work = pack_inference(Inference((tensor,), tuple(map(RequestedOutput, outputs))))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
         self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 

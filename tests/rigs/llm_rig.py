@@ -111,8 +111,7 @@ class Scheduler:
     # --- the socket
 
     def send(self, message: Any) -> None:
-        link = self.rig.instance.link
-        link._dispatch(message)
+        self.rig.instance.link._dispatch(message)
         self.rig.instance.serve_commands()
 
     def listen(self, timeout_s: float = 5.0) -> None:
@@ -193,13 +192,11 @@ class Scheduler:
     def swap(self, sequence: Running) -> None:
         """Copy all blocks of a sequence to the host and back to other blocks."""
         host = list(range(len(sequence.table)))
-        pairs = _pairs(sequence.table, host)
-        self.step(rows=[], swap_out=pairs)
+        self.step(rows=[], swap_out=_pairs(sequence.table, host))
         self.free = sequence.table + self.free  # not to be taken first
         sequence.table = [self.free.pop() for _ in host]
         sequence.sent_blocks = 0
-        swap_pairs = _pairs(host, sequence.table)
-        self.step(rows=[], swap_in=swap_pairs)
+        self.step(rows=[], swap_in=_pairs(host, sequence.table))
 
     def recompute(self, sequence: Running) -> None:
         self.free = sequence.table + self.free
@@ -306,8 +303,7 @@ def llm_rig(
             json.dumps(settings), encoding="utf-8"
         )
         backend = LlmBackend(model_rig.context)
-        config = backend.complete_config({"name": "m", "backend": "llm"})
-        model_rig.serve(backend, config)
+        model_rig.serve(backend, backend.complete_config({"name": "m", "backend": "llm"}))
         try:
             yield Scheduler(
                 model_rig, settings["kv_cache_blocks"], settings["block_size"], **scheduling

@@ -65,8 +65,7 @@ class SequenceRig(Rig):
     def end_process(self, index: int = 0) -> None:
         self._take()
         self._running.pop(self.peers[index], None)
-        pid = trailing_pid(self.peers[index])
-        self.supervisor(ProcessExited(pid, "signal 9"))
+        self.supervisor(ProcessExited(trailing_pid(self.peers[index]), "signal 9"))
 
     def outcomes(self) -> dict[int, Any]:
         """Return the outcome of requests since the last call: the text of an error, or None."""

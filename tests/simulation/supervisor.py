@@ -328,8 +328,7 @@ class Supervisor(Process):
         """Withdraw a model; its requests in flight are completed."""
         version = self.serving.pop(model.name, None)
         if version is not None:
-            withdrawn = ModelWithdrawn(model.name, version.number, 0)
-            self._broadcast(withdrawn, clients_only=True)
+            self._broadcast(ModelWithdrawn(model.name, version.number, 0), clients_only=True)
             self._retire(version)
 
     def _retire(self, version: Version) -> None:
@@ -479,8 +478,7 @@ class Supervisor(Process):
         self._start_scheduler(version)
         self._introduce(version)
         self._attach(version)
-        lost_news = SchedulerLost(lost_endpoint, version.endpoint)
-        self._broadcast(lost_news, clients_only=True)
+        self._broadcast(SchedulerLost(lost_endpoint, version.endpoint), clients_only=True)
         if self.serving.get(version.model.name) is version:
             self._announce(version)
 

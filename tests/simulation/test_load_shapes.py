@@ -69,8 +69,7 @@ def test_instances_do_not_oscillate(name: str, times: str) -> None:
 @pytest.mark.parametrize("base", [4, 8, 12, 16])
 @pytest.mark.parametrize("seed", range(5))
 def test_four_times_the_load_is_within_the_target_two_seconds_later(base: int, seed: int) -> None:
-    shape = steps((60, base), (60, 4 * base))
-    result = run(shape, seconds=120, seed=seed)
+    result = run(steps((60, base), (60, 4 * base)), seconds=120, seed=seed)
     assert result.p99_s(40, 60) <= _TARGET_S and result.p99_s(62, 120) <= _TARGET_S
     # The number of instances does not exceed the useful number.
     assert result.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2

@@ -281,8 +281,7 @@ def test_cancelled_calls(server: Server) -> None:
     """Hundreds of calls and streams are begun and cancelled."""
     with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
         for number in range(300):
-            pending = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
-            pending.cancel()
+            call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S).cancel()
             call.ModelStreamInfer(iter([simple_request()]), timeout=_PATIENCE_S).cancel()
         check_other_clients(stage)
 

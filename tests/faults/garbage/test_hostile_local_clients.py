@@ -257,8 +257,7 @@ def another_s_identity(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
     link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
-    thief_link = local_client.link("identity")
-    until("the second is ended", partial(has_ended, thief_link))
+    until("the second is ended", partial(has_ended, local_client.link("identity")))
     link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
 

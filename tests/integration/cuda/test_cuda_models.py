@@ -244,8 +244,7 @@ def test_a_python_model_that_calls_another_model(client: shmserve.client.Server)
     """Its tensors stay on the device; those of its call travel in host memory."""
     with client.allocate(forms(2), device="cuda:0") as region:
         region["x"].fill(batch(2))
-        result = client.infer("python", x=region["x"])
-        assert (result["y"] == (batch(2) + 1) * 2).all()
+        assert (client.infer("python", x=region["x"])["y"] == (batch(2) + 1) * 2).all()
         client.infer("python", region)
         assert (region["y"].numpy() == (batch(2) + 1) * 2).all()
 

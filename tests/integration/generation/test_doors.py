@@ -465,8 +465,7 @@ def test_a_beam_search_equals_that_of_transformers(
 @pytest.mark.parametrize("model", ["guessing", "drafting"])
 def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
     for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
-        tokens = token_ids(generative, model, prompt, max_tokens=60)
-        assert tokens == greedy(prompt, 60)
+        assert token_ids(generative, model, prompt, max_tokens=60) == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
     first_tokens, second_tokens = (
         token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2)

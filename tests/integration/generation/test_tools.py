@@ -119,8 +119,7 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
 
 
 def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
-    body = chat_request("long", tools=TOOLS)
-    answers = read_chat_stream(client, body, kill=server)
+    answers = read_chat_stream(client, chat_request("long", tools=TOOLS), kill=server)
     assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 

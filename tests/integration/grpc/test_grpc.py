@@ -308,8 +308,7 @@ def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
         set_region_range(request.inputs[0], "mixed", 64)
         del request.raw_input_contents[0]
         assert is_right(call.ModelInfer(request))
-        output = request.outputs.add(name="OUTPUT0")
-        set_region_range(output, "mixed", 64, 64)
+        set_region_range(request.outputs.add(name="OUTPUT0"), "mixed", 64, 64)
         request.outputs.add(name="OUTPUT1")
         response = call.ModelInfer(request)
         by_name = dict(

@@ -72,8 +72,7 @@ def connected(port: int) -> Iterator[triton.InferenceServerClient]:
 
 
 def row(values: np.ndarray = VALUES) -> list[Any]:
-    tensor = triton.InferInput("INPUT0", [values.size], "FP32")
-    return [tensor.set_data_from_numpy(values)]
+    return [triton.InferInput("INPUT0", [values.size], "FP32").set_data_from_numpy(values)]
 
 
 def from_region(name: str) -> tuple[list[Any], list[Any]]:
@@ -114,8 +113,7 @@ def test_repeated_inference(client: triton.InferenceServerClient) -> None:
 def test_sizes(client: triton.InferenceServerClient) -> None:
     for count in (0, 1, 1024, 1 << 20):
         values = np.arange(count, dtype=np.float32)
-        output = client.infer("identity", row(values)).as_numpy("OUTPUT0")
-        assert (output == values).all()
+        assert (client.infer("identity", row(values)).as_numpy("OUTPUT0") == values).all()
 
 
 def test_errors_have_grpc_codes_and_texts(client: triton.InferenceServerClient) -> None:

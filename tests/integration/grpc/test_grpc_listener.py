@@ -310,8 +310,7 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
         "found = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'grpc' else found(name, *rest)\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path)}
-    server = Server([models], environment=environment, grpc=True)
+    server = Server([models], environment={"PYTHONPATH": str(tmp_path)}, grpc=True)
     try:
         server.wait_ready()
         with stub(server) as call:

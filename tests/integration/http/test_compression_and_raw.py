@@ -45,8 +45,7 @@ def test_a_body_in_chunks_whose_coding_is_named(http: Http, coding: str) -> None
 def test_compressed_response(http: Http, coding: str) -> None:
     reply = http.infer("identity", REQUEST, {"Accept-Encoding": coding}).ok()
     assert reply.headers["Content-Encoding"] == coding
-    answer = json.loads(DECOMPRESS[coding](reply.body))
-    assert answer["outputs"][0]["data"] == VALUES.tolist()
+    assert json.loads(DECOMPRESS[coding](reply.body))["outputs"][0]["data"] == VALUES.tolist()
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ def test_a_timeout_holds_in_the_queue(server: Server, pool: RequestPool, model: 
     first_request = pool.number(model, 1)
     visit = server.gate.next()
     start_s = time.monotonic()
-    late_request = pool.number(model, 2, deadline_us=150_000)
-    reply = late_request.result()
+    reply = pool.number(model, 2, deadline_us=150_000).result()
     assert 0.15 <= time.monotonic() - start_s < 2
     assert reply.status == 503 and reply.error.endswith(_FROM_REQUEST)
     visit.release()

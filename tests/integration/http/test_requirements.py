@@ -124,8 +124,7 @@ def test_headers_only_become_parameters(http: Http, call: Any) -> None:
     reply = http.infer("echo_request", body, plain_headers).ok()
     over_http = json.loads(reply.tensors()["OUTPUT0"][0])
     response = call.ModelInfer(request, metadata=[*plain_headers.items()], timeout=20)
-    over_grpc = json.loads(response.raw_output_contents[0][4:])
-    for answer in (over_http, over_grpc):
+    for answer in (over_http, json.loads(response.raw_output_contents[0][4:])):
         assert answer["parameters"] == {"mine": 1, "x-other": "y"}
         assert (answer["correlation_id"], answer["flags"], answer["timeout"]) == (0, 0, 0)
     for name in HEADERS.keys() - plain_headers.keys():
@@ -238,8 +237,7 @@ def test_files_of_a_load_stay_in_a_folder(http: Http, call: Any, folder: Path, p
     request.parameters[f"file:{path}"].bytes_param = b"x"
     code, _ = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
-    outside_config = {**config, "default_model_filename": f"../{path}"}
-    parameters = {"config": json.dumps(outside_config)}
+    parameters = {"config": json.dumps({**config, "default_model_filename": f"../{path}"})}
     reply = http.post("/v2/repository/models/constant/load", {"parameters": parameters})
     assert reply.status in (400, 500), reply.body
     assert {name for _, _, names in os.walk(folder) for name in names} == names_before

@@ -224,8 +224,7 @@ def test_memory_of_requests_in_flight_is_kept(
     gated_server.gate.next().release()
     assert blocking_future.result(20)
     for future, expected in zip(waiting, (x, -x), strict=True):
-        output = future.result(20)["OUTPUT0"]
-        assert (np.asarray(output) == expected).all()
+        assert (np.asarray(future.result(20)["OUTPUT0"]) == expected).all()
 
 
 CRASHING_PROGRAM = """
@@ -650,8 +649,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             assert (kept_view == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
                 client._get_waiter().submit(late_request)  # it was made for the server before
-            future = client.infer_async("rows", region)
-            assert future.result(20)["OUTPUT0"][0, 0] == 4
+            assert client.infer_async("rows", region).result(20)["OUTPUT0"][0, 0] == 4
             region.release()
         finally:
             second_server.stop()

@@ -184,8 +184,7 @@ def test_responses_in_regions_arrive_singly(client: shmserve.client.Server, tmp_
     with client.allocate({"OUT": ((4,), "INT32")}) as region:
         steps = [b"1", b"2", b"note " + os.fsencode(marker_file), b"3"]
         stream = client.stream("steps", {"STEPS": steps, "SIZE": [4]}, outputs=region)
-        first_response = next(stream)
-        assert first_response["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
+        assert next(stream)["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
         assert values(client.stream("steps", STEPS=[b"9"])) == [9]  # the model is not held up
         assert region["OUT"].tolist() == [1] * 4 and not marker_file.exists()
         for n in (2, 3):

@@ -68,8 +68,7 @@ def test_register_status_unregister(http: Http, region: SharedObject) -> None:
 
 def test_input_and_output(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
-    answer = infer_in_region(http, "r").ok().json()
-    (output,) = answer["outputs"]
+    (output,) = infer_in_region(http, "r").ok().json()["outputs"]
     assert output["name"] == "OUTPUT0" and output["shape"] == [1024]
     assert "data" not in output
     assert (region.read(np.float32, 1024, SIZE) == VALUES).all()

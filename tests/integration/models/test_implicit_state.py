@@ -363,8 +363,7 @@ def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None
         for index in range(3)
     ]
     assert sums == [101, 102, 103]
-    metadata = client.models()
-    assert ("native", "1") in metadata
+    assert ("native", "1") in client.models()
 
 
 def test_the_guides_example(client: shmserve.client.Server) -> None:

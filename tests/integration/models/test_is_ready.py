@@ -74,12 +74,10 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, method_prefix: st
         # and are logged.
         for reply_text, ready in (("yes", 1), ("no", 0), ("odd", 0), ("none", 0), ("yes", 1)):
             state.write_text(reply_text)
-            reply = http.get("/v2/models/moody/ready")
-            assert (reply.status == 200) == bool(ready)
+            assert (http.get("/v2/models/moody/ready").status == 200) == bool(ready)
             assert client.is_model_ready("moody") == bool(ready)
             body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-            answer = http.infer("asker", body).ok().json()
-            assert answer["outputs"][0]["data"] == [ready]
+            assert http.infer("asker", body).ok().json()["outputs"][0]["data"] == [ready]
         assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
         assert "KeyError: 'none'" in server.log()
         assert http.get("/v2/health/ready").status == 200
@@ -95,8 +93,7 @@ def test_a_native_model_reports_whether_it_is_ready(
     server, repository = empty_server
     result = "AsyncIterator[INT32[ndarray, 1]]" if streams else "INT32[ndarray, 1]"
     code = NATIVE.format(result, "yield" if streams else "return") + method_prefix + READY_METHOD
-    folder = repositories.write(repository, "moody", 'backend: "native"', code)
-    state = folder / "1" / "state"
+    state = repositories.write(repository, "moody", 'backend: "native"', code) / "1" / "state"
     state.write_text("yes")
     log_start = len(server.log())
     with server.http() as http:

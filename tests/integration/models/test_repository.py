@@ -361,8 +361,7 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
 
 def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> None:
     repositories.add(repository, "constant", "identity")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
-    with server.http() as http:
+    with serve(repository, "--model-control-mode=explicit", "--load-model=*").http() as http:
         assert set(index(http, ready=True)) == {("constant", "1"), ("identity", "1")}
 
 
@@ -563,8 +562,7 @@ def test_a_failed_reload_keeps_the_old_version(empty_server: Explicit) -> None:
     with server.http() as http, run_under_load(server, http, repository):
         http.load("constant").ok()
         rewrite(repository, BROKEN_CODE)
-        reply = http.load("constant")
-        assert reply.status == 400
+        assert http.load("constant").status == 400
         assert answer(http) == 1 and http.get("/v2/health/ready").status == 200
         assert http.get("/v2/models/constant/ready").status == 200
         config = repository / "constant" / "config.pbtxt"

@@ -282,8 +282,7 @@ def test_generate_takes_the_parameters_of_a_sequence(http: Http) -> None:
         body = {"INPUT0": 4, "parameters": {"sequence_id": "generated", **flags}}
         sums.append(http.post("/v2/models/plain/generate", body).ok().json()["OUTPUT0"])
     assert sums == [4, 8, 12]
-    status = http.post("/v2/models/plain/generate", {"INPUT0": 4}).status
-    assert status == 400
+    assert http.post("/v2/models/plain/generate", {"INPUT0": 4}).status == 400
 
 
 @pytest.mark.parametrize("sequence", ["31", "from a shell", str(2**64 - 2)])

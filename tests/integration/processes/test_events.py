@@ -256,8 +256,7 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
             http.unregister("again").ok()
         http.unregister("first").ok()
         process.send_signal(signal.SIGCONT)
-        lines = [line() for _ in range(201)]
-        assert lines[-1].endswith(" region first: unregistered\n")
+        assert [line() for _ in range(201)][-1].endswith(" region first: unregistered\n")
 
 
 def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:

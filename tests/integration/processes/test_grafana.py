@@ -111,8 +111,7 @@ class Prometheus:
         (port_socket,) = hold_ports(1)
         self._url = f"127.0.0.1:{port_of(port_socket)}"
         port_socket.close()
-        rules = run_command("grafana", "--alerts").stdout
-        (folder / "alerts.yaml").write_text(rules)
+        (folder / "alerts.yaml").write_text(run_command("grafana", "--alerts").stdout)
         target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
         config = {
             # A scrape may take the whole interval on a busy machine.

@@ -320,8 +320,7 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
 def test_a_deadline_may_be_any_number(stage: Stage) -> None:
     for deadline in (-1, 2**63 - 1, 2**64 - 1):
         stage.client.send(m.Submit(7, *WORK, 0, deadline, 0, 0))
-        batch = stage.next(stage.worker)
-        stage.finish(batch)
+        stage.finish(stage.next(stage.worker))
         assert stage.next(stage.client) == m.Finished(7, *NO_OUTPUTS)
 
 

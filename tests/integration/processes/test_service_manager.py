@@ -77,8 +77,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
 
         def reload(log_text: str) -> None:
             server.process.send_signal(signal.SIGHUP)
-            reloading = manager.receive("RELOADING=1")[-1]
-            assert "\nMONOTONIC_USEC=" in reloading
+            assert "\nMONOTONIC_USEC=" in manager.receive("RELOADING=1")[-1]
             manager.receive("READY=1")
             server.wait_log(log_text)
 

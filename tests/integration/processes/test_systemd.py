@@ -213,8 +213,7 @@ def test_further_servers(installed_systemd: Systemd) -> None:
     ready = (*curl, "http://127.0.0.1:9000/v2/health/ready")
     until("it is ready", lambda: systemd.run(*ready) == "200")
     assert "shmserve@blue.service" in systemd.run("systemctl", "list-units")
-    output = systemd.run(*COMMAND, "remove")
-    assert "status" not in output
+    assert "status" not in systemd.run(*COMMAND, "remove")
     assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")
 
 

@@ -501,8 +501,7 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     path = tmp_path / "traces"
     with tracing_server.http() as http:
         http.post("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}).ok()
-        batched = {"id": "me", "inputs": [json_input("IN", ROW)]}
-        http.infer("both", batched).ok()
+        http.infer("both", {"id": "me", "inputs": [json_input("IN", ROW)]}).ok()
         http.infer("calls", X).ok()
         assert http.infer("boom", X).status == 500
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:

@@ -256,8 +256,7 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
         worker.execute(1, size=4 * size)
         (output,) = worker.answer(worker.finished()[0]).outputs
         assert not isinstance(output.data, bytes)
-        view = np.frombuffer(mappings.view(output.data), "f4")
-        assert (view == 2).all()
+        assert (np.frombuffer(mappings.view(output.data), "f4") == 2).all()
         give_back(output.data)
         router.flush()
     worker.execute(1, size=4 * size)
@@ -272,8 +271,7 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
     memory_range = region.write(4096, np.full((1, 1), 3, "f4"))
 
     def count_mappings() -> int:
-        maps = Path(f"/proc/{worker.pid}/maps").read_text()
-        return maps.count("memfd:test-region")
+        return Path(f"/proc/{worker.pid}/maps").read_text().count("memfd:test-region")
 
     for _ in range(3):
         worker.execute(0, memory_range=memory_range)

@@ -259,6 +259,5 @@ def test_a_restarted_instance_is_warmed_up(empty_server: tuple[Server, Path]) ->
     add(repository, "again", _SAMPLE_FIELDS % (1, 1, "zero_data: true"))
     server.load("again")
     assert warmup_requests(server, "again") == [[ROW]]
-    victim = server.find_one("worker again.0")
-    victim.kill()
+    server.find_one("worker again.0").kill()
     assert warmup_requests(server, "again") == [[ROW]]

@@ -328,8 +328,7 @@ def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
 
 
 def write_picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
-    image = pytest.importorskip("PIL.Image")
-    image.new("RGB", size, (10, 20, 30)).save(path)
+    pytest.importorskip("PIL.Image").new("RGB", size, (10, 20, 30)).save(path)
     return path
 
 

@@ -227,8 +227,7 @@ def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Se
 def test_torch_and_numpy_use_a_region_without_a_copy(client: Server) -> None:
     tensors = {"a": ((2, 3), "FP32"), "b": ((4,), "BF16"), "c": ((2,), "BOOL"), "d": ((), "INT64")}
     region = client.allocate(tensors, device="cuda:0")
-    tensor = region["a"].torch()
-    tensor.copy_(torch.arange(6).view(2, 3))
+    region["a"].torch().copy_(torch.arange(6).view(2, 3))
     assert region["a"].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert np.from_dlpack(region["a"])[1, 2] == 5
     region["b"].torch().fill_(1.5)
@@ -419,8 +418,7 @@ def test_a_program_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_local_client_uses_no_handle_that_it_did_not_share(
     context: SupervisorContext, client: Server
 ) -> None:
-    region = client.allocate(TENSORS, device="cuda:0")
-    memory = region.memory_range("x").memory
+    memory = client.allocate(TENSORS, device="cuda:0").memory_range("x").memory
     assert memory.cuda is not None
     number = int(client._session.connection().identity.partition(".")[0])
     assert SEALS.owns(number, memory) and not SEALS.owns(number + 1, memory)

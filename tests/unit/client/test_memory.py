@@ -385,15 +385,13 @@ def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
     )
 
     def read_response(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
-        message = Finished(1, *pack_inferred(Inferred(refs, parameters)))
-        result = read(reader, message)
+        result = read(reader, Finished(1, *pack_inferred(Inferred(refs, parameters))))
         return {**result, **result.parameters}
 
     memory_range = Range(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
-        text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
-        copy = read_response(number, text, note=1)
+        copy = read_response(number, TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n), note=1)
         assert (copy["y"].tolist(), copy["z"].tolist()) == ([n], [b"%d" % n])
         assert copy["note"] == 1
         copy["y"][:] = 7  # the program's own

@@ -441,8 +441,7 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
 
 
 def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
-    silent_scheduler = gateway.scheduler(add_sub)
-    gateway.publish({**SIMPLE_CONFIG, "name": "silent"}, silent_scheduler)
+    gateway.publish({**SIMPLE_CONFIG, "name": "silent"}, gateway.scheduler(add_sub))
     answers: list[int] = []
 
     def send_request(path: str) -> None:

@@ -148,8 +148,7 @@ def test_a_generative_model_has_token_rates() -> None:
     fields = {"generation": generation, "preemptions": {"swap": 1, "recompute": 2}, "prefilled": 0}
     latencies = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
     first_report = report(0, generated=10, **fields, **latencies)
-    second_report = report(1, generated=40, **fields, **latencies)
-    row = build_row(second_report, first_report, 2.0)
+    row = build_row(report(1, generated=40, **fields, **latencies), first_report, 2.0)
     assert row["generation"]["blocks"] == {"free": 9} and row["generation"]["preemptions"] == 3
     assert row["recent"]["tokens_rate"] == 15.0 and row["recent"]["first_token_ms"] == []
 

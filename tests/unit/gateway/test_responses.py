@@ -216,8 +216,7 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     assert [(item["name"], item.get("namespace")) for item in added_items] == [
         *[("f", None), ("f", "n")]
     ]
-    output = events_out[-1]["response"]["output"]
-    (message,) = convert_chat(input=output)["messages"]
+    (message,) = convert_chat(input=events_out[-1]["response"]["output"])["messages"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]
 
 
@@ -226,8 +225,7 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
 )
 def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> None:
     tools = [{"type": "custom", "name": "patch", "description": "d"}, FUNCTION]
-    choice = {"type": "custom", "name": "patch"}
-    chat_body = convert_chat(tools=tools, tool_choice=choice)
+    chat_body = convert_chat(tools=tools, tool_choice={"type": "custom", "name": "patch"})
     function = chat_body["tools"][0]["function"]
     assert (function["name"], function["description"]) == ("patch", "d")
     assert function["parameters"]["required"] == ["input"]

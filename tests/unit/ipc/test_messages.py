@@ -159,8 +159,7 @@ def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
     for unpack in (frames.unpack, RequestSchema, ResponseSchema):
         with contextlib.suppress(MalformedMessage):
             unpack(frame)
-    tensor = TensorRef("a", "FP32", (1,), b"1234")
-    schema, _ = pack_inferred(Inferred((tensor,)))
+    schema, _ = pack_inferred(Inferred((TensorRef("a", "FP32", (1,), b"1234"),)))
     with contextlib.suppress(MalformedMessage):
         unpack_inferred(schema, [value])
 

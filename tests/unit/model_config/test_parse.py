@@ -117,8 +117,7 @@ def test_the_schema_equals_tritons() -> None:
     def shapes(file: Any) -> list[Any]:
         return [shape(message) for message in file.message_types_by_name.values()]
 
-    own_descriptor = model_config_pb2.DESCRIPTOR
-    assert shapes(own_descriptor) == shapes(triton_module["DESCRIPTOR"])
+    assert shapes(model_config_pb2.DESCRIPTOR) == shapes(triton_module["DESCRIPTOR"])
     config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
     triton_config = triton_module["ModelConfig"].FromString(config.SerializeToString())
     assert ModelConfig.FromString(triton_config.SerializeToString()) == config
@@ -464,8 +463,7 @@ def test_normalising_twice_changes_nothing(config: ModelConfig, gpus: int) -> No
 def test_a_complete_configuration_stays_unchanged(config: ModelConfig) -> None:
     assume(len({io.name for io in config.input}) == len(config.input))
     assume(len({io.name for io in config.output}) == len(config.output))
-    merged_config = merge_autocomplete(config, to_dict(config))
-    assert to_dict(merged_config) == to_dict(config)
+    assert to_dict(merge_autocomplete(config, to_dict(config))) == to_dict(config)
 
 
 @given(configs, st.integers(0, 2), st.booleans())

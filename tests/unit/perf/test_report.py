@@ -49,8 +49,7 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
         "1.500",
         "1.000",
     ]
-    alike = replace(POINT, per_second=2030.0)
-    assert "~1.015" in report.comparison([POINT], [alike])
+    assert "~1.015" in report.comparison([POINT], [replace(POINT, per_second=2030.0)])
     assert "none of these" in report.comparison([POINT], [replace(POINT, value=8.0)])
 
 

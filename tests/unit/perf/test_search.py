@@ -138,8 +138,7 @@ def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:
     def measure(candidate: Candidate) -> Trial:
         return Trial(candidate, rates.get(candidate.batch, [0.0]).pop(0), 1.0)
 
-    search = Search(measure, TARGET_MS, Space((1,), (), 16), 60)
-    best_trial = search.run(Candidate(1, 4))
+    best_trial = Search(measure, TARGET_MS, Space((1,), (), 16), 60).run(Candidate(1, 4))
     assert best_trial is not None
     assert (best_trial.candidate.batch, best_trial.per_second) == (8, 200.0)
 

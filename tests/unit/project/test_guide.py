@@ -75,8 +75,7 @@ def test_the_contents_name_every_page() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_each_block_has_a_purpose(page: Path) -> None:
-    fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
-    assert len(fences) == 2 * len(blocks(page))
+    assert len(re.findall(r"^```", page.read_text(), re.MULTILINE)) == 2 * len(blocks(page))
     for block in blocks(page):
         assert block.is_file or block.language in LANGUAGES_BY_USE[block.use], block
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -237,8 +237,7 @@ def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
     batcher, now_ns = learn_load(14, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     assert isinstance(batcher.decide(now_ns, [Item(now_ns)], 0), WaitUntil)
-    late_items = [Item(now_ns - 4 * MS)]
-    assert batcher.decide(now_ns, late_items, 0) == Batch(1, CloseReason.TARGET)
+    assert batcher.decide(now_ns, [Item(now_ns - 4 * MS)], 0) == Batch(1, CloseReason.TARGET)
 
 
 def test_a_configured_delay_bounds_the_wait() -> None:

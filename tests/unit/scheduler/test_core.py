@@ -499,8 +499,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     rig.pass_time(2_000 * MS)
     assert rig.answers() == []
     rig.supervisor(ProcessExited(100, "signal 9"))
-    peer = rig.start(0, 101)
-    rig.finish(peer, rig.execute()[1])
+    rig.finish(rig.start(0, 101), rig.execute()[1])
     assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
     rig.pass_time(2_000 * MS)
     text = "execution of the request exceeded the limit of 2 seconds"
@@ -618,8 +617,7 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     rig.supervisor(ProcessExited(101, "signal 11"))
     text = "the model's worker died while running this request (signal 11)"
     assert rig.answers() == [failure(fatal_id, "INTERNAL", text)]
-    peer = rig.start(0, 102)
-    rig.finish(peer, rig.execute()[1])
+    rig.finish(rig.start(0, 102), rig.execute()[1])
     assert rig.answers() == [m.Finished(harmless_id, b"done", [b"done"])]
 
 
@@ -636,8 +634,7 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
         "its inputs, which may have changed"
     )
     assert rig.answers() == [failure(number, "INTERNAL", text) for number in executing_ids]
-    peer = rig.start(0, 101)
-    rig.finish(peer, rig.execute()[1])
+    rig.finish(rig.start(0, 101), rig.execute()[1])
     assert rig.answers() == [m.Finished(waiting_id, b"done", [b"done"])]
 
 
@@ -722,8 +719,7 @@ def test_every_request_id_receives_one_answer(
     rig, peer = ready_rig(dynamic_batching, execution_timeout_s=1)
     number, batch_size, arrived, deadline, timeout, priority = numbers
     schema = schema_of(batch_size)
-    submit = m.Submit(number, schema, [b""], arrived, deadline, timeout, priority)
-    rig.client(submit)
+    rig.client(m.Submit(number, schema, [b""], arrived, deadline, timeout, priority))
     rig.client(m.Release(batch_size, numbers))
     for _, message in rig.take_batches():
         start, input_end, output_start, output_end = numbers[:4]

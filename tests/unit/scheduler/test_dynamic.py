@@ -68,8 +68,7 @@ def test_batch_sizes(units: tuple[int, ...], batching: Batching, expected: Batch
 
 def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
     queue = items(*[1] * 7)
-    first_decision = decide(NOW, queue, rules(8, (4, 6)), 0)
-    assert first_decision == Batch(6, CloseReason.PREFERRED)
+    assert decide(NOW, queue, rules(8, (4, 6)), 0) == Batch(6, CloseReason.PREFERRED)
     assert decide(NOW, queue[6:], rules(8, (4, 6)), 0) == Batch(1, CloseReason.IDLE)
 
 
@@ -108,8 +107,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
         Item(min(units, max_batch_size), shape_key=padding.key(b"", {"X": (length,)}))
         for length, units in lengths_and_units
     ]
-    batching = replace(rules(max_batch_size), padding=padding)
-    decision = decide(NOW, queued_items, batching, 0)
+    decision = decide(NOW, queued_items, replace(rules(max_batch_size), padding=padding), 0)
     assert isinstance(decision, Batch)
     batch_items = queued_items[: decision.count]
     batch = padding.batch()

@@ -54,8 +54,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     pool.register_worker(0, b"0.101", 101)
     assert not pool.free and pool.process_exited(100) == LostWork([batch], [])
     pool.announce(0, 101)
-    slot = pool.by_peer(b"0.101")
-    assert slot is not None and pool.free
+    assert pool.by_peer(b"0.101") is not None and pool.free
 
 
 def test_a_registration_of_an_exited_process_is_discarded(pool: Pool) -> None:
@@ -267,8 +266,7 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
     """Further requests of the decoupled model wait in the queue."""
     pool = Pool(0, None, 2)
     register_instance(pool)
-    batches = [execution(1), execution(2)]
-    for batch in batches:
+    for batch in [execution(1), execution(2)]:
         slot = pool.assign(batch)
         pool.finish(slot, 0)
     assert len(slot.requests) == 2 and slot.idle

@@ -233,12 +233,10 @@ def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     assert old_report["inference_count"] == 0
     new_rig = Rig({})
     new_rig.supervisor(BaseCounters(total(old_report)))
-    new_worker = new_rig.start()
-    new_rig.finish(new_worker, run_one(new_rig))
+    new_rig.finish(new_rig.start(), run_one(new_rig))
     old_rig.pass_time(MS)
     old_rig.finish(peer, batch)
-    last_report = last_snapshot(old_rig)
-    new_rig.supervisor(BaseCounters(total(last_report)))
+    new_rig.supervisor(BaseCounters(total(last_snapshot(old_rig))))
     report = new_rig.report()
     assert report["inference_count"] == 1
     snapshot = last_snapshot(new_rig)

@@ -68,8 +68,7 @@ def test_subscribe_and_unsubscribe_frames() -> None:
 
 @given(st.binary(max_size=20))
 def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
-    update = Subscriptions().update(frame)
-    assert (update is None) == (frame[:1] not in (b"\0", b"\1"))
+    assert (Subscriptions().update(frame) is None) == (frame[:1] not in (b"\0", b"\1"))
 
 
 def test_a_publisher_before_its_opening_has_no_subscribers() -> None:

@@ -111,8 +111,7 @@ def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> No
     client: Any = SimpleNamespace(number=100_000_001, uid=os.getuid(), pid=1)
     with SharedObject(8192) as object_, memfd() as sealed_fd:
         os.posix_fallocate(object_.fd, 0, 8192)
-        packed_memory = memory.share(client, 8192, False, [os.dup(object_.fd)])
-        shared_memory = unpack_memory(packed_memory)
+        shared_memory = unpack_memory(memory.share(client, 8192, False, [os.dup(object_.fd)]))
         assert not shared_memory.sealed and not shared_memory.copied
         assert unpack_memory(memory.share(client, 4096, False, [os.dup(sealed_fd)])).sealed
         memory.drop_shrunk()

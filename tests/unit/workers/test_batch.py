@@ -78,8 +78,7 @@ def make_gatherer(
         buffers.append(memoryview(bytearray(byte_size)))
         return buffers[-1]
 
-    unpacker = Unpacker(signature, mappings)
-    return unpacker, Gatherer(signature, mappings, allocate), buffers
+    return Unpacker(signature, mappings), Gatherer(signature, mappings, allocate), buffers
 
 
 def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
@@ -207,8 +206,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
     worker.serve(FunctionBackend(worker.context, add_one), one_tensor())
     data = np.arange(4, dtype=F32)
     for _ in range(2):
-        memory_range = region.write(8, data)
-        (reply,) = worker.batch(inference(tensor("X", data, memory_range)))
+        (reply,) = worker.batch(inference(tensor("X", data, region.write(8, data))))
         assert reply.array("Y").tolist() == [1, 2, 3, 4]
         assert region.read(8, 16) == data.tobytes(), "the client's memory is as it was"
 
@@ -308,8 +306,7 @@ def test_a_write_over_an_input_changes_no_other_output(
             for name, index in range_indices.items()
         }
 
-    swapped_answers = answers(A=0, B=1)
-    assert swapped_answers == {"A": y.tolist(), "B": x.tolist()}
+    assert answers(A=0, B=1) == {"A": y.tolist(), "B": x.tolist()}
     for _ in range(2):
         for second_index in (None, 1, 4):
             assert answers(Z=0, B=second_index) == {"Z": (x * 2).tolist(), "B": x.tolist()}
@@ -418,8 +415,7 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=4))
     for shape in ((1, 0), (0, 3)):
         data = np.zeros(shape, F32)
-        requested_output = RequestedOutput("Y", region.memory_range(0, 0))
-        for outputs in ((), [requested_output]):
+        for outputs in ((), [RequestedOutput("Y", region.memory_range(0, 0))]):
             (reply,) = worker.batch(inference(tensor("X", data), outputs=outputs))
             assert reply.answer is not None, reply.message
             assert reply.answer.outputs[0].shape == shape

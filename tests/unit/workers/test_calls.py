@@ -357,8 +357,7 @@ def test_a_coroutine_makes_many_calls_at_once(router: CallRouter, callees: Calle
 
     running_calls = callees.run(asyncio.run, call_many())
     callees.answer_find("s1")
-    submits = [scheduler.next(m.Submit) for _ in range(20)]
-    for submit in reversed(submits):
+    for submit in reversed([scheduler.next(m.Submit) for _ in range(20)]):
         scheduler.send(doubled_response(submit))
     assert running_calls.result(10) == [[2.0 * n] for n in range(20)]
 
@@ -442,8 +441,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
         return values(await call_soon(router, request([2])))
 
     coroutine_result = callees.run(asyncio.run, call_once())
-    second_submit = scheduler.next(m.Submit)
-    scheduler.send(doubled_response(second_submit), doubled_response(first_submit))
+    scheduler.send(doubled_response(scheduler.next(m.Submit)), doubled_response(first_submit))
     assert coroutine_result.result() == [4.0]
     assert values(running_call.result(10)) == [2.0]
 

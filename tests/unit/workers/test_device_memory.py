@@ -105,8 +105,7 @@ def view(memory: DeviceMemory, region: Memory, offset: int, size: int) -> torch.
 
 
 def test_a_handle_is_mapped_once_under_all_names(cuda: FakeCuda) -> None:
-    memory = cuda.device_memory()
-    mappings = Mappings(memory.open)
+    mappings = Mappings(cuda.device_memory().open)
     exported_memory = cuda.export(64)
     first_memory, second_memory = exported_memory.memory(), exported_memory.memory(32)
     exported_memory.write(0, np.arange(64, dtype=np.uint8))
@@ -615,8 +614,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
-    name = config["output"][0]["name"]
-    requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
+    requested_outputs = (RequestedOutput(config["output"][0]["name"], Range(memory, 32, 16)),)
     (reply,) = worker.batch(inference(device_tensor(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW * 2).all()

@@ -303,8 +303,7 @@ async def predict(self, x: {ARRAY}) -> {ARRAY}:
     await asyncio.sleep(0)
     return x * 2
 """
-    model = Model(worker, body)
-    assert "model_transaction_policy" not in model.config
+    assert "model_transaction_policy" not in Model(worker, body).config
     rows = [np.array([[n]], np.float32) for n in (1, 2)]
     replies = worker.batch(*(inference(tensor("x", row)) for row in rows))
     assert [reply.array("output").tolist() for reply in replies] == [[[2]], [[4]]]

@@ -40,8 +40,7 @@ def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = 
 def serve(worker: Rig) -> Rig:
     """Serve the file with the configuration that the backend completes."""
     backend = OnnxBackend(worker.context)
-    completed = backend.complete_config(BARE_CONFIG)
-    return worker.serve(backend, completed)
+    return worker.serve(backend, backend.complete_config(BARE_CONFIG))
 
 
 def test_a_file_completes_inputs_outputs_and_batch_size(worker: Rig) -> None:

@@ -137,8 +137,7 @@ def test_the_arguments_of_initialize(model: Model) -> None:
     assert reply.answer is not None
     seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
-    received_config = json.loads(seen_request["args"].pop("model_config"))
-    assert received_config == config()
+    assert json.loads(seen_request["args"].pop("model_config")) == config()
     assert seen_request == {
         "args": {
             "model_instance_kind": "CPU",
@@ -906,7 +905,6 @@ def test_loading_other_models(model: Model, callees: CalledModels) -> None:
     assert (unload.name, unload.unload_dependents) == ("other", True)
     supervisor.send(m.Answered(unload.id, {}))
     assert callees.answer_find("s1").version == "2"
-    find_question = supervisor.next(m.FindModel)
-    supervisor.send(m.Refused(find_question.id, "NOT_FOUND", "no"))
+    supervisor.send(m.Refused(supervisor.next(m.FindModel).id, "NOT_FOUND", "no"))
     supervisor.send(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))
     assert running_call.result(10) == [[1, 0]]

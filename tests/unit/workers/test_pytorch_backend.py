@@ -449,8 +449,7 @@ def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
 
 def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 4))
-    backend = PytorchBackend(worker.context)
-    completed = backend.complete_config(model_config([], []))
+    completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 0
     assert completed["input"] == [tensor_config("image", "FP32", [2, 4])]
     assert "dynamic_shapes" in load_error(worker, vectors({"image": 4}, {"y": 1}))
@@ -652,8 +651,7 @@ def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     region = Region(4096)
     data = np.zeros((1, 4), F32)
     for _ in range(3):
-        memory_range = region.write(0, data)
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range)))
+        (reply,) = worker.batch(inference(tensor("x", data, region.write(0, data))))
         assert reply.array("y").tolist() == [[1, 1, 1, 1]]
         assert region.read(0, 16) == bytes(16)
     region.close()

@@ -106,8 +106,7 @@ def test_tiny_pieces_use_no_additional_memory() -> None:
     feed(assembly, PREFIX.pack(0, 1 << 20))
     for _ in range((1 << 20) - 1):
         feed(assembly, b"x")
-    held_bytes = sys.getsizeof(assembly._message)
-    assert held_bytes < 1.3 * (1 << 20)
+    assert sys.getsizeof(assembly._message) < 1.3 * (1 << 20)
     assert feed(assembly, b"x")[0].data == b"x" * (1 << 20)
 
 
@@ -140,8 +139,7 @@ def test_an_unknown_flag_is_refused(flag: int) -> None:
 
 def test_a_message_that_is_too_large_is_refused() -> None:
     """The message is refused by its announced size, before memory is allocated."""
-    assembly = Assembly(WINDOW, HEAD, None)
-    feed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
+    feed(Assembly(WINDOW, HEAD, None), PREFIX.pack(0, LARGEST_MESSAGE))
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
         with pytest.raises(BrokenMessage) as caught:
             assemble([PREFIX.pack(0, size)])

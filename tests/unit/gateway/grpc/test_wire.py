@@ -242,8 +242,7 @@ def test_a_filled_template_equals_an_encoded_response(
     outputs = [
         TensorRef(f"Y{number}", "UINT8", (len(data),), data) for number, data in enumerate(contents)
     ]
-    response = Inferred(tuple(outputs), parameters)
-    template = GrpcResponseTemplate(model, response, ())
+    template = GrpcResponseTemplate(model, Inferred(tuple(outputs), parameters), ())
     inverted_contents = [bytes(byte ^ 255 for byte in data) for data in contents]
     for data_parts in (contents, inverted_contents):
         filled_response = template.fill(request_id, data_parts)

@@ -155,8 +155,7 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
 
     async def run(arena: Arena) -> None:
         clock = make_clock()
-        client = Client(0.1)
-        tasks = await start_tasks(clock, client.upload(arena, MIB))
+        tasks = await start_tasks(clock, Client(0.1).upload(arena, MIB))
         outcomes: list[BaseException | None] = []
 
         def allocate_all() -> None:

@@ -137,8 +137,7 @@ def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     listener.bind(str(path))
     path.chmod(0o666)
     listener.listen(4 * MAX_CONNECTIONS)
-    gateway = stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS))
-    gateway.open()
+    stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS)).open()
 
     def connect() -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)

@@ -185,8 +185,7 @@ def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8), st.booleans())
 def test_integers_of_any_size(values: list[int], scalar: bool) -> None:
     given_value: Any = values[0] if scalar and values else values
-    body = orjson.loads(json.dumps({"I": given_value}))
-    (tensor,) = parse(body).inputs
+    (tensor,) = parse(orjson.loads(json.dumps({"I": given_value}))).inputs
     count = 1 if scalar and values else len(values)
     assert tensor.shape == (count,) and len(tensor.data) == 4 * count
 

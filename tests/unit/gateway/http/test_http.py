@@ -251,8 +251,7 @@ def test_a_broken_chunk_is_refused(connection: socket.socket) -> None:
     connection.sendall(start + b"5\r\nabc")
     time.sleep(0.05)
     connection.sendall(b"\r\nxyz\r\n")
-    reply = read_reply(connection)
-    assert reply.status == 400
+    assert read_reply(connection).status == 400
     assert is_closed(connection)
 
 

@@ -196,8 +196,7 @@ def test_a_request_without_a_scheduler_fails_at_once(repeated: RepeatedConnectio
     for _ in range(2):
         reply = repeated.send_request(64)
         assert reply.status == 503 and reply.error.endswith(NO_SCHEDULER)
-    successor = repeated.gateway.scheduler(add_sub)
-    repeated.gateway.publish(SIMPLE_CONFIG, successor)
+    repeated.gateway.publish(SIMPLE_CONFIG, repeated.gateway.scheduler(add_sub))
     assert repeated.is_right(65) and "Traceback" not in repeated.gateway.log
 
 

@@ -75,8 +75,7 @@ CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
 @pytest.mark.parametrize("name", CLIENT_RESETS)
 def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     """By the client, or by us because it has us do so: a number of them at once ends it."""
-    clock = Clock()
-    engine = Engine(SMALL_LIMITS, clock).take(CLIENT_OPENING)
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
     streams = iter(range(1, 100_000, 2))
     for _ in range(SMALL_LIMITS.resets):
         engine.take(CLIENT_RESETS[name](next(streams)))
@@ -333,8 +332,7 @@ def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
 
 
 def test_frames_received_meanwhile_stay_in_order() -> None:
-    limits = Limits(frames=10)
-    engine = Engine(limits).take(CLIENT_OPENING)
+    engine = Engine(Limits(frames=10)).take(CLIENT_OPENING)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
@@ -380,8 +378,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
 
 
 def test_a_budget_is_spent_and_exhausted() -> None:
-    clock = Clock()
-    budget = Budget(3, 2.0, clock, "things")
+    budget = Budget(3, 2.0, Clock(), "things")
     for _ in range(3):
         budget.take_token()
     with pytest.raises(ConnectionFault, match="too many things"):

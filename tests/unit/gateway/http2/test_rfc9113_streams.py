@@ -281,8 +281,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 def test_padding_is_returned_to_the_window() -> None:
     """6.9.1: padding uses the window, and the receiver of the data does not see it."""
-    limits = Limits(window=65535, frame=16384)
-    engine = Engine(limits).take(CLIENT_OPENING + BEGUN)
+    engine = Engine(Limits(window=65535, frame=16384)).take(CLIENT_OPENING + BEGUN)
     for _ in range(2000):
         engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
     assert engine.resets == {}

@@ -61,8 +61,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     assert memory_range is not None and memory_range.memory.cuda is not None
     assert (endpoint, memory_range.memory.cuda.device) == ("a", 0)
     # Open the memory and write to it, as a worker on the device does.
-    memory = cuda.device_memory()
-    worker = Mappings(memory.open)
+    worker = Mappings(cuda.device_memory().open)
     value = np.full(SIZE, 2.5, np.float32)
     worker.view(memory_range).numpy().view(np.float32)[:] = value
     finish(rig, endpoint, submit, memory_range)

@@ -40,9 +40,7 @@ def test_released_blocks_merge_to_one_extent(order: tuple[int, ...]) -> None:
 
 def test_a_table_grows_in_place() -> None:
     pool = BlockPool(16)
-    first_blocks = pool.allocate(2)
-    second_blocks = pool.allocate(2)
-    assert (first_blocks, second_blocks) == ([0, 1], [8, 9])
+    assert (pool.allocate(2), pool.allocate(2)) == ([0, 1], [8, 9])
     assert pool.allocate(3, previous=1) == [2, 3, 4]
     assert pool.allocate(4, previous=4) == [5, 6, 7, 12]
 

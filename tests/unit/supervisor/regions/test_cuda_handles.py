@@ -611,10 +611,8 @@ async def test_grpc() -> None:
             1,
             1000,
         )
-        unregister_request = pb.CudaSharedMemoryUnregisterRequest(name=name)
-        await call.cuda_unregister(unregister_request)
-        message = stub.sent.pop()
-        assert message == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+        await call.cuda_unregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
+        assert stub.sent.pop() == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
     status_request = pb.SystemSharedMemoryStatusRequest()
     system = await call.system_status(status_request)
     assert list(system.regions) == ["host"]

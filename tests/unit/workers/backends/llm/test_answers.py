@@ -164,8 +164,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     """As in vLLM, the tokenizer's end token is not reported; other end tokens are."""
     token = greedy_tokens(folder, 2)[1]
     path = shutil.copytree(folder(), tmp_path / "ends")
-    settings = {"eos_token_id": [0, token]}
-    (path / "generation_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"ignore_eos": False}, token),
         ({"stop_token_ids": [token]}, token),
@@ -293,8 +292,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     scheduler.run()
     text, content = text_and_entries(scheduler, 2, 0)
     content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
-    known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
-    assert text.startswith(known_text[characters:])
+    assert text.startswith(TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")[characters:])
     known_entries = [*content[: 16 - content_count]]
     assert [entry["token_id"] for entry in known_entries] == tokens[0][content_count:16]
     expected = [entry["logprob"] for entry in full_pieces[0][1][content_count:16]]

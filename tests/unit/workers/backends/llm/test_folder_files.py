@@ -592,8 +592,7 @@ def test_shards_may_be_in_subfolders_but_not_outside(tmp_path: Path) -> None:
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
-    configuration = config(tie_word_embeddings=True)
-    drawn_weights = weights(configuration)
+    drawn_weights = weights(config(tie_word_embeddings=True))
     embedding = drawn_weights["model.embed_tokens.weight"]
     head = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(3)) * 0.2
     cases = {

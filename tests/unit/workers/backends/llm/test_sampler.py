@@ -222,8 +222,7 @@ EXTREME_VALUES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", EXTREME_VALUES)
 @pytest.mark.parametrize("bound_index", [0, 1])
 def test_extreme_parameters_are_a_distribution(name: str, bound_index: int, scale: float) -> None:
-    value = EXTREME_VALUES[name][bound_index]
-    parameters = parse({name: value}, {}, VOCABULARY)
+    parameters = parse({name: EXTREME_VALUES[name][bound_index]}, {}, VOCABULARY)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)) * scale
     logits[0, 5:7] = -torch.inf
     best_token = int(logits.argmax())

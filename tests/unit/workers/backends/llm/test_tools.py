@@ -78,8 +78,7 @@ def random_text(
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < max_tokens:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed_tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        token = rng.choice(allowed_tokens)
+        token = rng.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
         matcher.consume_token(token)
         if token == model_tokenizer.token_to_id(END):
             break
