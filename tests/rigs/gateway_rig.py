@@ -227,6 +227,12 @@ class Rig:
         self.schedulers.append(scheduler)
         return scheduler
 
+    def serve(self, config: dict[str, Any], compute: Compute) -> Scheduler:
+        """Publish a model with a scheduler of its own."""
+        scheduler = self.scheduler(compute)
+        self.publish(config, scheduler)
+        return scheduler
+
     def publish(
         self,
         config: dict[str, Any],

@@ -189,7 +189,7 @@ def test_duplicate_names_in_a_configuration_are_refused() -> None:
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
         model_rig.open()
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         yield model_rig
 
 

@@ -41,8 +41,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def simple_scheduler(gateway: Rig) -> Scheduler:
-    scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE_CONFIG, scheduler)
+    scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
     scheduler.statistics = report("simple", "1")
     return scheduler
 
@@ -441,7 +440,7 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
 
 
 def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
-    gateway.publish({**SIMPLE_CONFIG, "name": "silent"}, gateway.scheduler(add_sub))
+    gateway.serve({**SIMPLE_CONFIG, "name": "silent"}, add_sub)
     answers: list[int] = []
 
     def send_request(path: str) -> None:

@@ -63,7 +63,7 @@ ADDED_TEXTS = {
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         echo_scheduler = model_rig.scheduler(echo)
         for datatype in NUMPY_DTYPES:
             model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echo_scheduler)

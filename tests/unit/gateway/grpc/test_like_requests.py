@@ -224,8 +224,7 @@ def grpc_rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
-    scheduler = grpc_rig.scheduler(add_sub)
-    grpc_rig.publish(SIMPLE_CONFIG, scheduler)
+    scheduler = grpc_rig.serve(SIMPLE_CONFIG, add_sub)
     inputs = []
     for name in ("INPUT0", "INPUT1"):
         inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))

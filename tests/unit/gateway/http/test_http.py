@@ -43,8 +43,8 @@ SECONDS = 0.4
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
+        model_rig.serve(identity_config("id", "FP32", [-1]), answer_one_byte)
         model_rig.publish(
             identity_config("text", "BYTES", [-1]), model_rig.scheduler(answer_one_byte)
         )
@@ -57,7 +57,7 @@ def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]
     """One whose clients have little time: what it is to answer is sent to it at one go."""
     limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
     with rig(tmp_path_factory.mktemp("hasty"), **limits) as model_rig:
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         model_rig.open()
         yield model_rig
 
@@ -66,7 +66,7 @@ def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]
 def patient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Yield a gateway with long time limits and few connections."""
     with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         model_rig.open()
         yield model_rig
 
@@ -393,7 +393,7 @@ def test_small_bodies_have_a_timeout(tmp_path: Path, known_head: bool, short_tim
     body = simple_body()
     limits: dict[str, Any] = {short_timeout: SECONDS}
     with rig(tmp_path, **limits) as model_rig:
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         model_rig.open()
         with raw_connection(model_rig.port) as connection:
             if known_head:
@@ -588,7 +588,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
             parsed_data.append(request.inputs[0].data)
             return answer_one_byte(request)
 
-        gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
+        gateway.serve(identity_config("id", "FP32", [-1]), compute)
         gateway.open()
         gateway.http.get("/v2/health/live").ok()
         answered_count = 0  # counted from the end of the body
@@ -758,7 +758,7 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
         "body_timeout_s": 300.0,
     }
     with rig(tmp_path, **limits) as model_rig:
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         model_rig.open()
         infer = "/v2/models/simple/infer"
 
@@ -784,7 +784,7 @@ def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> 
     start = head(len(body), *lines).replace(b"/simple/", b"/id/")
     limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
     with rig(tmp_path, body_timeout_s=300.0, **limits) as model_rig:
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
+        model_rig.serve(identity_config("id", "FP32", [-1]), answer_one_byte)
         model_rig.open()
 
         def send_request() -> int:
@@ -822,7 +822,7 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
     lines = [f"{name}: {value}" for name, value in headers.items()]
     start = head(len(whole_body), *lines).replace(b"/simple/", b"/id/")
     with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as model_rig:
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
+        model_rig.serve(identity_config("id", "FP32", [-1]), answer_one_byte)
         model_rig.open()
         with contextlib.ExitStack() as stack:
             slow_connections = [

@@ -66,8 +66,7 @@ def read_sums(reply: Reply) -> list[int]:
 @pytest.fixture
 def repeated(tmp_path: Path) -> Iterator[RepeatedConnection]:
     with rig(tmp_path, arena_byte_size=ARENA) as gateway:
-        scheduler = gateway.scheduler(add_sub)
-        gateway.publish(SIMPLE_CONFIG, scheduler)
+        scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
         gateway.open()
         until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
         with raw_connection(gateway.port) as connection:

@@ -361,8 +361,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def scheduler(gateway: Rig) -> Scheduler:
-    scheduler = gateway.scheduler(echo)
-    gateway.publish(identity_config("identity", "FP32", [4]), scheduler)
+    scheduler = gateway.serve(identity_config("identity", "FP32", [4]), echo)
     return scheduler
 
 
