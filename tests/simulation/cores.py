@@ -45,7 +45,6 @@ _MAX_ENTRIES = {
     "SequenceDispatch._slots": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
-    "GenerativeDispatch._engines": 64,
     "BlockPool.references": 1 << 10,
     "BlockPool._length_by_start": 1 << 10,
     "BlockPool._start_by_end": 1 << 10,

@@ -265,6 +265,7 @@ def test_a_report_is_written_drawn_and_compared(
         ("http", ["simple", "--window=0"], 2, "--window: 0 is not more than 0"),
         ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
         ("native", ["simple", "--openai=chat"], 2, "--openai requires --url http://HOST:PORT"),
+        ("native", ["simple", "--plot=a.png"], 2, "--plot: 'a.png' does not end in .svg"),
         ("grpc", ["identity", "--shape=INPUT0:99999", "--shared-memory=system"], 1,
          "--output-byte-size"),
     ],

@@ -337,7 +337,7 @@ def test_infer_as_a_stream_has_no_binary_data(send: Any) -> None:
 
 
 def test_infer_as_a_stream_of_an_ordinary_model(gateway: Rig) -> None:
-    scheduler = gateway.serve(identity_config("plain", "INT32", [-1]), echo)
+    gateway.serve(identity_config("plain", "INT32", [-1]), echo)
     (line,) = gateway.http.infer("plain", INFER, {"Accept": LINES}).ok().body.splitlines()
     assert json.loads(line)["outputs"][0]["data"] == [1]
 
