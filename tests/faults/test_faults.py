@@ -28,7 +28,7 @@ from tests.faults.scene import (
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, is_running, wait_exited
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Reply, in_region, raw_connection, shm_input
+from tests.support.wire.raw_http import Reply, in_region, raw_connection, region_request, shm_input
 
 # Allowed growth in bytes: workers share torch's pages only with the zygote that forked them, not
 # with its successor.
@@ -315,14 +315,6 @@ def hang_up_instead_of_reading(stage: Scene) -> None:
 # --- regions that changed after registration ---
 
 
-def region_request(name: str, count: int = len(NUMBERS)) -> dict:
-    """Return a request from the first half of a region into its second half."""
-    return {
-        "inputs": [shm_input("INPUT0", "FP32", [count], name, 4 * count)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, 4 * count, 4 * count)}],
-    }
-
-
 def truncate(new_size: int) -> Callable[[Scene], None]:
     """Return a fault that truncates a registered region; only its client receives an error."""
 
@@ -330,10 +322,10 @@ def truncate(new_size: int) -> Callable[[Scene], None]:
         with SharedObject(2 * NUMBERS.nbytes) as shared_object:
             shared_object.write(NUMBERS)
             stage.http.register("cut", shared_object.key, 2 * NUMBERS.nbytes).ok()
-            assert stage.http.infer("identity", region_request("cut")).status == 200
+            assert stage.http.infer("identity", region_request("cut", NUMBERS.nbytes)).status == 200
             shared_object.truncate(new_size)
             for _ in range(3):
-                reply = stage.http.infer("identity", region_request("cut"))
+                reply = stage.http.infer("identity", region_request("cut", NUMBERS.nbytes))
                 assert reply.status in (400, 500, 503)
                 assert_text_is_for_clients(reply.error, stage.server)
             stage.http.unregister("cut").ok()
@@ -367,7 +359,7 @@ def give_pages_back(stage: Scene) -> None:
         shared_object.write(NUMBERS)
         stage.http.register("holes", shared_object.key, 2 * NUMBERS.nbytes).ok()
         for _ in range(20):
-            pending = stage.pool.infer("identity", region_request("holes"))
+            pending = stage.pool.infer("identity", region_request("holes", NUMBERS.nbytes))
             shared_object.punch()
             assert pending.result().status == 200
         stage.http.unregister("holes").ok()
@@ -381,7 +373,7 @@ def unlink_while_used(stage: Scene) -> None:
         shared_object.path.unlink()
         for increment in range(2):
             shared_object.write(NUMBERS + increment)
-            stage.http.infer("identity", region_request("gone")).ok()
+            stage.http.infer("identity", region_request("gone", NUMBERS.nbytes)).ok()
             assert (
                 shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + increment
             ).all()
@@ -402,7 +394,7 @@ def unregister_while_used(stage: Scene) -> None:
         pending = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
-        stage.http.infer("identity", region_request("r", 1024)).ok()
+        stage.http.infer("identity", region_request("r", 4096)).ok()
         stage.http.register("r", other_object.key, 2 * 4096).ok()
         visit.release()
         assert pending.result().status == 200

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,14 @@ from tests.support.regions import SharedObject
 from tests.support.request_pool import RequestPool, request_pool
 from tests.support.servers import Server, kill_together, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, UnixHttp, in_region, json_input, shm_input
+from tests.support.wire.raw_http import (
+    Http,
+    UnixHttp,
+    gated_request,
+    json_input,
+    region_request,
+    shm_input,
+)
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
@@ -59,8 +65,8 @@ class Stage:
             self.http.register(name, shared_object.key, size, offset).ok()
             yield shared_object
 
-    def infer_in_region(self, name: str, **ranges: int) -> int:
-        return self.http.infer("identity", region_request(name, **ranges)).status
+    def infer_in_region(self, name: str) -> int:
+        return self.http.infer("identity", region_request(name, SIZE)).status
 
     def replaced(self, title: str) -> None:
         victim = self.server.find_one(title)
@@ -70,22 +76,6 @@ class Stage:
             lambda: any(process.pid != victim.pid for process in self.server.find(title)),
         )
         self.server.wait_ready()
-
-
-def region_request(
-    name: str, size: int = SIZE, input_offset: int = 0, output_offset: int = SIZE
-) -> dict[str, Any]:
-    return {
-        "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],
-    }
-
-
-def gated_request(value: int, region: str, offset: int = 0) -> dict[str, Any]:
-    """Return a request that writes 64 bytes of `value` into a region once the gate is released."""
-    outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
-    inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-    return {"inputs": inputs, "outputs": outputs}
 
 
 def wait_regions(stage: Stage, names: list[str]) -> None:
@@ -258,7 +248,7 @@ def before_it_is_registered(stage: Stage) -> None:
     names.
     """
     with stage.region("secret-name"):
-        refused_reply = stage.http.infer("identity", region_request("r"))
+        refused_reply = stage.http.infer("identity", region_request("r", SIZE))
         assert refused_reply.status == 404
         assert "(1 are registered; register it before the request" in refused_reply.error
         assert "secret-name" not in refused_reply.error

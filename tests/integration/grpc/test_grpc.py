@@ -22,7 +22,6 @@ from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import A, B, is_right, set_region_range, simple_request, stub
-from tests.support.wire.raw_http import in_region, shm_input
 
 MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
 
@@ -267,36 +266,6 @@ def test_files_with_a_load(client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="files are given without a 'config'"):
         client.load_model("simple", files={"file:1/model.py": source})
     assert client.is_model_ready("simple")
-
-
-def test_a_region_of_both_listeners(server: Server, client: triton.InferenceServerClient) -> None:
-    array = np.arange(256, dtype=np.float32)
-    with SharedObject(4096) as shared_object, server.http() as http:
-        shared_object.write(array)
-        client.register_system_shared_memory("both", shared_object.key, 4096)
-        request = {
-            "inputs": [shm_input("INPUT0", "FP32", [256], "both", 1024)],
-            "outputs": [{"name": "OUTPUT0", "parameters": in_region("both", 1024, 1024)}],
-        }
-        http.infer("identity", request).ok()
-        assert (shared_object.read(np.float32, 256, 1024) == array).all()
-        http.unregister("both").ok()
-        assert not client.get_system_shared_memory_status().regions
-
-        http.register("both", shared_object.key, 4096).ok()
-        tensor = triton.InferInput("INPUT0", [256], "FP32")
-        tensor.set_shared_memory("both", 1024)
-        output = triton.InferRequestedOutput("OUTPUT0")
-        output.set_shared_memory("both", 1024, offset=2048)
-        result = client.infer("identity", [tensor], outputs=[output])
-        assert (shared_object.read(np.float32, 256, 2048) == array).all()
-        assert list(result.get_response().raw_output_contents) == [b""]
-        status = client.get_system_shared_memory_status("both").regions["both"]
-        assert (status.name, status.key) == ("both", shared_object.key)
-        assert (status.offset, status.byte_size) == (0, 4096)
-        client.unregister_system_shared_memory("both")
-        with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
-            client.infer("identity", [tensor], outputs=[output])
 
 
 def test_regions_and_raw_contents_in_one_request(server: Server) -> None:

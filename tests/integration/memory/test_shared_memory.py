@@ -13,10 +13,10 @@ from tests.support.regions import SharedObject
 from tests.support.servers import Server
 from tests.support.wire.raw_http import (
     Http,
-    Reply,
     in_region,
     join_bytes,
     json_input,
+    region_request,
     shm_input,
     split_bytes,
 )
@@ -42,16 +42,6 @@ def region() -> Iterator[SharedObject]:
         yield shared_object
 
 
-def infer_in_region(
-    http: Http, name: str, *, input_offset: int = 0, output_offset: int = SIZE, size: int = SIZE
-) -> Reply:
-    request = {
-        "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],
-    }
-    return http.infer("identity", request)
-
-
 def test_register_status_unregister(http: Http, region: SharedObject) -> None:
     reply = http.register("r", region.key, 2 * SIZE)
     assert (reply.status, reply.body) == (200, b"")
@@ -68,7 +58,7 @@ def test_register_status_unregister(http: Http, region: SharedObject) -> None:
 
 def test_input_and_output(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
-    (output,) = infer_in_region(http, "r").ok().json()["outputs"]
+    (output,) = http.infer("identity", region_request("r", SIZE)).ok().json()["outputs"]
     assert output["name"] == "OUTPUT0" and output["shape"] == [1024]
     assert "data" not in output
     assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
@@ -129,7 +119,7 @@ def test_registered_offset(http: Http, offset: int) -> None:
     with SharedObject(8 * PAGE) as shared_object:
         shared_object.write(VALUES[:64], offset)
         http.register("r", shared_object.key, 1024, offset).ok()
-        assert infer_in_region(http, "r", output_offset=512, size=256).status == 200
+        assert http.infer("identity", region_request("r", 256, output_offset=512)).status == 200
         assert (
             shared_object.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]
         ).all()
@@ -174,7 +164,7 @@ def test_outside_of_a_region(
     )
     assert error in reply.error
     assert reply.status == status
-    assert infer_in_region(http, "r").status == 200
+    assert http.infer("identity", region_request("r", SIZE)).status == 200
 
 
 def test_a_byte_size_that_differs_from_the_shape(http: Http, region: SharedObject) -> None:
@@ -197,7 +187,7 @@ def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> No
         f"should be at least {SIZE} bytes to hold the results"
     )
     assert (region.read(np.float32, 1024, SIZE) == 0).all()
-    assert infer_in_region(http, "r").status == 200
+    assert http.infer("identity", region_request("r", SIZE)).status == 200
 
 
 def test_an_output_of_known_size_is_refused_before_execution(
@@ -310,7 +300,7 @@ def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -
     region.create()
     region.write(VALUES + 1)
     http.register("r", region.key, 2 * SIZE).ok()
-    assert infer_in_region(http, "r").status == 200
+    assert http.infer("identity", region_request("r", SIZE)).status == 200
     assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.client import HTTPConnection, parse_headers
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -27,10 +26,12 @@ from tests.support.wire.raw_http import (
     Http,
     Reply,
     UnixHttp,
+    gated_request,
     in_region,
     join_bytes,
     json_input,
     raw_connection,
+    region_request,
     shm_input,
 )
 
@@ -66,14 +67,6 @@ def http(server: Server) -> Iterator[Http]:
         connection.unregister().ok()
 
 
-def region_request(name: str, size: int = SIZE) -> dict[str, Any]:
-    """Return a request from the first `size` bytes of a region into the next `size` bytes."""
-    return {
-        "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, size)}],
-    }
-
-
 class User:
     """A user at a listener, with its own connections and objects."""
 
@@ -94,7 +87,7 @@ class User:
         return self.send_request(lambda http: http.register(name, shared.key, size))
 
     def infer(self, name: str) -> Reply:
-        return self.send_request(lambda http: http.infer("identity", region_request(name)))
+        return self.send_request(lambda http: http.infer("identity", region_request(name, SIZE)))
 
     def names(self) -> list[str]:
         regions = self.send_request(lambda http: http.regions()).ok().json()
@@ -230,7 +223,7 @@ def test_memory_others_can_cut_is_never_mapped(server: Server, folder: Path, htt
         http.register("ours", own_object.key, 2 * SIZE).ok()
         for _ in range(3):
             alice.infer("hers").ok()
-            http.infer("identity", region_request("ours")).ok()
+            http.infer("identity", region_request("ours", SIZE)).ok()
         assert (alices_object.read(np.float32, 1024, SIZE) == VALUES).all()
         assert own_object.name in maps(worker)
         assert alices_object.name not in maps(worker)
@@ -380,22 +373,16 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
     with SharedObject(4096) as shared_object, request_pool(server) as pool:
         http.register("a", shared_object.key, 4096).ok()
         http.register("b", shared_object.key, 2048, 1024).ok()
-
-        def request(region: str, offset: int, value: int = 7) -> dict[str, Any]:
-            outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
-            inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-            return {"inputs": inputs, "outputs": outputs}
-
-        first_request = pool.infer("gated", request("a", 1024))
+        first_request = pool.infer("gated", gated_request(7, "a", 1024))
         visit = server.gate.next()
         for region, offset in (("a", 1024), ("a", 1087), ("a", 961), ("b", 0), ("b", 63)):
-            refused_reply = http.infer("gated", request(region, offset, 9))
+            refused_reply = http.infer("gated", gated_request(9, region, offset))
             assert refused_reply.status == 400
             assert refused_reply.error == (
                 f"an output in shared memory region '{region}' overlaps one of a request in flight"
             )
         valid_requests = [
-            pool.infer("gated", request("a", input_offset)) for input_offset in (960, 1088)
+            pool.infer("gated", gated_request(7, "a", input_offset)) for input_offset in (960, 1088)
         ]
         server.wait_pending("gated", 2)
         visit.release()

@@ -144,6 +144,23 @@ def in_region(region: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
     return parameters
 
 
+def region_request(
+    region: str, size: int, input_offset: int = 0, output_offset: int | None = None
+) -> dict[str, Any]:
+    """Return a request of the model "identity" from `size` bytes of a region to the next ones."""
+    output_range = in_region(region, size, size if output_offset is None else output_offset)
+    return {
+        "inputs": [shm_input("INPUT0", "FP32", [size // 4], region, size, input_offset)],
+        "outputs": [{"name": "OUTPUT0", "parameters": output_range}],
+    }
+
+
+def gated_request(value: int, region: str, offset: int = 0) -> dict[str, Any]:
+    """Return a request of the model "gated" that writes 64 bytes of `value` into a region."""
+    outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
+    return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
+
+
 def binary_request(
     inputs: Sequence[tuple[str, str, Sequence[int], bytes]], **members: Any
 ) -> tuple[bytes, dict[str, str]]:
