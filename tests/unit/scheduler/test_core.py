@@ -116,24 +116,6 @@ def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
     assert len(rig.execute()[1].requests) == 1
 
 
-def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> None:
-    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    rig.start(0, 100)
-    rig.start(1, 101)
-    rig.start(2, 102)
-    first_id, second_id, third_id = rig.submit(3)
-    (peer1, batch1), (peer2, batch2), (peer3, batch3) = rig.take_batches()
-    rig.finish(peer3, batch3)
-    rig.finish(peer2, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no"))
-    assert rig.answers() == []
-    rig.finish(peer1, batch1)
-    assert rig.answers() == [
-        m.Finished(first_id, b"done", [b"done"]),
-        failure(second_id, "INTERNAL", "no"),
-        m.Finished(third_id, b"done", [b"done"]),
-    ]
-
-
 def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     rig.start(0, 100)

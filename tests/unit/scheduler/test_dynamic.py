@@ -66,34 +66,6 @@ def test_batch_sizes(units: tuple[int, ...], batching: Batching, expected: Batch
     assert decide(NOW, items(*units), batching, 0) == expected
 
 
-def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
-    queue = items(*[1] * 7)
-    assert decide(NOW, queue, rules(8, (4, 6)), 0) == Batch(6, CloseReason.PREFERRED)
-    assert decide(NOW, queue[6:], rules(8, (4, 6)), 0) == Batch(1, CloseReason.IDLE)
-
-
-def test_the_delay_counts_from_the_oldest_request() -> None:
-    queue = [Item(enqueued_ns=NOW - 10), Item(enqueued_ns=NOW - 70_000), Item()]
-    batching = rules(8, (), DELAY_NS)
-    assert decide(NOW, queue, batching, 0) == WaitUntil(NOW + 30_000)
-    assert decide(NOW + 29_999, queue, batching, 0) == WaitUntil(NOW + 30_000)
-    assert decide(NOW + 30_000, queue, batching, 0) == Batch(3, CloseReason.DELAY)
-
-
-def test_after_the_delay_everything_runs_even_past_a_preferred_size() -> None:
-    queue = [Item(enqueued_ns=NOW - DELAY_NS) for _ in range(5)]
-    assert decide(NOW - 1, queue, rules(8, (4,), DELAY_NS), 0) == Batch(4, CloseReason.PREFERRED)
-    assert decide(NOW, queue, rules(8, (4,), DELAY_NS), 0) == Batch(5, CloseReason.DELAY)
-
-
-def test_other_shapes_close_a_batch_and_only_the_first_request_is_compared() -> None:
-    queue = [Item(shape_key=b"a"), Item(shape_key=b"a"), Item(shape_key=b"b"), Item(shape_key=b"a")]
-    batching = rules(8, (), DELAY_NS)
-    assert decide(NOW, queue, batching, 0) == Batch(2, CloseReason.SHAPE)
-    assert decide(NOW, queue[2:], batching, 0) == Batch(1, CloseReason.SHAPE)
-    assert decide(NOW, queue[3:], batching, 0) == WaitUntil(NOW + DELAY_NS)
-
-
 SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12)
 
 
