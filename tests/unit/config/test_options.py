@@ -283,7 +283,7 @@ def test_errors_of_the_whole_command_line() -> None:
     assert "--model-repository: '/no/where' is not a folder" in refusal("/no/where")
     repositories = settings("/no/where", "--exit-on-error=false").model_repositories
     assert repositories == (ROOT, Path("/no/where"))
-    assert "is not a folder" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
+    assert "is a file: move it to FOLDER" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
     expected_error = "--strict-readiness: 'maybe' is not true or false, nor a folder of models"
     assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == expected_error
     assert "--model-repository: 'maybe'" in refusal("--strict-readiness", "true", "maybe")
