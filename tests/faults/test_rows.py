@@ -288,18 +288,11 @@ def pinned_memory(stage: Stage) -> None:
 
 
 ROWS: tuple[Callable[[Stage], None], ...] = (
-    client_dies_and_leaves_a_region,
-    numbers_that_overflow,
-    truncate_while_used,
-    shared_memory_is_full,
-    killed_servers_leave_nothing,
-    somebody_attaches_and_unlinks,
-    another_object_of_the_same_name,
-    keys_with_tricks,
-    objects_of_others,
-    before_it_is_registered,
+    client_dies_and_leaves_a_region, numbers_that_overflow, truncate_while_used,
+    shared_memory_is_full, killed_servers_leave_nothing, somebody_attaches_and_unlinks,
+    another_object_of_the_same_name, keys_with_tricks, objects_of_others, before_it_is_registered,
     pinned_memory,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS)

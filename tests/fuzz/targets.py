@@ -411,11 +411,6 @@ def _check_local_request(submit: Submit) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "http": http,
-    "register": register,
-    "ranges": ranges,
-    "messages": wire,
-    "native": native,
-    "http2": http2,
-    "grpc": grpc,
-}
+    "http": http, "register": register, "ranges": ranges, "messages": wire, "native": native,
+    "http2": http2, "grpc": grpc,
+}  # fmt: skip

@@ -70,13 +70,9 @@ def _plain(draw: random.Random, _: int) -> dict[str, Any]:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "boolean": (bool,),
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "boolean": (bool,),
     "null": (type(None),),
-}
+}  # fmt: skip
 
 
 def problem(value: Any, schema: dict[str, Any]) -> str:

@@ -64,13 +64,8 @@ class Forker:
         self._link, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         strict = ["-W", "error"] if entry == GATEWAY else []  # torch warns when it is imported
         command = [
-            sys.executable,
-            *strict,
-            "-m",
-            "tests.rigs.forker",
-            str(child_end.fileno()),
-            entry,
-        ]
+            sys.executable, *strict, "-m", "tests.rigs.forker", str(child_end.fileno()), entry,
+        ]  # fmt: skip
         self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[child_end.fileno()])
         child_end.close()
 

@@ -23,14 +23,8 @@ from tests.support.messages import inferred_of
 from tests.support.waiting import DEADLINE_S
 
 ALL_OUTPUTS = (
-    "text_output",
-    "index",
-    "token_ids",
-    "finish_reason",
-    "stop_reason",
-    "logprobs",
-    "usage",
-)
+    "text_output", "index", "token_ids", "finish_reason", "stop_reason", "logprobs", "usage",
+)  # fmt: skip
 
 
 def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> Work:

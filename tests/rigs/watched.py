@@ -98,14 +98,9 @@ def send_under_load(server: Server, *, generative: bool = False) -> Iterator[Non
             stop.wait(0.2)
 
     kinds = [
-        _simple,
-        _simple,
-        _infer_cached,
-        _pipeline,
-        _crimes,
-        _infer_sums,
+        _simple, _simple, _infer_cached, _pipeline, _crimes, _infer_sums,
         *([_complete_tiny] if generative else []),
-    ]
+    ]  # fmt: skip
     threads = [threading.Thread(target=send_requests, args=[kind]) for kind in kinds]
     for thread in threads:
         thread.start()

@@ -285,14 +285,7 @@ def _set_condition(random: Random, ensemble: Model, number: int) -> None:
 
 
 _MODEL_DRAWERS = {
-    "plain": _plain,
-    "dynamic": _dynamic,
-    "padded": _padded_model,
-    "queue": _queue,
-    "ordered": _ordered_model,
-    "sequences": _sequences,
-    "iterative": _iterative,
-    "decoupled": _decoupled,
-    "cached": _cached_model,
-    "limited": _limited,
-}
+    "plain": _plain, "dynamic": _dynamic, "padded": _padded_model, "queue": _queue,
+    "ordered": _ordered_model, "sequences": _sequences, "iterative": _iterative,
+    "decoupled": _decoupled, "cached": _cached_model, "limited": _limited,
+}  # fmt: skip

@@ -113,14 +113,10 @@ def _add_gated_models(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("then_id", [99, 1]),
-        ("then_text", ["abc", 1]),
-        ("then_end", [7, 3]),
-        ("then_no_start", [7, 0]),
-        ("then_all", [99, 2]),
-        ("then_other", [7, 1]),
+        ("then_id", [99, 1]), ("then_text", ["abc", 1]), ("then_end", [7, 3]),
+        ("then_no_start", [7, 0]), ("then_all", [99, 2]), ("then_other", [7, 1]),
     ],
-)
+)  # fmt: skip
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
     server: Server, model: str, expected: list[Any]
 ) -> None:

@@ -307,13 +307,9 @@ def test_reasoning_is_split_as_by_vllm(server: Server, vllm_port: int, stream: b
         messages = []
         for seed in range(5):
             body = {
-                "model": "tiny",
-                "messages": [{"role": "user", "content": "hi"}],
-                "max_tokens": 60,
-                "seed": seed,
-                "logit_bias": {str(THINK_TOKEN): 6.0},
-                "stream": stream,
-            }
+                "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60,
+                "seed": seed, "logit_bias": {str(THINK_TOKEN): 6.0}, "stream": stream,
+            }  # fmt: skip
             raw = post(port, "/v1/chat/completions", body)
             lines = raw.splitlines() if stream else [f"data: {raw}"]
             parts = {"reasoning": "", "content": ""}

@@ -159,19 +159,11 @@ def test_every_datatype(client: triton.InferenceServerClient) -> None:
 
 
 FIELDS = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
+    "BOOL": "bool_contents", "UINT8": "uint_contents", "UINT16": "uint_contents",
+    "UINT32": "uint_contents", "UINT64": "uint64_contents", "INT8": "int_contents",
+    "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
+    "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
+}  # fmt: skip
 
 
 def test_typed_contents_of_every_datatype(server: Server) -> None:

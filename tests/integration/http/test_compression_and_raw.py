@@ -51,15 +51,11 @@ def test_compressed_response(http: Http, coding: str) -> None:
 @pytest.mark.parametrize(
     ("accepted", "expected_coding"),
     [
-        ("gzip;q=0.5, deflate;q=0.8", "deflate"),
-        ("gzip, deflate", "gzip"),
-        ("deflate, gzip", "deflate"),
-        ("identity", None),
-        ("br", None),
-        ("identity;q=0.9, gzip;q=0.1", None),
-        ("", None),
+        ("gzip;q=0.5, deflate;q=0.8", "deflate"), ("gzip, deflate", "gzip"),
+        ("deflate, gzip", "deflate"), ("identity", None), ("br", None),
+        ("identity;q=0.9, gzip;q=0.1", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_choice_of_response_coding(http: Http, accepted: str, expected_coding: str | None) -> None:
     reply = http.infer("identity", REQUEST, {"Accept-Encoding": accepted}).ok()
     assert reply.headers["Content-Encoding"] == expected_coding

@@ -127,13 +127,8 @@ def test_a_batch(http: Http) -> None:
 
 def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     parameters = {
-        "word": "w",
-        "number": 7,
-        "truth": False,
-        "half": 0.5,
-        "timeout": 5_000_000,
-        "priority": 1,
-    }
+        "word": "w", "number": 7, "truth": False, "half": 0.5, "timeout": 5_000_000, "priority": 1,
+    }  # fmt: skip
     request = {
         "id": "see",
         "inputs": [json_input("INPUT0", np.array([1], np.int32))],

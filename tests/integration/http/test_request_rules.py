@@ -116,18 +116,10 @@ def test_wrong_request(http: Http, case: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"7",
-        b'"x"',
-        b'{"inputs":{}}',
-        b'{"inputs":[7]}',
-        b"\xff\xfe",
+        b"", b"{", b"[]", b"null", b"7", b'"x"', b'{"inputs":{}}', b'{"inputs":[7]}', b"\xff\xfe",
         b"{}garbage",
     ],
-)
+)  # fmt: skip
 def test_a_body_that_is_no_request(http: Http, body: bytes) -> None:
     reply = http.infer("simple", body)
     assert reply.status in (400, 500) and reply.error

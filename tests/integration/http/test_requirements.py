@@ -103,16 +103,10 @@ def test_every_process_has_a_title(server: Server) -> None:
 
 # Names that a client must not set, as a parameter or as a forwarded header.
 HEADERS = {
-    "sequence_id": "7",
-    "sequence_start": "true",
-    "priority": "3",
-    "timeout": "1",
-    "binary_data_output": "true",
-    "headers": "x",
-    "triton_enable_empty_final_response": "true",
-    "shared_memory_region": "r",
-    "x-other": "y",
-}
+    "sequence_id": "7", "sequence_start": "true", "priority": "3", "timeout": "1",
+    "binary_data_output": "true", "headers": "x", "triton_enable_empty_final_response": "true",
+    "shared_memory_region": "r", "x-other": "y",
+}  # fmt: skip
 
 
 def test_headers_only_become_parameters(http: Http, call: Any) -> None:

@@ -243,23 +243,11 @@ def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) ->
 @pytest.mark.parametrize(
     ("byte_size", "offset"),
     [
-        (2 * SIZE + 1, 0),
-        (2 * SIZE, 1),
-        (1, 2 * SIZE),
-        (0, 0),
-        (2**63, 0),
-        (2**64 - 1, 1),
-        (1, 2**63 - 1),
-        (1, 2**64),
-        (-1, 0),
-        (1, -1),
-        ("64", 0),
-        (1.5, 0),
-        (True, 0),
-        (64, "x"),
+        (2 * SIZE + 1, 0), (2 * SIZE, 1), (1, 2 * SIZE), (0, 0), (2**63, 0), (2**64 - 1, 1),
+        (1, 2**63 - 1), (1, 2**64), (-1, 0), (1, -1), ("64", 0), (1.5, 0), (True, 0), (64, "x"),
         (None, 0),
     ],
-)
+)  # fmt: skip
 def test_refused_byte_sizes(
     http: Http, region: SharedObject, byte_size: object, offset: object
 ) -> None:

@@ -240,12 +240,8 @@ def test_a_report_is_written_drawn_and_compared(
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
     capsys.readouterr()
     compare_arguments = [
-        "perf",
-        "simple",
-        "--concurrency=2",
-        f"--compare={tmp_path}/1.json",
-        *server,
-    ]
+        "perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server,
+    ]  # fmt: skip
     assert main(compare_arguments) == 0
     assert "new / old" in capsys.readouterr().out
 

@@ -33,13 +33,9 @@ class TritonPythonModel:
 """
 ROW = {"inputs": [{"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}]}
 DEFAULTS = {
-    "log_file": "",
-    "log_info": True,
-    "log_warning": True,
-    "log_error": True,
-    "log_verbose_level": 0,
-    "log_format": "default",
-}
+    "log_file": "", "log_info": True, "log_warning": True, "log_error": True,
+    "log_verbose_level": 0, "log_format": "default",
+}  # fmt: skip
 ROLES = ("supervisor", "gateway 0", "gateway 1", "gateway grpc", "scheduler", "worker")
 PATH = "/v2/logging"
 NO_FILE = "log file location can not be updated through network protocol"

@@ -335,14 +335,10 @@ def write_picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
 @pytest.mark.parametrize(
     ("shape", "expected_pixels"),
     [
-        ((-1, -1, 3), [3, 4, 3]),
-        ((-1, -1, -1, 3), [1, 3, 4, 3]),
-        ((-1, 3, 3, 4), [1, 3, 3, 4]),
-        ((1, 3, -1, -1), [1, 3, 3, 4]),
-        ((3, 4), [3, 4]),
-        ((-1, 3, 4, 1), [1, 3, 4, 1]),
+        ((-1, -1, 3), [3, 4, 3]), ((-1, -1, -1, 3), [1, 3, 4, 3]), ((-1, 3, 3, 4), [1, 3, 3, 4]),
+        ((1, 3, -1, -1), [1, 3, 3, 4]), ((3, 4), [3, 4]), ((-1, 3, 4, 1), [1, 3, 4, 1]),
     ],
-)
+)  # fmt: skip
 def test_the_pixels_of_a_file(
     tmp_path: Path, shape: tuple[int, ...], expected_pixels: list[int]
 ) -> None:

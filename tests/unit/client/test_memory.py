@@ -204,29 +204,16 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
     lease.released = True
     use_cases: tuple[Callable[[View], object], ...] = (
-        lambda array: array[0],
-        lambda array: array * 2,
-        lambda array: array.copy(),
-        lambda array: array.reshape(2, 2),
-        lambda array: array.astype(np.int8),
-        lambda array: array.item(0),
-        lambda array: array.fill(1),
-        lambda array: array.view(np.uint8),
-        lambda array: array.flat[0],
-        lambda array: array.ravel(),
-        lambda array: array.sum(),
-        lambda array: array.compress([True]),
-        lambda array: array.searchsorted(1),
-        lambda array: array.argpartition(1),
-        lambda array: array.conj(),
-        lambda array: array.setfield(1, np.int8),
-        bool,
-        list,
-        copy.copy,
-        copy.deepcopy,
-        pickle.dumps,
-        str,
-    )
+        lambda array: array[0], lambda array: array * 2, lambda array: array.copy(),
+        lambda array: array.reshape(2, 2), lambda array: array.astype(np.int8),
+        lambda array: array.item(0), lambda array: array.fill(1),
+        lambda array: array.view(np.uint8), lambda array: array.flat[0],
+        lambda array: array.ravel(), lambda array: array.sum(),
+        lambda array: array.compress([True]), lambda array: array.searchsorted(1),
+        lambda array: array.argpartition(1), lambda array: array.conj(),
+        lambda array: array.setfield(1, np.int8), bool, list, copy.copy, copy.deepcopy,
+        pickle.dumps, str,
+    )  # fmt: skip
     for use in use_cases:
         with pytest.raises(Released):
             use(view)
@@ -445,15 +432,10 @@ def test_lists_keep_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("value", "datatype"),
     [
-        ([1.7], "INT32"),
-        ([300], "UINT8"),
-        ([-1], "UINT64"),
-        ([2], "BOOL"),
-        (["1"], "INT32"),
-        ([None], "FP32"),
-        ([["a"]], "BF16"),
+        ([1.7], "INT32"), ([300], "UINT8"), ([-1], "UINT64"), ([2], "BOOL"), (["1"], "INT32"),
+        ([None], "FP32"), ([["a"]], "BF16"),
     ],
-)
+)  # fmt: skip
 def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
     with pytest.raises(InvalidArgument, match=f"input 'x' cannot be converted to {datatype}"):
         as_array(value, TensorSpec("x", datatype, (-1,)), "x")

@@ -270,13 +270,8 @@ def test_bytes_that_are_not_utf8_need_binary_data(http: Http) -> None:
 
 def test_responses_contain_no_internals(gateway: Rig, http: Http) -> None:
     internal_words = [
-        str(gateway.run_dir),
-        str(gateway.process.pid),
-        "Traceback",
-        "/proc",
-        "shmserve/",
-        "ipc://",
-    ]
+        str(gateway.run_dir), str(gateway.process.pid), "Traceback", "/proc", "shmserve/", "ipc://",
+    ]  # fmt: skip
     for case in RECORDED_CASES[:120]:
         body = case.get("body", "").encode("latin-1")
         reply: Reply = http.call(

@@ -303,12 +303,8 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
     client.links.last_messages[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
     settled_requests = (
-        begun_request,
-        retried_request,
-        impatient_request,
-        early_request,
-        answered_request,
-    )
+        begun_request, retried_request, impatient_request, early_request, answered_request,
+    )  # fmt: skip
     assert [settled_request.freed for settled_request in settled_requests] == [
         1
     ] * 5 and other_request.freed == 0

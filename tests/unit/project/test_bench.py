@@ -83,14 +83,10 @@ def test_a_missing_side_has_no_ratio_and_no_verdict(
 @pytest.mark.parametrize(
     ("direction", "own_value", "verdict"),
     [
-        ("higher", 12.0, "aim"),
-        ("higher", 8.0, "must"),
-        ("higher", 7.9, "BELOW"),
-        ("lower", 8.0, "aim"),
-        ("lower", 12.0, "must"),
-        ("lower", 12.1, "BELOW"),
+        ("higher", 12.0, "aim"), ("higher", 8.0, "must"), ("higher", 7.9, "BELOW"),
+        ("lower", 8.0, "aim"), ("lower", 12.0, "must"), ("lower", 12.1, "BELOW"),
     ],
-)
+)  # fmt: skip
 def test_verdict_on_a_ratio(direction: str, own_value: float, verdict: str) -> None:
     assert _row([own_value], [10.0], _figure(direction)).verdict() == verdict
 

@@ -27,14 +27,10 @@ SECOND_NS = 10**9
 @pytest.mark.parametrize(
     ("arrival", "expected"),
     [
-        (NOW - 1, NOW - 1),
-        (NOW - SECOND_NS, NOW - SECOND_NS),
-        (NOW - SECOND_NS - 1, NOW),
-        (1, NOW),
-        (0, NOW),
-        (-(2**63), NOW),
+        (NOW - 1, NOW - 1), (NOW - SECOND_NS, NOW - SECOND_NS), (NOW - SECOND_NS - 1, NOW),
+        (1, NOW), (0, NOW), (-(2**63), NOW),
     ],
-)
+)  # fmt: skip
 def test_an_arrival_time_is_accepted_within_a_second(arrival: int, expected: int) -> None:
     """A reported arrival one day ago would distort the mean of all requests for months."""
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))

@@ -30,14 +30,9 @@ def make_queue(policy: dict[str, Any] | None = None, max_queue_size: int = 0) ->
 def submit(**fields: Any) -> Submit:
     """Return a request of one row that has just arrived."""
     defaults = {
-        "id": 1,
-        "schema": b"",
-        "data": [b"work"],
-        "arrived_ns": NOW - 1,
-        "deadline_ns": 0,
-        "timeout_us": 0,
-        "priority": 0,
-    }
+        "id": 1, "schema": b"", "data": [b"work"], "arrived_ns": NOW - 1, "deadline_ns": 0,
+        "timeout_us": 0, "priority": 0,
+    }  # fmt: skip
     return Submit(**{**defaults, **fields})
 
 

@@ -616,17 +616,11 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
 @pytest.mark.parametrize(
     ("keep_expression", "first_kept"),
     [
-        ("given(r)", 0),
-        ("given(r)[:5]", 0),
-        ("torch.from_numpy(given(r))", 0),
-        ("r.inputs()[0]", 20),
-        ("r", 20),
-        ("given(r)", 20),
-        ("given(r)[:5]", 20),
-        ("given(r)[::-1][-5:][::-1]", 20),
-        ("torch.from_numpy(given(r))", 20),
+        ("given(r)", 0), ("given(r)[:5]", 0), ("torch.from_numpy(given(r))", 0),
+        ("r.inputs()[0]", 20), ("r", 20), ("given(r)", 20), ("given(r)[:5]", 20),
+        ("given(r)[::-1][-5:][::-1]", 20), ("torch.from_numpy(given(r))", 20),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_keeps_its_inputs(
     model: Model, region: Region, keep_expression: str, first_kept: int
 ) -> None:

@@ -147,14 +147,10 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"", b"13"),
-        (b"\0\0\0", b"13"),
-        (message(b"one") + message(b"two"), b"13"),
-        (b"\2\0\0\0\1x", b"13"),
-        (b"\1\0\0\0\1x", b"13"),
-        (b"\0\xff\xff\xff\xffx", b"8"),
+        (b"", b"13"), (b"\0\0\0", b"13"), (message(b"one") + message(b"two"), b"13"),
+        (b"\2\0\0\0\1x", b"13"), (b"\1\0\0\0\1x", b"13"), (b"\0\xff\xff\xff\xffx", b"8"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
     async def scenario(scene: Scene) -> None:
         scene.send(scene.head(1) + frame(DATA, END_STREAM, 1, data))

@@ -28,14 +28,10 @@ grpc_client = pytest.importorskip("tritonclient.grpc")
 
 # id, sequence, whether it begins and ends it
 REQUEST_IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
-    ("one", 7, True, False),
-    ("two", 7, False, False),
-    ("", 7, False, True),
-    ("three", 2**63 - 1, True, True),
-    ("four", "a text", True, False),
-    ("", 0, False, False),
+    ("one", 7, True, False), ("two", 7, False, False), ("", 7, False, True),
+    ("three", 2**63 - 1, True, True), ("four", "a text", True, False), ("", 0, False, False),
     ("five", 0, False, False),
-]
+]  # fmt: skip
 
 
 class ParseCounter:

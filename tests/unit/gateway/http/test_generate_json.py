@@ -22,15 +22,10 @@ from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 INPUTS = {
-    "TEXT": ("BYTES", [-1]),
-    "I": ("INT32", [-1]),
-    "F": ("FP32", [-1, 2]),
-    "FIX": ("INT32", [2]),
-    "ROW": ("BYTES", [-1, 1]),
-    "DEEP": ("INT32", [-1, -1, 3]),
-    "HALF": ("FP16", [-1]),
+    "TEXT": ("BYTES", [-1]), "I": ("INT32", [-1]), "F": ("FP32", [-1, 2]), "FIX": ("INT32", [2]),
+    "ROW": ("BYTES", [-1, 1]), "DEEP": ("INT32", [-1, -1, 3]), "HALF": ("FP16", [-1]),
     "ONE": ("INT32", []),
-}
+}  # fmt: skip
 
 
 def parse(body: Any) -> InferRequest:
@@ -58,21 +53,12 @@ def test_large_fields_are_parsed_only_if_they_fit_an_input() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "shape"),
     [
-        ("TEXT", "hi", (1,)),
-        ("TEXT", ["a", "b"], (2,)),
-        ("TEXT", [["a"], ["b"]], (2,)),
-        ("TEXT", [], (0,)),
-        ("I", 5, (1,)),
-        ("I", [], (0,)),
-        ("F", [1, 2, 3, 4], (2, 2)),
-        ("F", [], (0, 2)),
-        ("FIX", [1, 2], (2,)),
-        ("ROW", "a", (1, 1)),
-        ("ROW", ["a", "b"], (2, 1)),
-        ("DEEP", [1, 2, 3, 4, 5, 6], (1, 2, 3)),
-        ("ONE", 1, ()),
+        ("TEXT", "hi", (1,)), ("TEXT", ["a", "b"], (2,)), ("TEXT", [["a"], ["b"]], (2,)),
+        ("TEXT", [], (0,)), ("I", 5, (1,)), ("I", [], (0,)), ("F", [1, 2, 3, 4], (2, 2)),
+        ("F", [], (0, 2)), ("FIX", [1, 2], (2,)), ("ROW", "a", (1, 1)), ("ROW", ["a", "b"], (2, 1)),
+        ("DEEP", [1, 2, 3, 4, 5, 6], (1, 2, 3)), ("ONE", 1, ()),
     ],
-)
+)  # fmt: skip
 def test_shapes(name: str, value: Any, shape: tuple[int, ...]) -> None:
     (tensor,) = parse({name: value}).inputs
     assert (tensor.name, tensor.shape) == (name, shape)

@@ -134,16 +134,10 @@ def fail_first(
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        ("INVALID_ARG", 400),
-        ("NOT_FOUND", 404),
-        ("UNAVAILABLE", 503),
-        ("UNSUPPORTED", 501),
-        ("CANCELLED", 400),
-        ("UNKNOWN", 400),
-        ("INTERNAL", 500),
-        ("never heard of", 500),
+        ("INVALID_ARG", 400), ("NOT_FOUND", 404), ("UNAVAILABLE", 503), ("UNSUPPORTED", 501),
+        ("CANCELLED", 400), ("UNKNOWN", 400), ("INTERNAL", 500), ("never heard of", 500),
     ],
-)
+)  # fmt: skip
 def test_failures_have_the_status_of_their_code(
     gateway: Rig, simple_scheduler: Scheduler, code: str, status: int
 ) -> None:
@@ -216,14 +210,10 @@ def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Sch
 @pytest.mark.parametrize(
     ("request_us", "default_us", "limit_us"),
     [
-        (0, 0, 0),
-        (500, 0, 500),
-        (0, 700, 700),
-        (500, 700, 500),
-        (900, 700, 700),
+        (0, 0, 0), (500, 0, 500), (0, 700, 700), (500, 700, 500), (900, 700, 700),
         (2**64 - 1, 0, 10**15),
     ],
-)
+)  # fmt: skip
 def test_the_shortest_deadline_counts(
     tmp_path: Path, request_us: int, default_us: int, limit_us: int
 ) -> None:

@@ -95,19 +95,10 @@ def test_prompts_are_returned_as_bytes_in_pieces() -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        [5] * 50,
-        ["a", "bé", [1, 2], [3], True, None],
-        [[1, 2], [3]],
-        [[1], []],
-        [],
-        {"a": 1},
-        None,
-        [True],
-        "",
-        ["a"] * 1024,
-        [{"a": "b" * 70_000}, "c"],
+        [5] * 50, ["a", "bé", [1, 2], [3], True, None], [[1, 2], [3]], [[1], []], [], {"a": 1},
+        None, [True], "", ["a"] * 1024, [{"a": "b" * 70_000}, "c"],
     ],
-)
+)  # fmt: skip
 def test_prompts_keep_their_values(prompt: Any) -> None:
     prompts = parse({"prompt": prompt, "x": "x"}, "prompt")["prompt"]
     values = prompts if isinstance(prompts, list) else [prompts]

@@ -165,14 +165,10 @@ def test_one_response(send: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "status", "text"),
     [
-        ("nothing", 200, NOT_ONE),
-        ("two", 200, NOT_ONE),
-        ("error", 400, "bad"),
-        ("error and one", 400, NOT_ONE),
-        ("one and error", 200, NOT_ONE),
-        ("failed", 400, "bad"),
+        ("nothing", 200, NOT_ONE), ("two", 200, NOT_ONE), ("error", 400, "bad"),
+        ("error and one", 400, NOT_ONE), ("one and error", 200, NOT_ONE), ("failed", 400, "bad"),
     ],
-)
+)  # fmt: skip
 def test_several_or_no_responses_are_an_error(send: Any, case: str, status: int, text: str) -> None:
     call = send("generate")
     number = call.number

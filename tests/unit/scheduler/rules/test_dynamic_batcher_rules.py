@@ -40,14 +40,10 @@ def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("max_batch_size", "units", "expected"),
     [
-        (8, (4, 4, 1), [2, 1]),
-        (8, (5, 4), [1, 1]),
-        (8, (0, 0, 7), [2, 1]),
-        (8, (8, 8), [1, 1]),
-        (1, (1, 1), [1, 1]),
-        (0, (0, 0), [1, 1]),
+        (8, (4, 4, 1), [2, 1]), (8, (5, 4), [1, 1]), (8, (0, 0, 7), [2, 1]), (8, (8, 8), [1, 1]),
+        (1, (1, 1), [1, 1]), (0, (0, 0), [1, 1]),
     ],
-)
+)  # fmt: skip
 def test_batch_sizes_are_summed_and_no_request_is_split(
     max_batch_size: int, units: tuple[int, ...], expected: list[int]
 ) -> None:

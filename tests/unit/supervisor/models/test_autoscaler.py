@@ -32,16 +32,10 @@ from shmserve.supervisor.models.registry import ModelRegistry
 from tests.rigs.process_rig import CONFIG, FakeChild, Processes, plan, run_loop_turns
 
 STATISTICS: dict[str, Any] = {
-    "success": 1,
-    "cache_hit": 0,
-    "failures": {"BACKEND": 0},
-    "queue_ns": 0,
-    "pending": 0,
-    "compute_seconds": {"count": 1, "sum": 0.1},
-    "executing": 0,
-    "base": {},
+    "success": 1, "cache_hit": 0, "failures": {"BACKEND": 0}, "queue_ns": 0, "pending": 0,
+    "compute_seconds": {"count": 1, "sum": 0.1}, "executing": 0, "base": {},
     "instances": {"idle": 1, "busy": 0},
-}
+}  # fmt: skip
 
 
 class Rig:

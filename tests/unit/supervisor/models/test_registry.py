@@ -154,16 +154,11 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     ("answers", "expects_ready"),
     [
-        ({}, False),
-        ({1: True}, True),
-        ({1: False}, False),
-        ({1: True, 2: True}, True),
-        ({1: True, 2: False}, False),
-        ({1: None}, False),
-        ({1: None, 2: True}, True),
+        ({}, False), ({1: True}, True), ({1: False}, False), ({1: True, 2: True}, True),
+        ({1: True, 2: False}, False), ({1: None}, False), ({1: None, 2: True}, True),
         ({1: None, 2: False}, False),
     ],
-)
+)  # fmt: skip
 async def test_the_combined_readiness_of_workers(
     answers: dict[int, bool | None], expects_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

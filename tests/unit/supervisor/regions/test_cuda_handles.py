@@ -695,19 +695,11 @@ def test_devices_of_this_host() -> None:
 @pytest.mark.parametrize(
     ("visible", "count"),
     [
-        (None, 2),
-        ("", 0),
-        ("1", 1),
-        ("0, 1", 2),
-        ("1,7,0", 1),
-        ("-1", 0),
-        ("0,-1,1", 1),
-        ("NoDevFiles", 0),
-        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-        ("0,1,0", 2),
+        (None, 2), ("", 0), ("1", 1), ("0, 1", 2), ("1,7,0", 1), ("-1", 0), ("0,-1,1", 1),
+        ("NoDevFiles", 0), ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", 1), ("0,1,0", 2),
     ],
-)
+)  # fmt: skip
 def test_devices_that_the_driver_shows(tmp_path: Path, visible: str | None, count: int) -> None:
     """CUDA_VISIBLE_DEVICES, as the driver reads it; "-1" is how people turn a GPU off."""
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):

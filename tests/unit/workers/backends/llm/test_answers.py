@@ -129,12 +129,8 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
 
 def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {
-        "input_ids": PROMPT,
-        "max_tokens": 10,
-        "n": 3,
-        "seed": 7,
-        "ignore_eos": True,
-    }
+        "input_ids": PROMPT, "max_tokens": 10, "n": 3, "seed": 7, "ignore_eos": True,
+    }  # fmt: skip
     scheduler.add(1, stream=True, **settings)
     scheduler.step()
     scheduler.add(2, **settings)

@@ -66,13 +66,9 @@ def spaced_tokenizer() -> str:
 
 TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
 PAD = {
-    "strategy": {"Fixed": 64},
-    "direction": "Left",
-    "pad_to_multiple_of": None,
-    "pad_id": 0,
-    "pad_type_id": 0,
-    "pad_token": END,
-}
+    "strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+    "pad_type_id": 0, "pad_token": END,
+}  # fmt: skip
 DIGITS = {
     "tokenizer.json": {
         "pre_tokenizer": {

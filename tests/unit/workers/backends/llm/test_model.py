@@ -30,14 +30,9 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0}
 OTHER_YARN = {
-    "type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 16,
-    "beta_slow": 2,
-    "truncate": False,
-    "attention_factor": 1.3,
-}
+    "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16,
+    "beta_slow": 2, "truncate": False, "attention_factor": 1.3,
+}  # fmt: skip
 SCALED_YARN = {**OTHER_YARN, "attention_factor": None, "mscale": 0.8, "mscale_all_dim": 0.5}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
