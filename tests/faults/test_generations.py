@@ -189,9 +189,7 @@ def test_a_version_replaces_another_while_models_change(server: Server, reposito
     until("it is ready", lambda: server.answers("/v2/health/ready"))
 
 
-def test_a_model_that_broke_is_loaded_again(
-    server: Server, pool: RequestPool, repository: Path
-) -> None:
+def test_a_broken_model_is_reloaded(server: Server, pool: RequestPool, repository: Path) -> None:
     """The model and the server are ready afterwards."""
     code = repository / "once" / "1" / "model.py"
     good_code = code.read_text()

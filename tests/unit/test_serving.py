@@ -102,9 +102,7 @@ def test_a_class_is_sent_with_definitions_that_it_uses(load: Callable[[str], Mod
     assert namespace["Model"]().predict(3) == 12  # type: ignore[operator]
 
 
-def test_a_class_of_a_function_uses_no_variable_of_the_function(
-    load: Callable[[str], ModuleType],
-) -> None:
+def test_classes_of_a_function_use_none_of_its_variables(load: Callable[[str], ModuleType]) -> None:
     local, closure = load(SCRIPT).test(5)
     text = serving._source_of(local)
     assert text.splitlines().index("class Local:") == SCRIPT.splitlines().index("    class Local:")

@@ -69,9 +69,7 @@ def infer_sequence(client: shmserve.client.Server, model: str, **flags: Any) -> 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_state_stays_on_the_device(
-    server: Server, client: shmserve.client.Server, model: str
-) -> None:
+def test_states_stay_on_device(server: Server, client: shmserve.client.Server, model: str) -> None:
     sums = [infer_sequence(client, model, start=True)[0], infer_sequence(client, model)[0]]
     copied_before = server.metric("shmserve_copied_bytes_total", model=model)
     sums += [infer_sequence(client, model)[0] for _ in range(3)]

@@ -453,9 +453,7 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_a_beam_search_equals_that_of_transformers(
-    client: openai.OpenAI, beams: Beams, prompt: str
-) -> None:
+def test_beam_search_equals_transformers(client: openai.OpenAI, beams: Beams, prompt: str) -> None:
     completion = client.completions.create(
         model="tiny", prompt=prompt, max_tokens=COUNT, n=3, extra_body={"use_beam_search": True}
     )

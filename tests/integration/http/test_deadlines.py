@@ -94,9 +94,7 @@ def hang_up_after(server: Server, model: str, value: int) -> Generator[socket.so
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_client_disconnects_while_its_request_is_queued(
-    server: Server, pool: RequestPool, model: str
-) -> None:
+def test_a_client_of_a_queued_call_leaves(server: Server, pool: RequestPool, model: str) -> None:
     first_request = pool.number(model, 1)
     visit = server.gate.next()
     leaving_client = hang_up_after(server, model, 2)

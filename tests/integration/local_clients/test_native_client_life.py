@@ -78,9 +78,7 @@ def test_a_timeout_cancels_the_request(
     assert gated_server.gate.is_idle()
 
 
-def test_a_future_times_out_without_a_response(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_future_without_answer_ends(gated_server: Server, client: shmserve.client.Server) -> None:
     scheduler = gated_server.find_one("scheduler simple")
     assert client.infer("simple", INPUT0=A, INPUT1=A)
     scheduler.suspend()
@@ -154,9 +152,7 @@ def test_a_thread_that_waits_for_many_futures_detects_a_cancelled_future(
     assert blocking_future.result(20)
 
 
-def test_memory_of_an_exited_thread_is_kept(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_memory_of_a_thread_is_kept(gated_server: Server, client: shmserve.client.Server) -> None:
     """Holds also when other threads send the same requests."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
@@ -576,9 +572,7 @@ def test_a_request_with_output_over_its_input_is_not_retried(
         until("the new one is ready", lambda: gated_server.answers("/v2/health/ready"))
 
 
-def test_a_reload_under_load_fails_no_request(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_reload_fails_no_request(gated_server: Server, client: shmserve.client.Server) -> None:
     has_finished = threading.Event()
     answered_count = 0
 

@@ -248,9 +248,7 @@ def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) ->
         (None, 0),
     ],
 )  # fmt: skip
-def test_refused_byte_sizes(
-    http: Http, region: SharedObject, byte_size: object, offset: object
-) -> None:
+def test_byte_sizes(http: Http, region: SharedObject, byte_size: object, offset: object) -> None:
     reply = http.register("r", region.key, byte_size, offset)
     assert reply.status in (400, 500) and reply.error
     assert http.regions().json() == []
@@ -311,9 +309,7 @@ def test_names_with_odd_characters(http: Http, region: SharedObject) -> None:
     http.unregister("a%20b.c-%C3%BC").ok()
 
 
-def test_failed_registrations_leak_no_descriptor(
-    server: Server, http: Http, region: SharedObject
-) -> None:
+def test_failed_registrations_leak_none(server: Server, http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE + 1)
     descriptors_before = descriptors(server.pid)
     for _ in range(50):

@@ -71,9 +71,7 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, method_prefix: st
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_concurrent_queries_share_a_long_check(
-    empty_server: tuple[Server, Path], tmp_path: Path
-) -> None:
+def test_queries_share_a_long_check(empty_server: tuple[Server, Path], tmp_path: Path) -> None:
     """The first query times out as "not ready", and the next query waits for the same call."""
     server, repository = empty_server
     called_path, goes_on = tmp_path / "called", tmp_path / "goes_on"

@@ -526,9 +526,7 @@ def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
 
 
 @pytest.mark.parametrize("request_count", [0, 2])
-def test_requests_of_an_old_generation_are_counted(
-    empty_server: Explicit, request_count: int
-) -> None:
+def test_requests_of_old_versions_are_counted(empty_server: Explicit, request_count: int) -> None:
     """Holds for any number of generations that ended in between without completing requests."""
     server, repository = empty_server
     repositories.add(repository, "gated")

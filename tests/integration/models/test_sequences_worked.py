@@ -20,10 +20,7 @@ Ask = Callable[..., "Future[Reply]"]
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, count, strategy in (
-        ("pair", 2, "direct { }"),
-        ("single", 1, "direct { }"),
-    ):
+    for name, count, strategy in (("pair", 2, "direct { }"), ("single", 1, "direct { }")):
         config = (
             f"{instances(count)} sequence_batching {{ {strategy} {IDLE_TIME} {CONTROL_INPUTS} }}"
         )

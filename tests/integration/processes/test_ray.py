@@ -278,9 +278,7 @@ def test_a_server_is_started_and_ended(own_folder: Path) -> None:
     assert not list(own_folder.iterdir())
 
 
-def test_a_running_server_is_found(
-    own_folder: Path, serve: Callable[..., Server], repository: Path
-) -> None:
+def test_server_is_found(own_folder: Path, serve: Callable[..., Server], repository: Path) -> None:
     running_server = serve(
         repository, "--exit-on-error=false", f"--http-unix-socket={own_folder / 'http.sock'}"
     )

@@ -342,9 +342,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
         ("Model = 1", "INVALID_ARG", "'model.py' does not define a class 'Model'"),
     ],
 )
-def test_a_model_that_does_not_load(
-    worker: Worker, bad_code: str, code: str, expected_text: str
-) -> None:
+def test_models_do_not_load(worker: Worker, bad_code: str, code: str, expected_text: str) -> None:
     (worker.version_dir / "model.py").write_text(bad_code)
     worker.start()
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))

@@ -180,9 +180,7 @@ def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     assert (reply.body, reply.headers["Content-Length"]) == (b"", "0")
 
 
-def test_readiness_is_that_of_the_supervisor(
-    gateway: Rig, simple_scheduler: Scheduler, http: Http
-) -> None:
+def test_readiness_is_supervised(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     http.get("/v2/models/simple/ready").ok()
     gateway.publish(SIMPLE_CONFIG, simple_scheduler, ready=False)
     reply = http.get("/v2/models/simple/ready")

@@ -267,9 +267,7 @@ def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) 
     assert (messages.value() if is_packed else messages) == [message] * count
 
 
-def test_other_requests_are_handled_while_many_texts_are_embedded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_are_handled_while_texts_are_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     vector = np.array([0.1, -2.5, math.nan], np.float32)
 
     async def compute(*arguments: Any) -> list[Any]:

@@ -276,9 +276,7 @@ def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
 
 
 @pytest.mark.parametrize("successor", [NEW, ""])
-def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
-    client: Client, successor: str
-) -> None:
+def test_requests_of_lost_schedulers_move_or_fail(client: Client, successor: str) -> None:
     """A request fails that has a response, may have lost its inputs, or is not awaited."""
     (
         fresh_request,

@@ -467,9 +467,7 @@ def test_a_complete_configuration_stays_unchanged(config: ModelConfig) -> None:
 
 
 @given(configs, st.integers(0, 2), st.booleans())
-def test_any_configuration_is_accepted_or_refused(
-    config: ModelConfig, gpus: int, complete: bool
-) -> None:
+def test_configurations_are_taken_or_not(config: ModelConfig, gpus: int, complete: bool) -> None:
     with contextlib.suppress(InvalidArgument):
         validate(normalise(config, "m", gpus), gpu_count=gpus, complete=complete)
     ignored_fields(config)

@@ -85,9 +85,7 @@ def test_every_key_of_json_is_found_in_it(
     st.integers(0, 1),
     st.booleans(),
 )
-def test_every_error_has_a_position_in_the_text(
-    fragments: list[str], gpus: int, complete: bool
-) -> None:
+def test_each_error_has_a_text_position(fragments: list[str], gpus: int, complete: bool) -> None:
     text = " ".join(fragments)
     try:
         config, source = read_pbtxt(text, "f")

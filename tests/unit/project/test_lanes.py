@@ -119,9 +119,7 @@ def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixt
     assert output.count("in no way") >= 2
 
 
-def test_all_tests_of_a_dead_process_are_retried(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tests_of_dead_processes_rerun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, summary, output = run_files(tmp_path, capfd, dies=DIES_ONCE)
     assert (status, summary) == (0, "2 passed, 0 failed, 0 skipped")
     assert "some/test_dies.py\n    | the process of these files did not come to its end" in output

@@ -129,9 +129,7 @@ def test_a_models_endpoint_is_looked_up_once(router: CallRouter, callees: Called
 
 
 @pytest.mark.parametrize("own_us", [0, 10**9])
-def test_a_call_ends_when_its_caller_does(
-    router: CallRouter, callees: CalledModels, own_us: int
-) -> None:
+def test_calls_end_with_callers(router: CallRouter, callees: CalledModels, own_us: int) -> None:
     scheduler = callees.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
     running_call = callees.run(call, router, request(timeout_us=own_us, deadline_ns=deadline_ns))
@@ -248,9 +246,7 @@ def test_a_full_arena_fails_the_call(worker: Rig, callees: CalledModels) -> None
     calls.close()
 
 
-def test_a_lost_scheduler_s_calls_go_to_its_successor(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_lost_schedulers_calls_are_moved(router: CallRouter, callees: CalledModels) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
     running_call = callees.run(call, router, request())
     callees.answer_find("s1")

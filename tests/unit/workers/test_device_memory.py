@@ -561,9 +561,7 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("stays_on_device", [False, True])
-def test_a_python_model_uses_device_memory(
-    worker: Rig, cuda: FakeCuda, stays_on_device: bool
-) -> None:
+def test_python_models_use_a_device(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> None:
     """As in Triton, inputs are copied to the host unless the configuration forbids it."""
     text = (
         "import triton_python_backend_utils as pb\n"

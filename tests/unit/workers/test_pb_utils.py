@@ -335,9 +335,7 @@ def test_a_request_for_another_model() -> None:
         ({"flags": None}, TypeError, "flags must be an int"),
     ],
 )
-def test_invalid_requests_are_refused(
-    arguments: dict[str, Any], kind: type[Exception], text: str
-) -> None:
+def test_bad_requests_refused(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
     defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     with pytest.raises(kind, match=text):
         pb_utils.InferenceRequest(request_id="q", **{**defaults, **arguments})

@@ -681,9 +681,7 @@ def test_a_model_failing_on_read_only_inputs_receives_copies(model: Model, regio
 
 
 @pytest.mark.parametrize("statement", ["raise RuntimeError('so')", "return [failure('so')]"])
-def test_an_error_about_read_only_inputs_in_any_words(
-    model: Model, region: Region, statement: str
-) -> None:
+def test_an_error_of_read_only_inputs_varies(model: Model, region: Region, statement: str) -> None:
     """An error that disappears with copied inputs counts as an attempt to write to them."""
     model.serve(f"""
         tries = []

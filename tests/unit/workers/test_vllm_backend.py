@@ -420,9 +420,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
         ("{}", "1/model.json: 'model' is missing"),
     ],
 )
-def test_an_invalid_arguments_file_is_refused(
-    tmp_path: Path, text: str | None, problem: str
-) -> None:
+def test_a_bad_arguments_file_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
     folder = tmp_path / "1"
     folder.mkdir()
     if text is not None:

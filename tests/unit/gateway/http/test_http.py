@@ -371,9 +371,7 @@ def test_an_incomplete_body_times_out(impatient_gateway: Rig, size: int, sent_si
 
 
 @pytest.mark.parametrize("sent_size", [0, 100])
-def test_an_incomplete_body_after_a_known_head_times_out(
-    impatient_gateway: Rig, sent_size: int
-) -> None:
+def test_a_cut_body_after_a_known_head_times_out(impatient_gateway: Rig, sent_size: int) -> None:
     body = simple_body()
     with raw_connection(impatient_gateway.port) as connection:
         for _ in range(2):

@@ -485,9 +485,7 @@ def test_an_error_ends_only_its_own_request(
     assert scheduler.is_idle
 
 
-def test_a_step_that_fails_ends_its_requests(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_step_ends_calls(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.step()
     with monkeypatch.context() as patched:
