@@ -371,10 +371,8 @@ def _check_decoding(drawn_bytes: _Bytes) -> None:
     assert uncut.buffered_bytes <= len(stream)
     assert sum(map(len, frames_uncut)) <= len(stream)
     assert pieces == frames_uncut
-    assert (cut_decoder.violation, cut_decoder.dropped_messages) == (
-        uncut.violation,
-        uncut.dropped_messages,
-    )
+    assert cut_decoder.violation == uncut.violation
+    assert cut_decoder.dropped_messages == uncut.dropped_messages
     assert cut_decoder.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
         for frame in frames_uncut:
@@ -391,11 +389,9 @@ def _check_local_request(submit: Submit) -> None:
                 counted.append(rules.validate(_GUEST_NUMBER, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
-            assert (checked.id, checked.schema, checked.data) == (
-                submit.id,
-                submit.schema,
-                submit.data,
-            )
+            assert checked.id == submit.id
+            assert checked.schema == submit.schema
+            assert checked.data == submit.data
             assert 0 <= signature.fit(checked.schema).batch_size <= 4
             inference = unpack_inference(checked.schema, checked.data)
             for tensor in inference.inputs:

@@ -229,10 +229,8 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
     run = run_command(
         "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
     )
-    assert (run.returncode, run.stderr) == (
-        2,
-        f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n",
-    )
+    assert run.returncode == 2
+    assert run.stderr == f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n"
 
 
 def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:

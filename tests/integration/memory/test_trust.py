@@ -131,10 +131,8 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
         own_user.register("ours", own_object).ok()
         # A name that another user has registered is rejected.
         refused_reply = bob.register("hers", bobs_object)
-        assert (refused_reply.status, refused_reply.error) == (
-            400,
-            "shared memory region 'hers' already in manager",
-        )
+        assert refused_reply.status == 400
+        assert refused_reply.error == "shared memory region 'hers' already in manager"
         assert alice.names() == ["hers"]
         assert bob.names() == ["his"]
         alice.infer("hers").ok()

@@ -438,10 +438,8 @@ def test_load_rules(empty_server: Explicit) -> None:
             "'file:PATH'"
         )
         reply = http.post("/v2/repository/other/models/constant/load")
-        assert (reply.status, reply.error) == (
-            501,
-            "'repository_name' specification is not supported",
-        )
+        assert reply.status == 501
+        assert reply.error == "'repository_name' specification is not supported"
         deep_json = b"[" * 10_000 + b"]" * 10_000
         for body in ({"ready": "yes"}, b'{"x": {"]": [1]}, "ready": %b}' % deep_json):
             reply = http.post("/v2/repository/index", body)

@@ -233,10 +233,8 @@ def _what_only_a_node_can_answer_is_refused(port: int) -> None:
         )
         assert connection.get("/v2/models/rows").ok().json()["name"] == "rows"
         unknown = connection.get("/v2/models/a%2Fb")
-        assert (unknown.status, unknown.error) == (
-            404,
-            "Request for unknown model: 'a/b' is not found",
-        )
+        assert unknown.status == 404
+        assert unknown.error == "Request for unknown model: 'a/b' is not found"
 
 
 @contextlib.asynccontextmanager

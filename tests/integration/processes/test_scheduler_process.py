@@ -225,10 +225,8 @@ def test_a_drain_accepts_earlier_requests(stage: Stage) -> None:
     until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late_requests))
     stage.submit()
     refused_message = stage.next(stage.client)
-    assert (refused_message.code, "Server is stopping" in refused_message.message) == (
-        "UNAVAILABLE",
-        True,
-    )
+    assert refused_message.code == "UNAVAILABLE"
+    assert "Server is stopping" in refused_message.message
 
 
 def test_a_stop_fails_the_remaining_requests(stage: Stage) -> None:

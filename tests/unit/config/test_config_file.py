@@ -24,10 +24,8 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     options = read_options(tmp_path, f"{name}: {yaml_value}")
     from_flags = command_line.parse([f"--{name}={value}"])
     assert {**options.values, "config": None} == from_flags.values
-    assert (options.repeated, options.without_effect) == (
-        from_flags.repeated,
-        from_flags.without_effect,
-    )
+    assert options.repeated == from_flags.repeated
+    assert options.without_effect == from_flags.without_effect
 
 
 def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:

@@ -43,19 +43,15 @@ def example_value(flag: Flag) -> str:
 
 def test_defaults_are_tritons_or_safe() -> None:
     options = settings()
-    assert (options.http.address, options.http.port, options.metrics_port) == (
-        "127.0.0.1",
-        8000,
-        8002,
-    )
+    assert options.http.address == "127.0.0.1"
+    assert options.http.port == 8000
+    assert options.metrics_port == 8002
     assert options.metrics_address == options.http.address
     assert (options.model_control_mode, options.repository_poll_s) == ("none", 15)
     assert options.gateway.max_input_size == 1 << 26
-    assert (options.exit_timeout_s, options.exit_on_error, options.strict_readiness) == (
-        30,
-        True,
-        True,
-    )
+    assert options.exit_timeout_s == 30
+    assert options.exit_on_error is True
+    assert options.strict_readiness is True
     assert options.gateway.request_timeout_us == 0
     assert options.scheduling.execution_timeout_s == 300.0
     assert (options.scheduling.max_queue_size, options.arena_byte_size) == (4096, 1 << 30)

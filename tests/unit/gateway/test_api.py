@@ -383,10 +383,8 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
     assert http.regions().json() == [first_region, second_region]
     assert http.regions("b").json() == [second_region]
     missing_region = http.regions("c")
-    assert (missing_region.status, missing_region.error) == (
-        404,
-        "Unable to find system shared memory region: 'c'",
-    )
+    assert missing_region.status == 404
+    assert missing_region.error == "Unable to find system shared memory region: 'c'"
     gateway.apply(lambda number: RegionWithdrawn("b", 1, number))
     gateway.apply(lambda number: RegionWithdrawn("a", 2, number))
     assert http.regions().json() == []
@@ -405,10 +403,8 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [statistics]}
     missing_model = http.get("/v2/models/nope/stats")
-    assert (missing_model.status, missing_model.error) == (
-        400,
-        "requested model 'nope' is not available",
-    )
+    assert missing_model.status == 400
+    assert missing_model.error == "requested model 'nope' is not available"
     text = "requested model version is not available for model 'simple'"
     assert http.get("/v2/models/simple/versions/2/stats").error == text
     for name in ("simple", "nope"):

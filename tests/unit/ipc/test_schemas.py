@@ -65,10 +65,8 @@ def test_requests_of_one_kind_have_one_schema(
     )
     assert schema == second_schema, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
-    assert (request_schema.inference(first_data), request_schema.inference(second_data)) == (
-        first_request,
-        second_request,
-    )
+    assert request_schema.inference(first_data) == first_request
+    assert request_schema.inference(second_data) == second_request
     assert request_schema.data_count == len(first_data) == len(sizes) + 1
 
 
@@ -85,10 +83,8 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
     )
     assert schema == second_schema
     response_schema = ResponseSchema(schema)
-    assert (response_schema.inferred(first_data), response_schema.inferred(second_data)) == (
-        first_response,
-        second_response,
-    )
+    assert response_schema.inferred(first_data) == first_response
+    assert response_schema.inferred(second_data) == second_response
 
 
 @pytest.mark.parametrize(
@@ -137,11 +133,9 @@ def test_bytes_that_are_no_schema_are_malformed(packed_schema: bytes) -> None:
 def test_schema_sizes_count_inline_bytes_and_ranges() -> None:
     memory_range = Range(MEMORY, 4096, 100)
     _, data = pack_inferred(Inferred(tensors([b"abc", memory_range])))
-    assert (byte_size_of(data), inline_size_of(data), unpack_ranges(data)) == (
-        103,
-        3,
-        [memory_range],
-    )
+    assert byte_size_of(data) == 103
+    assert inline_size_of(data) == 3
+    assert unpack_ranges(data) == [memory_range]
 
 
 def test_a_schema_is_derived_once() -> None:

@@ -102,11 +102,9 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
     assert submit.deadline_ns == submit.arrived_ns + 20_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
-    assert (inference.parameters, submit.correlation_id, submit.flags) == (
-        call_request.parameters,
-        7,
-        1,
-    )
+    assert inference.parameters == call_request.parameters
+    assert submit.correlation_id == 7
+    assert submit.flags == 1
     scheduler.send(doubled_response(submit))
     reply = running_call.result(10)
     assert values(reply) == [2.0, 4.0] and reply.parameters == {"note": "doubled"}

@@ -31,12 +31,10 @@ def timeout(value: bytes) -> CallHead:
 def test_a_minimal_call_head() -> None:
     call_head = head()
     assert call_head.path == "/inference.X/Y"
-    assert (call_head.refusal, call_head.status, call_head.timeout_s, call_head.data_size) == (
-        None,
-        200,
-        None,
-        -1,
-    )
+    assert call_head.refusal is None
+    assert call_head.status == 200
+    assert call_head.timeout_s is None
+    assert call_head.data_size == -1
     assert call_head.encoding == "identity" and list(call_head.metadata) == []
 
 

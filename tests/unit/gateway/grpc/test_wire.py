@@ -223,10 +223,8 @@ def test_messages_of_a_stream() -> None:
         encode_stream_error("", "7", "m")
     )
     assert anonymous_error.error_message  # or it would be a success
-    assert (anonymous_error.infer_response.id, anonymous_error.infer_response.model_name) == (
-        "7",
-        "m",
-    )
+    assert anonymous_error.infer_response.id == "7"
+    assert anonymous_error.infer_response.model_name == "m"
     assert anonymous_error.infer_response.parameters["triton_final_response"].bool_param
 
 

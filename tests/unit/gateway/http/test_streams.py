@@ -276,15 +276,11 @@ def test_errors_before_the_submission(gateway: Rig, scheduler: Scheduler, verb: 
         assert reply.headers["Content-Type"] == "application/json"
     for duplicated_body in (b'{"IN": 1, "parameters": {"IN": 1}}', b'{"IN": 1, "IN": 1}'):
         reply = http.post(path, duplicated_body)
-        assert (reply.status, reply.error) == (
-            400,
-            "[request id: <id_unknown>] input 'IN' already exists in request",
-        )
+        assert reply.status == 400
+        assert reply.error == "[request id: <id_unknown>] input 'IN' already exists in request"
     unknown_reply = http.post(f"/v2/models/nope/{verb}", {"IN": 1})
-    assert (unknown_reply.status, unknown_reply.error) == (
-        404,
-        "Request for unknown model: 'nope' is not found",
-    )
+    assert unknown_reply.status == 404
+    assert unknown_reply.error == "Request for unknown model: 'nope' is not found"
     assert http.get(path).status == 405
     http.close()
 

@@ -176,10 +176,8 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
     ((_, submit),) = rig.take_sent()
     data = inputs_of(submit)["X"]
-    assert (data.memory.id, data.offset) == (
-        worker_arena.memory_range.memory.id,
-        worker_arena.memory_range.offset,
-    )
+    assert data.memory.id == worker_arena.memory_range.memory.id
+    assert data.offset == worker_arena.memory_range.offset
     assert rig.memory.used == 0
     rig.finish("b", submit.id)
     assert rig.take_sent(m.Release) == [("a", worker_arena.release)]

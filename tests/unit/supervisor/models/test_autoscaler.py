@@ -189,11 +189,9 @@ def test_a_reload_starts_the_instances_the_load_needs(monkeypatch: pytest.Monkey
         (group,) = instances.config.instance_group
         two_instances = replace(instances.config, instance_group=(replace(group, count=2),))
         other_update = instances.update_to(spec, two_instances)
-        assert (other_update.config_differs, other_update.added, other_update.removed) == (
-            True,
-            [],
-            [],
-        )
+        assert other_update.config_differs is True
+        assert other_update.added == []
+        assert other_update.removed == []
         reloaded_version = rig.processes.version(spec)
         assert reloaded_version.instances.count == 1
         reloaded_version.instances.keep_count_of(instances)

@@ -605,11 +605,9 @@ async def test_grpc() -> None:
     for name in ("", "device"):
         status = pb.CudaSharedMemoryStatusRequest(name=name)
         (region_status,) = (await call.cuda_status(status)).regions.values()
-        assert (region_status.name, region_status.device_id, region_status.byte_size) == (
-            "device",
-            1,
-            1000,
-        )
+        assert region_status.name == "device"
+        assert region_status.device_id == 1
+        assert region_status.byte_size == 1000
         await call.cuda_unregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
         assert stub.sent.pop() == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
     status_request = pb.SystemSharedMemoryStatusRequest()

@@ -71,10 +71,8 @@ def test_servers_share_their_regions() -> None:
             )
             assert first_region.shared is not None and second_region.shared is not None
             assert first_region.shared.inode == second_region.shared.inode
-            assert (first_region.key, first_region.owner) == (
-                second_region.key,
-                second_region.owner,
-            )
+            assert first_region.key == second_region.key
+            assert first_region.owner == second_region.owner
             assert [type(message) for message in second_server.published] == [RegionPublished] * 2
             # An equal registration at either server is accepted.
             await second_server.register("a", objects[0].key)

@@ -155,10 +155,8 @@ def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder
     assert scheduler.text(3) == full_text[: stop_index + len(stop_string)]
     for key in (1, 2, 3):
         last_response = scheduler.responses[key][-1]
-        assert (last_response["finish_reason"], last_response["stop_reason"]) == (
-            ["stop"],
-            [stop_string],
-        )
+        assert last_response["finish_reason"] == ["stop"]
+        assert last_response["stop_reason"] == [stop_string]
         assert last_response["usage"][0]["completion_tokens"] < 30
 
 
