@@ -48,25 +48,6 @@ def test_compressed_response(http: Http, coding: str) -> None:
     assert json.loads(DECOMPRESS[coding](reply.body))["outputs"][0]["data"] == VALUES.tolist()
 
 
-@pytest.mark.parametrize(
-    ("accepted", "expected_coding"),
-    [
-        ("gzip;q=0.5, deflate;q=0.8", "deflate"), ("gzip, deflate", "gzip"),
-        ("deflate, gzip", "deflate"), ("identity", None), ("br", None),
-        ("identity;q=0.9, gzip;q=0.1", None), ("", None),
-    ],
-)  # fmt: skip
-def test_choice_of_response_coding(http: Http, accepted: str, expected_coding: str | None) -> None:
-    reply = http.infer("identity", REQUEST, {"Accept-Encoding": accepted}).ok()
-    assert reply.headers["Content-Encoding"] == expected_coding
-
-
-def test_unknown_coding(http: Http) -> None:
-    reply = http.infer("identity", REQUEST, {"Content-Encoding": "br"})
-    assert (reply.status, reply.error) == (501, "Unsupported compression type")
-    assert reply.headers["Accept-Encoding"] == "gzip, deflate"
-
-
 @pytest.mark.parametrize("coding", COMPRESS)
 def test_a_body_that_is_not_compressed_as_declared_is_an_error(http: Http, coding: str) -> None:
     assert http.infer("identity", REQUEST, {"Content-Encoding": coding}).status == 400
