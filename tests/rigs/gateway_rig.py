@@ -271,13 +271,9 @@ def model_config(
     name: str, batch: int, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
-        "name": name,
-        "platform": "",
-        "backend": "python",
-        "max_batch_size": batch,
-        "input": inputs,
+        "name": name, "platform": "", "backend": "python", "max_batch_size": batch, "input": inputs,
         "output": outputs,
-    }
+    }  # fmt: skip
 
 
 SIMPLE_CONFIG = model_config(

@@ -256,16 +256,9 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     told_of = (line for line in completed.stdout.splitlines() if ":1 " in line)
     verdicts = {line.split(":")[0]: line.split()[1] for line in told_of}
     assert verdicts == {
-        "empty": "refused",
-        "given": "ok",
-        "name": "differs",
-        "sampled": "ok",
-        "shape": "differs",
-        "type": "differs",
-        "unnamed": "refused",
-        "yields_one": "ok",
-        "yields_other": "differs",
-    }
+        "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok", "shape": "differs",
+        "type": "differs", "unnamed": "refused", "yields_one": "ok", "yields_other": "differs",
+    }  # fmt: skip
     lines = [" ".join(line.split()) for line in completed.stdout.splitlines()]
     assert any(line.endswith("AssertionError: no PNG") for line in lines)
     assert any(line.startswith("the inputs were zeros and empty strings") for line in lines)

@@ -134,12 +134,8 @@ def test_histograms_and_why_batches_closed(metrics_server: Server) -> None:
         if labels.get("model") == "closing"
     ]
     assert {labels["reason"].lower() for labels, _ in closed} >= {
-        "full",
-        "preferred",
-        "delay",
-        "shape",
-        "deadline",
-    }
+        "full", "preferred", "delay", "shape", "deadline",
+    }  # fmt: skip
     assert sum(value for _, value in closed) == 4
 
 

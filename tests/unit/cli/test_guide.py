@@ -51,22 +51,10 @@ Text with a | bar.
 | x | y |
 """
     assert guide.with_columns(page, 24).splitlines() == [
-        "Text with a | bar.",
-        "",
-        "name",
-        "----  ------------------",
-        "`a`   one | two",
-        "bcd   words that do not",
-        "      fit into the width",
-        "",
-        "ef",
-        "",
-        "```text",
-        "| code | stays |",
-        "```",
-        "-  -",
-        "x  y",
-    ]
+        "Text with a | bar.", "", "name", "----  ------------------", "`a`   one | two",
+        "bcd   words that do not", "      fit into the width", "", "ef", "", "```text",
+        "| code | stays |", "```", "-  -", "x  y",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])

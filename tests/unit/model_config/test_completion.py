@@ -204,18 +204,11 @@ def test_a_runtime_has_an_effect_for_pytorch_only(backend: str, ignored: list[st
 def test_fields_without_effect_are_listed() -> None:
     config = normalise(parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"]), "rich", 0)
     assert ignored_fields(config) == [
-        "batch_input",
-        "batch_output",
-        "cc_model_filenames",
-        "metric_tags",
-        "model_operations",
-        "optimization.graph",
-        "optimization.cuda",
-        "optimization.execution_accelerators",
-        "optimization.priority",
-        "optimization.input_pinned_memory",
+        "batch_input", "batch_output", "cc_model_filenames", "metric_tags", "model_operations",
+        "optimization.graph", "optimization.cuda", "optimization.execution_accelerators",
+        "optimization.priority", "optimization.input_pinned_memory",
         "instance_group[1].host_policy",
-    ]
+    ]  # fmt: skip
     assert (
         ignored_fields(normalise(parse_pbtxt(RECORDED_CONFIGS["simple"]["pbtxt"]), "simple", 0))
         == []

@@ -69,12 +69,6 @@ def test_a_window_has_the_requests_ended_in_it_with_latencies_from_the_scheduled
 def test_a_spread_is_in_milliseconds() -> None:
     spread = measure.summarize(np.array([3_000_000, 1_000_000], np.int64))
     assert spread == {
-        "mean": 2.0,
-        "p50": 1.0,
-        "p90": 3.0,
-        "p95": 3.0,
-        "p99": 3.0,
-        "p99.9": 3.0,
-        "max": 3.0,
-    }
+        "mean": 2.0, "p50": 1.0, "p90": 3.0, "p95": 3.0, "p99": 3.0, "p99.9": 3.0, "max": 3.0,
+    }  # fmt: skip
     assert set(measure.summarize(np.array([], np.int64)).values()) == {0.0}

@@ -56,13 +56,8 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
         sock.recv(1000)
     ready_message, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
     assert notifications == [
-        b"STATUS=a",
-        b"STATUS=b",
-        ready_message,
-        b"WATCHDOG=1",
-        ready_message,
-        stopping,
-    ]
+        b"STATUS=a", b"STATUS=b", ready_message, b"WATCHDOG=1", ready_message, stopping,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

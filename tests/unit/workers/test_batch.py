@@ -494,12 +494,8 @@ def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
         ]
     )
     assert [reply.code for reply in replies] == [
-        "",
-        "INTERNAL",
-        "INTERNAL",
-        "INVALID_ARG",
-        "INVALID_ARG",
-    ]
+        "", "INTERNAL", "INTERNAL", "INVALID_ARG", "INVALID_ARG",
+    ]  # fmt: skip
     assert replies[1].message == "internal error"
 
 

@@ -703,11 +703,8 @@ def test_log_messages(caplog: pytest.LogCaptureFixture) -> None:
         pb_utils.Logger.log("five", pb_utils.Logger.WARNING)
     records = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert records == [
-        ("INFO", "one"),
-        ("WARNING", "two %s"),
-        ("ERROR", "three"),
-        ("DEBUG", "four"),
+        ("INFO", "one"), ("WARNING", "two %s"), ("ERROR", "three"), ("DEBUG", "four"),
         ("WARNING", "five"),
-    ]
+    ]  # fmt: skip
     with pytest.raises(TypeError):
         pb_utils.Logger.log_info(3)  # type: ignore[arg-type]

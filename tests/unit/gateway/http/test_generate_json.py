@@ -133,13 +133,9 @@ def test_other_members_are_parameters() -> None:
     assert request.id == "x1"
     assert [tensor.name for tensor in request.inputs] == ["TEXT", "I"]
     assert request.parameters == {
-        "id": "x1",
-        "sequence_id": 5,
-        "timeout": 100,
-        "triton_x": True,
-        "large": float(2**64 - 1),
+        "id": "x1", "sequence_id": 5, "timeout": 100, "triton_x": True, "large": float(2**64 - 1),
         "y": "z",
-    }
+    }  # fmt: skip
     assert (request.correlation_id, request.timeout_us) == (0, 0)
 
 

@@ -264,12 +264,9 @@ def test_a_long_header_block_is_split() -> None:
     sending.send_trailers(stream, block)
     sent_frames = engine.flush()
     assert [(item.kind, item.flags, len(item.payload)) for item in sent_frames] == [
-        (HEADERS, END_HEADERS, 1),
-        (DATA, 0, 1),
-        (HEADERS, END_STREAM, 16384),
-        (CONTINUATION, 0, 16384),
-        (CONTINUATION, END_HEADERS, 40000 - 2 * 16384),
-    ]
+        (HEADERS, END_HEADERS, 1), (DATA, 0, 1), (HEADERS, END_STREAM, 16384),
+        (CONTINUATION, 0, 16384), (CONTINUATION, END_HEADERS, 40000 - 2 * 16384),
+    ]  # fmt: skip
 
 
 def test_a_dropped_stream_is_released() -> None:

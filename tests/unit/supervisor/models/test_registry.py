@@ -199,12 +199,8 @@ async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyP
     await asyncio.sleep(0)
     check.handle_response(1, ReadyChecked(sent_checks[0].id, True))
     assert [*concurrent_checks, later_check, await joined_check] == [
-        False,
-        False,
-        False,
-        False,
-        True,
-    ]
+        False, False, False, False, True,
+    ]  # fmt: skip
     assert len(sent_checks) == 1
 
 
