@@ -547,7 +547,8 @@ def test_a_counter_and_a_gauge() -> None:
         counter.set(1)
     with pytest.raises(TritonModelException, match="COUNTER does not support Observe"):
         counter.observe(1)
-    gauge = pb_utils.MetricFamily("b", "", pb_utils.MetricFamily.GAUGE).Metric()
+    gauges = pb_utils.MetricFamily("b", "", pb_utils.MetricFamily.GAUGE)  # outlives its metric
+    gauge = gauges.Metric()
     gauge.set(4)
     gauge.increment(-6.5)
     assert gauge.value() == -2.5
