@@ -418,7 +418,8 @@ def test_a_program_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_local_client_uses_no_handle_that_it_did_not_share(
     context: SupervisorContext, client: Server
 ) -> None:
-    memory = client.allocate(TENSORS, device="cuda:0").memory_range("x").memory
+    region = client.allocate(TENSORS, device="cuda:0")
+    memory = region.memory_range("x").memory
     assert memory.cuda is not None
     number = int(client._session.connection().identity.partition(".")[0])
     assert SEALS.owns(number, memory) and not SEALS.owns(number + 1, memory)
