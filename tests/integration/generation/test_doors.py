@@ -27,7 +27,8 @@ from tests.integration.generation.conftest import (
     client_of,
 )
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.hf_folders import write_folder
+from tests.support.servers import Server, run_command, running
 from tests.support.waiting import until
 
 PROMPTS = ("the quick brown", "it was", "naïve café", "{'a': 1", "東京", "x")
@@ -592,3 +593,9 @@ def test_large_texts_are_embedded(generative: Server) -> None:
     status, answer = post_body(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
     assert status == 200
     assert [item["embedding"] for item in answer["data"]] == [[1_200_000, 195], [1, 97]]
+
+
+def test_check_sends_a_prompt(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tiny" / "1")
+    completed = run_command("check", str(tmp_path))
+    assert completed.returncode == 0, completed.stdout

@@ -259,6 +259,8 @@ def test_the_dashboard_fits_a_phone_and_is_readable_in_the_dark(server: Server, 
             assert page.run(CONTRAST_SCRIPT.replace("PART", part)) >= 4.5, (part, dark)
         page.run("document.querySelector('#rows button').textContent = 'x'.repeat(255)")
         assert page.run("$('rows').parentNode.offsetWidth") < 390, "a long name is broken"
+        page.run("$('detail-name').textContent = 'x'.repeat(255)")
+        assert page.run("document.documentElement.scrollWidth") <= 390
     assert not page.console
 
 

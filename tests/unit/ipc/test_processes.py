@@ -1,6 +1,11 @@
 """The settings of the C library for copies and for memory."""
 
-from shmserve.ipc.processes import LARGE_COPY, with_large_copies
+import os
+from unittest.mock import Mock
+
+import pytest
+
+from shmserve.ipc.processes import LARGE_COPY, kill_tree, with_large_copies
 from shmserve.workers.memory import outputs
 from tests.support.servers import run_python
 
@@ -56,3 +61,8 @@ def test_an_operators_own_threshold_is_kept() -> None:
 
 def test_the_pieces_of_a_large_copy_are_large() -> None:
     assert outputs._PIECE_BYTES >= LARGE_COPY
+
+
+def test_a_process_of_another_user_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
+    kill_tree(os.getppid(), spared=[os.getpid()])

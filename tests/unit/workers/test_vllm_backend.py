@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.model_spec import ModelSpec
@@ -427,6 +428,13 @@ def test_a_bad_arguments_file_is_refused(tmp_path: Path, text: str | None, probl
         (folder / "model.json").write_text(text)
     with pytest.raises(InvalidArgument, match=problem):
         Arguments.read(folder, "m")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_ENVIRONMENT", {})
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(Unavailable, match=r"needs the package vllm.*shmserve\[vllm\]"):
+        Arguments({}, {}, {}).for_vllm()
 
 
 def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
