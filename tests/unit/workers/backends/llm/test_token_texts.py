@@ -56,9 +56,7 @@ def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("skips_special", [True, False])
-def test_prompt_and_answer_decode_to_the_whole_text(
-    tokenizer: Tokenizer, skips_special: bool
-) -> None:
+def test_prompt_and_answer_decode_to_all_text(tokenizer: Tokenizer, skips_special: bool) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
     full_tokens = tokenize(tokenizer, "the 😀 of é 東京, a")
     plain_tokens = [token(tokenizer, piece) for piece in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
