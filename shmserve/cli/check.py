@@ -272,9 +272,8 @@ class _Model:
         all_required &= not any(name.startswith("step[") for name in config.parameters)
         mismatches = []
         for name, spec in self.signature.outputs.items():
-            expected_dims = (
-                (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
-            )
+            is_batched = self.signature.max_batch_size > 0
+            expected_dims = (batch_size, *spec.dims) if is_batched else spec.dims
             tensor = returned.get(name)
             configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_dims)}"
             if tensor is None:

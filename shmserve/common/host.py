@@ -147,13 +147,8 @@ def processes(supervisor: int) -> Iterator[Process]:
 
 
 def _process(folder: Path) -> Process:
-    title = (
-        (folder / "cmdline")
-        .read_bytes()
-        .rstrip(b"\0")
-        .replace(b"\0", b" ")
-        .decode(errors="replace")
-    )
+    command_line = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+    title = command_line.decode(errors="replace")
     if not title.startswith(_TITLE):
         raise ValueError("this is not a process of the server")
     # The command name in parentheses may contain any character, so fields are split after it.

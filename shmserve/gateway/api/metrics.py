@@ -60,9 +60,8 @@ class ExpositionFamily:
         texts = [str(float(bound)) for bound in histogram["buckets"]]
         bounds = [text.removesuffix(".0") if integers else text for text in texts]
         cumulative = 0
-        for bound, cumulative in zip(
-            [*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True
-        ):
+        pairs = zip([*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True)
+        for bound, cumulative in pairs:
             self.add({**labels, "le": bound}, cumulative, "_bucket")
         self.add(labels, cumulative, "_count")
         self.add(labels, histogram["sum"], "_sum")
@@ -230,11 +229,8 @@ def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
 
 def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
-    generative_reports = [
-        (labels, {**report, **_derive_values(report)})
-        for labels, report in reports
-        if "generated" in report
-    ]
+    generative = (pair for pair in reports if "generated" in pair[1])
+    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in generative]
     for family in _FAMILIES["generative"]:
         yield family.to_exposition(generative_reports)
 
@@ -294,21 +290,14 @@ class MetricsExporter:
 
     def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
-        yield _create_family(
-            *("gauge", "nv_model_load_duration_secs", "Model load time in seconds"),
-            *(
-                ({"model": model.name, "version": model.version, **model.tags}, model.load_seconds)
-                for model in models
-            ),
+        loads = (
+            ({"model": m.name, "version": m.version, **m.tags}, m.load_seconds) for m in models
         )
-        yield _create_family(
-            *(
-                "gauge",
-                "shmserve_model_failed",
-                "Model versions that do not serve: their load failed",
-            ),
-            *(({"model": name, "version": version}, 1) for name, version in failures.models),
-        )
+        family = ("nv_model_load_duration_secs", "Model load time in seconds")
+        yield _create_family("gauge", *family, *loads)
+        text = "Model versions that do not serve: their load failed"
+        failed = (({"model": name, "version": version}, 1) for name, version in failures.models)
+        yield _create_family("gauge", "shmserve_model_failed", text, *failed)
         yield _create_family(
             *("gauge", "shmserve_models", "Model versions by state"),
             ({"state": "failed"}, len(failures.models)),
@@ -332,9 +321,8 @@ class MetricsExporter:
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
         total, used = memory_bytes()
-        yield _create_gauge(
-            "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read()
-        )
+        utilization = self._cpu.read()
+        yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", utilization)
         yield _create_gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _create_gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
         # Triton's pool of pinned memory does not exist here, because memory is pinned in place.
@@ -354,16 +342,13 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
-    parsed_reports = [
-        model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
-    ]
+    parsed_reports = [model_metrics.parse(r["shmserve"].get("families", [])) for r in reports]
     families = model_metrics.sum_families(parsed_reports)
     unique = {name: family for name, family in families.items() if name not in server_names}
     if len(unique) < len(families):
-        logger.warning(
-            "metrics of models that have the names of the server's metrics are not shown: %s",
-            ", ".join(sorted(families.keys() - unique.keys())),
-        )
+        names = ", ".join(sorted(families.keys() - unique.keys()))
+        text = "metrics of models that have the names of the server's metrics are not shown: %s"
+        logger.warning(text, names)
     return model_metrics.exposition(unique)
 
 

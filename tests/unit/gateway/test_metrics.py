@@ -15,7 +15,6 @@ LATENCY_NAMES = ("success", "queue", "compute_input", "compute_infer", "compute_
 
 
 def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the report of a model that has answered no request."""
     counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCY_NAMES)), 0)
     cache_ns = {"cache_hit_ns": 0, "cache_miss_ns": 0}
     failures = {"OTHER": 2, "CANCELED": 1}

@@ -1,7 +1,5 @@
 """The backend `vllm` with a fake engine. `make test-vllm` runs similar tests with vLLM itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -27,12 +25,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
-from shmserve.workers.backends.vllm.engine import (
-    Arguments,
-    VllmCall,
-    VllmEngine,
-    max_tokens_cap,
-)
+from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine, max_tokens_cap
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
@@ -382,8 +375,7 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     assert second_entry["logprob"] == -9999.0
     assert [tensor["token_id"] for tensor in second_entry["top_logprobs"]] == [4]
     assert (third_entry["token"], third_entry["logprob"]) == ("<3>", -1.0)
-    assert document["prompt"][0] is None
-    assert document["prompt"][1]["rank"] == 5
+    assert document["prompt"][0] is None and document["prompt"][1]["rank"] == 5
 
 
 def test_tokens_are_shown_by_their_ids() -> None:
@@ -429,9 +421,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
         ("{}", "1/model.json: 'model' is missing"),
     ],
 )
-def test_an_invalid_arguments_file_is_refused(
-    tmp_path: Path, text: str | None, problem: str
-) -> None:
+def test_a_bad_arguments_file_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
     folder = tmp_path / "1"
     folder.mkdir()
     if text is not None:
