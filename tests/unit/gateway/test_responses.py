@@ -181,6 +181,8 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         "format": {"type": "grammar"}}]}, r"tools\[0\].format: only the type 'text' is supported"),
     "a tool of a namespace": ({"tools": [{"type": "namespace", "name": "n",
         "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: it is not a 'function'"),
+    "no name in a namespace": ({"tools": [{"type": "namespace", "name": "n",
+        "tools": [{"type": "function", "name": ["f"]}]}]}, r"tools\[0\].tools\[0\]: it is not a 'f"),
     "no tools of a namespace": ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
         r"tools: 3 is not a list"),
 }  # fmt: skip

@@ -207,8 +207,11 @@ def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[
     """Return the functions of a namespace by the names that the model calls."""
     functions = bodies.check_member(tool, "tools", list, [])
     for index, function in enumerate(functions):
-        if type(function) is not dict or function.get("type") != "function":
-            raise InvalidArgument(f"{position}.tools[{index}]: it is not a 'function'")
+        kind, name = map(function.get, ("type", "name")) if type(function) is dict else ("", "")
+        if kind != "function" or type(name) is not str:
+            raise InvalidArgument(
+                f"{position}.tools[{index}]: it is not a 'function' whose name is a string"
+            )
     return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
 
 
