@@ -182,7 +182,7 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a tool of a namespace": ({"tools": [{"type": "namespace", "name": "n",
         "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: it is not a 'function'"),
     "no name in a namespace": ({"tools": [{"type": "namespace", "name": "n",
-        "tools": [{"type": "function", "name": ["f"]}]}]}, r"tools\[0\].tools\[0\]: it is not a 'f"),
+        "tools": [{"type": "function", "name": ["f"]}]}]}, r"tools\[0\].tools\[0\]: it is not"),
     "no tools of a namespace": ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
         r"tools: 3 is not a list"),
 }  # fmt: skip

@@ -207,11 +207,9 @@ def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[
     """Return the functions of a namespace by the names that the model calls."""
     functions = bodies.check_member(tool, "tools", list, [])
     for index, function in enumerate(functions):
-        kind, name = map(function.get, ("type", "name")) if type(function) is dict else ("", "")
-        if kind != "function" or type(name) is not str:
-            raise InvalidArgument(
-                f"{position}.tools[{index}]: it is not a 'function' whose name is a string"
-            )
+        is_function = type(function) is dict and function.get("type") == "function"
+        if not (is_function and type(function.get("name")) is str):
+            raise InvalidArgument(f"{position}.tools[{index}]: it is not a 'function' with a name")
     return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
 
 
