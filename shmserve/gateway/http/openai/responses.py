@@ -157,10 +157,10 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat["response_format"] = _chat_format(text.get("format"))
     chat["verbosity"] = text.get("verbosity")
     included = bodies.check_member(body, "include", list, [])
-    unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
-    if unknown is not None:
-        allowed_names = ", ".join(_INCLUDED_MEMBERS)
-        raise InvalidArgument(f"include: {clip(repr(unknown))} is not one of {allowed_names}")
+    for name in included:
+        if name not in _INCLUDED_MEMBERS:
+            allowed_names = ", ".join(_INCLUDED_MEMBERS)
+            raise InvalidArgument(f"include: {clip(repr(name))} is not one of {allowed_names}")
     if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
