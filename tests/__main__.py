@@ -31,14 +31,9 @@ LANES = (
     {"faults": 4, "integration/local_clients": 1, "integration/perf": 1},
     {"integration/processes": 4, "integration/generation": 1, "integration/resources": 1},
     {"integration/models": 4, "integration/ensembles": 1, "integration/memory": 1},
-    {
-        "integration/grpc": 2,
-        "integration/http": 1,
-        "simulation": 1,
-        "unit": 4,
-        "integration/cuda": 1,
-    },
-)
+    {"integration/grpc": 2, "integration/http": 1, "simulation": 1, "unit": 4,
+     "integration/cuda": 1},
+)  # fmt: skip
 # More failures than these are no accidents.
 MAX_RETRIED = 20
 
@@ -50,10 +45,7 @@ _showing = threading.Lock()
 
 
 class Suite:
-    """The tests below a folder, in lanes of pieces.
-
-    options: more arguments of every pytest process.
-    """
+    """The tests below a folder, in lanes of pieces, each run by pytest with `options`."""
 
     def __init__(
         self,
@@ -157,8 +149,7 @@ def _count_outcomes(outcomes: list[Outcomes]) -> tuple[int, int, int]:
 
 
 def late_table(late_texts: dict[str, str]) -> list[str]:
-    """Return the tests that passed only on the second try, each with the end of its first
-    failure."""
+    """Return the tests that passed only on the second try, with the end of their first failure."""
     if not late_texts:
         return []
     lines = [f"== passed only on the second try: {len(late_texts)}"]

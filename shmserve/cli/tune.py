@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.cli.arguments import add_flags, write_file
+from shmserve.cli.arguments import add_flags, check_files, write_file
 from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, search, targets
 from shmserve.perf.load import LoadGenerator
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--openai: the settings of generative models are in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
         raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
+    check_files(args, "plot", "write")
     with contextlib.ExitStack() as stack:
         return _tune(args, target_ms, stack)
 
@@ -119,9 +120,14 @@ def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) 
     try:
         yield
     finally:
-        server.load(model)
-        if server.config(model, "") != config:
-            server.load(model, config)
+        try:
+            server.load(model)
+            if server.config(model, "") != config:
+                server.load(model, config)
+        except BaseException:  # a second interrupt, too
+            text = f"{model} has a tested configuration; `shmserve client load {model}` restores it"
+            print(text, file=sys.stderr)
+            raise
 
 
 @dataclass
@@ -168,10 +174,8 @@ class _TrialRunner:
         plan = measure.MeasurementPlan(window_s / 2, window_s, _MAX_WINDOWS)
         requests = self.target.requests(in_flight)
         patience_s = self.args.patience
-        load = LoadGenerator(
-            self.poller, self.target.lane_factory, requests, in_flight, None, patience_s
-        )
+        lane_factory = self.target.lane_factory
+        load = LoadGenerator(self.poller, lane_factory, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
-            return measure.measure_load(
-                load, plan, "concurrency", in_flight, self.target.streams, dict
-            )
+            streams = self.target.streams
+            return measure.measure_load(load, plan, "concurrency", in_flight, streams, dict)

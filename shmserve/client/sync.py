@@ -410,9 +410,8 @@ class Server:
 
     def _close_former(self) -> None:
         for waiter in self._former[:]:
-            if not (
-                waiter.connection.draining and waiter.connection.alive and waiter.channel.waiting
-            ):
+            connection = waiter.connection
+            if not (connection.draining and connection.alive and waiter.channel.waiting):
                 self._former.remove(waiter)
                 waiter.close()
 

@@ -358,6 +358,9 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
     with convert_os_errors(f"--model-repository: cannot read '{path}'"):
         if path.suffix == ".py" and path.is_file():
             raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
+        if path.is_file():
+            model = f"FOLDER/{path.stem}/1/model{path.suffix}"
+            raise InvalidArgument(f"'{path}' is a file: move it to {model}, and serve FOLDER")
         # A missing folder may be a volume that is mounted later. It is an error of the start, which
         # a server without --exit-on-error survives.
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
@@ -367,9 +370,8 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
 
 def _missing_folder(path: str, parsed: Parsed) -> str:
     if path in parsed.after_boolean:
-        return (
-            f"--{parsed.after_boolean[path]}: '{path}' is not true or false, nor a folder of models"
-        )
+        flag = parsed.after_boolean[path]
+        return f"--{flag}: '{path}' is not true or false, nor a folder of models"
     return f"--model-repository: '{path}' is not a folder"
 
 
@@ -379,9 +381,8 @@ def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in references]
     for text, (name, equals, _) in zip(references, pairs, strict=True):
         if not name or not equals or name == "class":
-            raise InvalidArgument(
-                f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"
-            )
+            message = f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"
+            raise InvalidArgument(message)
     return {name: value for name, _, value in pairs}
 
 

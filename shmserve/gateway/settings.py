@@ -44,9 +44,8 @@ class Tls:
         try:
             context.load_cert_chain(self.server_cert, self.server_key, password=str)
         except OSError:
-            raise InvalidArgument(
-                f"{flags_and_files} are not a certificate and its private key in PEM"
-            ) from None
+            text = f"{flags_and_files} are not a certificate and its private key in PEM"
+            raise InvalidArgument(text) from None
         if not _can_shake_hands(context):
             raise InvalidArgument(
                 f"{flags_and_files} have a type of key that clients reject "
@@ -57,9 +56,8 @@ class Tls:
             try:
                 context.load_verify_locations(self.root_cert)
             except OSError:
-                raise InvalidArgument(
-                    f"--grpc-root-cert: '{self.root_cert}' contains no PEM certificate"
-                ) from None
+                text = f"--grpc-root-cert: '{self.root_cert}' contains no PEM certificate"
+                raise InvalidArgument(text) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
@@ -129,8 +127,8 @@ class GrpcSettings:
 class GatewaySettings:
     """Settings of the server that matter to a gateway.
 
-    common/auth_tokens.py describes `tokens` and `..._restricted`, and listener.py
-    `allow_client_shm`.
+    common/auth_tokens.py describes `tokens`, `http_restricted` and `grpc_restricted`, and
+    listener.py `allow_client_shm`.
 
     Attributes:
         max_input_size: The limit of JSON, raw input and decompressed bodies, in bytes

@@ -1,6 +1,6 @@
 """The syntax of configurations: text format and JSON are parsed to a tree with positions.
 
-The tree has no schema: `message_builder.py` converts it to a message. The grammar of text format is
+The tree has no schema: message_builder.py converts it to a message. The grammar of text format is
 https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any, which no field
 of a configuration contains. Protobuf's own parser is not used because it stops at the first unknown
 name, whereas this server reports all mistakes at once. Its `Tokenizer` is not used because it is
@@ -361,9 +361,8 @@ def _block_from_json(
         is_list = isinstance(member, list | tuple)
         if is_list:
             next(positions)
-        member_values = [
-            _value_from_json(item, positions, depth) for item in (member if is_list else [member])
-        ]
+        items = member if is_list else [member]
+        member_values = [_value_from_json(item, positions, depth) for item in items]
         values = [value for value in member_values if value is not None]
         block.entries.append(Entry(str(name), values, is_list, True, name_at))
     return block

@@ -95,7 +95,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that make no sense from their sender or now. `wall_clock` returns
+    `unexpected` counts messages that make no sense from their sender or now. `_wall_clock` returns
     epoch ns.
     """
 
@@ -194,11 +194,8 @@ class OverloadLog:
         """Write the log line with the number of refused requests, and reset it."""
         self.due_ns = NEVER
         if self._refused_count:
-            logger.warning(
-                "model '%s' is overloaded: its queue is full, and %d more requests were rejected",
-                self._model,
-                self._refused_count,
-            )
+            text = "model '%s' is overloaded: its queue is full, and %d more requests were rejected"
+            logger.warning(text, self._model, self._refused_count)
             self._refused_count = 0
 
 
@@ -284,7 +281,7 @@ class Core(Protocol[R]):
 class Front(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
-    `wall_clock` returns epoch ns; `model` is a name for the log. While the scheduler drains, it
+    `_wall_clock` returns epoch ns; `_model` is a name for the log. While the scheduler drains, it
     admits nothing new. After it has `stopped`, it has nothing to do.
     """
 
@@ -302,9 +299,8 @@ class Front(Generic[R]):
     def __post_init__(self) -> None:
         self._clients: ClientTable[R] = ClientTable(self._links)
         self._overload = OverloadLog(self._model)
-        self._reports = Reports(
-            self._core.statistics, self._control, self._wall_clock, self._gauges
-        )
+        statistics = self._core.statistics
+        self._reports = Reports(statistics, self._control, self._wall_clock, self._gauges)
 
     @property
     def live_requests(self) -> int:

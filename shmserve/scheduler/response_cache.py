@@ -73,7 +73,7 @@ class _SchemaKey(NamedTuple):
 class ResponseCache:
     """The cached responses of one model version.
 
-    `start` has its size and the owner of clients' memory; copies of large responses are `lent` to
+    `_start` has its size and the owner of clients' memory; copies of large responses are `lent` to
     clients.
     """
 
@@ -300,13 +300,9 @@ def schema_key(model: str, version: str, request: RequestSchema) -> _SchemaKey:
     requested outputs in order. It does not cover the request's id, priority, timeout and deadline.
     """
     order = sorted(range(len(request.inputs)), key=lambda index: request.inputs[index].name)
-    key_parts = (
-        model,
-        version,
-        [request.inputs[index][:3] for index in order],
-        sorted(request.parameters.items()),
-        [output.name for output in request.outputs],
-    )
+    inputs = [request.inputs[index][:3] for index in order]
+    outputs = [output.name for output in request.outputs]
+    key_parts = (model, version, inputs, sorted(request.parameters.items()), outputs)
     return _SchemaKey(msgpack.packb(key_parts), order)
 
 
@@ -314,7 +310,7 @@ def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]
     """Return the cache key of a request: BLAKE2b (RFC 7693) with 256 bits.
 
     Args:
-        prefix: The part determined by its schema; see `cache_head`.
+        prefix: The part determined by its schema; see `schema_key`.
         sequence: The correlation id, as a number and as a text, and the flags.
         contents: The bytes of the inputs, by name. Their sizes make the encoding unambiguous.
     """

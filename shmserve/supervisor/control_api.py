@@ -107,17 +107,11 @@ class ControlApi:
                 pids = self._registry.readiness_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:
-                return await self._region(pid, request)
+                payload = await self._handle_region(pid, request)
+                # Until the service manager and a successor have the registrations.
+                await self._kept.flush()
+                return payload
         return None
-
-    async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
-        """Handle a request about a region.
-
-        Wait until the service manager and a successor have the registrations.
-        """
-        payload = await self._handle_region(pid, request)
-        await self._kept.flush()
-        return payload
 
     def _handle_region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
         peer = Peer(request.uid, tuple(request.groups))
@@ -125,10 +119,8 @@ class ControlApi:
             case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):
                 lease_holder = pid if leased else 0
                 return self._regions.register(name, key, offset, size, peer, lease_holder, pin)
-            case RegisterCudaRegion(name=name, offset=offset, byte_size=size):
+            case RegisterCudaRegion(name=name, offset=offset, byte_size=size, exporter_pid=pid):
                 handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
-                return self._regions.register_cuda(
-                    name, handle, offset, size, peer, request.exporter_pid
-                )
+                return self._regions.register_cuda(name, handle, offset, size, peer, pid)
             case _:
                 return self._regions.unregister(request.name, peer, request.cuda)

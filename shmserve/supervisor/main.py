@@ -199,8 +199,8 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
-    kept_regions = KeptRegions(manager)
-    regions = RegionRegistry(control, opener, events.publish, kept_regions)
+    kept = KeptRegions(manager)
+    regions = RegionRegistry(control, opener, events.publish, kept)
     regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
@@ -229,7 +229,7 @@ def compose(
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
-    ControlApi(context, regions, kept_regions, handles, models, registry, readiness)
+    ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def objection() -> str:
         if manager.is_present:
@@ -239,10 +239,8 @@ def compose(
         return ""
 
     end_signals: asyncio.Queue[int] = asyncio.Queue()
-    handover = Handover(
-        *(run_dir, listeners, regions, kept_regions, context.local_clients, objection),
-        partial(end_signals.put_nowait, signal.SIGTERM),
-    )
+    stop = partial(end_signals.put_nowait, signal.SIGTERM)
+    handover = Handover(run_dir, listeners, regions, kept, context.local_clients, objection, stop)
 
     return Supervisor(
         listeners=listeners,
@@ -282,7 +280,9 @@ def _compose_context(
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
-    front_zygote = _create_front_zygote(processes, run_dir)
+    # numpy's BLAS starts threads on import, which these processes do not need.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    front_zygote = Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
@@ -293,16 +293,10 @@ def _compose_context(
         logging=logging,
         tracing=TraceControl(control, config.trace, config.gateway.slow_request_ms),
         local_clients=LocalClientServer(
-            run_dir.path,
-            config.shm.group,
-            capabilities,
-            memory,
-            snapshot.for_local_client,
+            *(run_dir.path, config.shm.group, capabilities, memory, snapshot.for_local_client),
             control.acknowledgements,
             partial(_on_local_client_disconnected, control, memory),
-            load_on_demand,
-            listeners.local,
-            listeners.predecessor_listener,
+            *(load_on_demand, listeners.local, listeners.predecessor_listener),
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
@@ -318,12 +312,6 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
     control.broadcast(exited, "scheduler", "ensemble")
     memory.release(number)
     control.broadcast(exited, "worker")
-
-
-def _create_front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
-    # numpy's BLAS starts threads on import, which these processes do not need.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
 
 
 def _create_worker_zygote(

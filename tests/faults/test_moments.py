@@ -1,6 +1,4 @@
-"""Processes that die at a bad moment: while a model loads or reloads, or while the server
-drains.
-"""
+"""Processes that die at a bad moment: while a model loads, or while the server drains."""
 
 import time
 from pathlib import Path
@@ -18,19 +16,13 @@ from tests.support.waiting import until
 
 LOADING_VICTIMS = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
 DRAINING_VICTIMS = (
-    "worker gated.0",
-    "scheduler gated",
-    "gateway http 0",
-    "worker zygote",
-    "front zygote",
-)
+    "worker gated.0", "scheduler gated", "gateway http 0", "worker zygote", "front zygote",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model that waits at the gate while loading, one that does not, and one for
-    requests.
-    """
+    """Write a model that waits at the gate while loading, one that does not, one for requests."""
     folder = tmp_path_factory.mktemp("moments") / "models"
     folder.mkdir()
     repositories.add_slow(folder, "slow")

@@ -1,6 +1,4 @@
-"""Faults in the middle of sequences: clients that lost their state are informed, others not
-affected.
-"""
+"""Faults in the middle of sequences: their clients are informed, others not affected."""
 
 from __future__ import annotations
 
@@ -112,9 +110,7 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
 
 
 def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.client.Server) -> None:
-    """Covers the causing sequence, the other one of the same instance, those of the other
-    instance, and new ones.
-    """
+    """This includes the sequences of both instances, and new ones."""
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert add(client, sequence, sequence, start=True) == sequence
     with pytest.raises(ShmserveError) as error_info:
@@ -150,10 +146,7 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
 
 
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
-    """Only it knew the slots of sequences.
-
-    Clients must restart their sequences, and can do so at once.
-    """
+    """Only the scheduler knew the slots, so clients must restart their sequences."""
     assert add(client, 80, 1, start=True) == 1
     victim = server.find_one("scheduler summing")
     victim.kill()
@@ -163,9 +156,7 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
     assert [add(client, 80, 1, start=True), add(client, 80, 1, end=True)] == [1, 2]
 
 
-def test_a_client_opens_many_sequences_and_ends_none(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_client_ends_no_sequence(server: Server, client: shmserve.client.Server) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
     assert add(client, 1, 1, start=True) == 1
     arrays = {"INPUT0": np.zeros((1, 1), np.int32)}
@@ -193,9 +184,7 @@ def test_a_client_opens_many_sequences_and_ends_none(
     assert not called_models.wrong_responses and not called_models.lost_count
 
 
-def test_a_stream_opens_many_sequences_and_ends_none(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_stream_ends_no_sequence(server: Server, client: shmserve.client.Server) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
     results: queue.Queue[Any] = queue.Queue()
     tensor = grpc.InferInput("INPUT0", [1, 1], "INT32")

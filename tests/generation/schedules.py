@@ -104,7 +104,6 @@ class ModelRig(EngineRig):
 
     @property
     def bits(self) -> dict[int, Bits]:
-        """Return the bits of all requests by key."""
         return self.worker.engine.bits
 
     def submit_request(self, request: PlannedRequest) -> Generation[None]:
@@ -160,9 +159,7 @@ def run_alone(
 
 @dataclass
 class Schedule:
-    """A random schedule: the settings and requests that a seed draws. `counts` counts its
-    events.
-    """
+    """A random schedule, drawn from a seed; `counts` counts its events."""
 
     seed: int
     counts: Counter[str] = field(default_factory=Counter)

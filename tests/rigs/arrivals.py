@@ -8,11 +8,7 @@ from shmserve.ipc.transport.zmtp import Dealer
 
 
 def receive_arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:
-    """Return the messages that `link` receives, as soon as there are any; [] after a timeout.
-
-    A socket also wakes up for handshakes. Messages that are already there are returned even after
-    the timeout.
-    """
+    """Return what `link` receives, as soon as there is any; [] after a timeout."""
     end = time.monotonic() + patience_s
     while link.wait(max(0.0, end - time.monotonic())):
         messages = list(link.receive())
@@ -30,7 +26,6 @@ def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
 
 
 def encode_zmtp(body: bytes) -> bytes:
-    """Return a ZMTP message of one part."""
     is_short = len(body) < 256
     size = len(body).to_bytes(1 if is_short else 8, "big")
     return (b"\0" if is_short else b"\2") + size + body

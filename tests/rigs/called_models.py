@@ -25,9 +25,7 @@ CONFIG = model_config(
 
 
 class Peer:
-    """A bound socket. Received messages are taken in order; messages are sent to the last
-    sender.
-    """
+    """A bound socket: received messages in order; messages are sent to the last sender."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -59,9 +57,7 @@ class Peer:
 
 
 class CalledModels:
-    """The models that a model under test calls. They run in this thread, the model in another
-    one.
-    """
+    """The called models, which run in this thread, and the calling model in another one."""
 
     def __init__(self, folder: Path, control: Router):
         self._folder = folder
@@ -69,7 +65,6 @@ class CalledModels:
         self._routers: list[Router] = []
 
     def run(self, function: Any, *args: Any) -> Future[Any]:
-        """Run the code under test in a thread of its own."""
         future: Future[Any] = Future()
 
         def work() -> None:
@@ -90,7 +85,6 @@ class CalledModels:
         return Peer(self._routers[-1])
 
     def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **fields: Any) -> FindModel:
-        """Answer the next query for a model: its scheduler is `name`."""
         question = self.supervisor.next(FindModel)
         answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
         self.supervisor.send(Answered(question.id, {**answer, **fields}))

@@ -4,8 +4,6 @@ objects and sockets: how many calls of functions a request costs in each.
 Eight requests come at a time: small ones, as a batch of the model's, or large ones in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import cProfile
 import gc
@@ -95,9 +93,7 @@ class Calls:
         gc.enable()
 
     def by_function(self) -> dict[str, float]:
-        """Return the calls per request by function; calls of C functions are counted at their
-        caller.
-        """
+        """Return the calls per request by function; C functions count at their caller."""
         counts: dict[str, float] = {}
         for entry in self._profile.getstats():
             code: CodeType | str = entry.code
@@ -112,11 +108,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request for one model.
-
-    `works` are the packed requests by step and request; `http` returns the same request of an HTTP
-    client; `batch` requests are executed together.
-    """
+    """One kind of request: `works` by step, the same over `http`; `batch` are executed together."""
 
     config: dict[str, Any]
     batch: int
@@ -127,15 +119,12 @@ class Case:
 
     @property
     def model(self) -> str:
-        """Return the name of one of the benchmark's models."""
         return str(self.config["name"])
 
     def respond(self, work: Packed) -> Packed:
-        """Return the packed response to a packed request."""
         return pack_inferred(self.response(unpack_inference(*work)))
 
     def post(self, step: int, request: int) -> bytes:
-        """Return a request as an HTTP client sends it."""
         body = json.dumps(self.http(step, request)).encode()
         path = self.path or f"/v2/models/{self.model}/infer"
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
@@ -289,11 +278,7 @@ def worker(folder: Path, case: Case) -> Calls:
 
 
 def scheduler(run_dir: Path, case: Case) -> Calls:
-    """Count the calls of the scheduler.
-
-    One turn reads the requests and sends the batch. Another one reads the end of each batch and
-    sends the responses.
-    """
+    """Count the scheduler's calls: a turn sends the batch, and one sends the responses."""
     calls = Calls()
     endpoints.local_client_folder(run_dir).mkdir()
     control = Router(endpoints.control(run_dir))
@@ -399,11 +384,7 @@ def _loop_turn() -> Generator[None]:
 
 
 def gateway(run_dir: Path, case: Case, region: worker_rig.Region, *, grpc: bool = False) -> Calls:
-    """Count the calls of the gateway for HTTP or gRPC, from the bytes of the requests to those of
-    the responses.
-
-    There are as many connections as requests.
-    """
+    """Count the calls of the gateway from the bytes of requests to those of responses."""
     return uvloop.run(_gateway(run_dir, case, region, grpc))
 
 

@@ -65,11 +65,7 @@ class ControlOutbox(Outbox):
 
 
 class Rig:
-    """A model "m" with batches up to `max_batch_size`.
-
-    Without `dynamic` it has the default scheduler. A `decoupled` model sends any number of
-    responses.
-    """
+    """A model "m"; without `dynamic` with the default scheduler."""
 
     def __init__(
         self,
@@ -190,7 +186,6 @@ class Rig:
         ]
 
     def take_worker_messages(self) -> list[Any]:
-        """Return the messages to the workers since the last call."""
         return [message for _, message in self.workers.take()]
 
     def answers(self) -> list[Any]:
@@ -219,9 +214,7 @@ class Rig:
         self.worker(peer, m.ExecutionResponded(key=key, **{**defaults, **fields}))
 
     def report_returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
-        """Report that `execute` of a decoupled model returned; all requests but `ended`
-        continue.
-        """
+        """Report that a decoupled `execute` returned; all requests but `ended` continue."""
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, list(replies)))
 
@@ -243,19 +236,16 @@ class Rig:
 
 
 def ready_rig(*args: Any, **options: Any) -> tuple[Rig, bytes]:
-    """Return a rig with a ready instance, and the address of the instance."""
     rig = Rig(*args, **options)
     return rig, rig.start()
 
 
 def schema_of(batch_size: int = 1, shape_key: bytes = b"") -> bytes:
-    """Return a schema with this fit, see `fit_of`."""
     schema: bytes = msgpack.packb((batch_size, shape_key))
     return schema
 
 
 def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
-    """Return the fit that `schema_of` packed; any other schema stands for one row."""
     try:
         kind = msgpack.unpackb(schema)
     except ValueError as error:
@@ -269,16 +259,13 @@ def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
 
 
 def pack_response(response: bytes | Packed) -> Packed:
-    """Return the schema and data of a response; an opaque response, which no test reads, is
-    both.
-    """
+    """Return schema and data of a response; an opaque one, which no test reads, is both."""
     if isinstance(response, tuple):
         return response
     return response, [response] if response else []
 
 
 def ok_reply(key: int, response: bytes | Packed = b"done") -> m.Reply:
-    """Return a successful reply."""
     return m.Reply(key, "", "", *pack_response(response))
 
 

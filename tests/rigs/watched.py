@@ -1,5 +1,4 @@
-"""A server to watch: a model of every kind, all of them asked again and again; and its feed of
-figures, as a program reads it."""
+"""A server with a model of every kind under load, and its feed of figures."""
 
 from __future__ import annotations
 
@@ -26,9 +25,7 @@ FEW_MODELS = ("simple", "cached", "pipeline", "half", "crimes", "sums")
 
 
 def add_models(repository: Path, *, generative: bool = False) -> None:
-    """Add FEW, the model "broken", which does not load, and with `generative` the text model
-    "tiny".
-    """
+    """Add FEW, the broken model "broken", and with `generative` the text model "tiny"."""
     repositories.add(repository, "simple", "crimes")
     cached = "response_cache { enable: true }"
     repositories.add_as(repository, "cached", "simple", cached)
@@ -64,7 +61,6 @@ def _crimes(http: Http, number: int) -> None:
 
 
 def command(http: Http, name: str) -> None:
-    """Send a command to the model "crimes"."""
     tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
     http.infer("crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
 
@@ -102,14 +98,9 @@ def send_under_load(server: Server, *, generative: bool = False) -> Iterator[Non
             stop.wait(0.2)
 
     kinds = [
-        _simple,
-        _simple,
-        _infer_cached,
-        _pipeline,
-        _crimes,
-        _infer_sums,
+        _simple, _simple, _infer_cached, _pipeline, _crimes, _infer_sums,
         *([_complete_tiny] if generative else []),
-    ]
+    ]  # fmt: skip
     threads = [threading.Thread(target=send_requests, args=[kind]) for kind in kinds]
     for thread in threads:
         thread.start()

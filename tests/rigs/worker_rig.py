@@ -48,7 +48,6 @@ CLIENT_PID = 4242
 
 
 def tensor_config(name: str, data_type: str, dims: Sequence[int], **fields: Any) -> dict[str, Any]:
-    """Return one entry of a configuration's `input` or `output`."""
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **fields}
 
 
@@ -58,7 +57,6 @@ def model_config(
     max_batch_size: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return the part of a configuration that a worker reads."""
     return {
         "name": "m",
         "backend": "",
@@ -167,7 +165,6 @@ class Rig:
         self._timers: list[Timer] = []
 
     def serve(self, backend: Backend, config: dict[str, Any]) -> Rig:
-        """Load a model into the instance."""
         decoded = ModelSpec.of(config)
         backend.load(decoded)
         self.instance = WorkerInstance(self.context, backend, decoded)
@@ -211,9 +208,7 @@ class Rig:
         ]
 
     def execute(self, work_items: Sequence[Work]) -> None:
-        """Run a batch of these requests up to its end in the worker, before its replies are
-        sent.
-        """
+        """Run a batch of these requests in the worker, without sending its replies."""
         self._batches += 1
         command = self.instance.link.open_requests(Execute(self._batches, list(work_items)))
         self.finished = self.instance._executor.execute(*command)
@@ -242,7 +237,6 @@ class Rig:
         assert self._dealer is not None and self._dealer.wait(5.0)
 
     def close(self) -> None:
-        """Close all descriptors, and end the threads."""
         for timer in self._timers:
             timer.close()
         for served in self._links:

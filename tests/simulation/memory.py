@@ -1,8 +1,4 @@
-"""Simulated shared memory: arenas in which each block has an owner and a reader.
-
-The allocator is the real one. The bytes are stored by block, so that a use after free, a double
-release and a leak are always detected.
-"""
+"""Simulated shared memory with the real allocator: use after free, double free, leaks."""
 
 from __future__ import annotations
 
@@ -62,7 +58,6 @@ class SimulatedMemory:
         ]
 
     def block(self, memory_id: int, offset: int) -> bytearray | None:
-        """Return the block of a living process at an offset, if one is allocated."""
         arena = self._arenas[memory_id]
         return arena.blocks.get(offset) if arena.owner.alive else None
 
@@ -82,10 +77,7 @@ class SimulatedMemory:
 
 
 class SimulatedArena:
-    """A fake of `ipc.memory.arena.Arena` without an object.
-
-    `blocks` contains the bytes by offset. While the arena is `is_full`, every allocation fails.
-    """
+    """A fake `Arena` without an object: `blocks` by offset; if `is_full`, allocations fail."""
 
     def __init__(self, number: int, owner: Process, capacity: int) -> None:
         self.owner = owner
@@ -96,7 +88,6 @@ class SimulatedArena:
 
     @property
     def used(self) -> int:
-        """Return the number of allocated bytes."""
         return self._list.used
 
     def allocate(self, byte_size: int) -> Range:
@@ -108,11 +99,9 @@ class SimulatedArena:
         return Range(self.memory, offset, byte_size)
 
     def view(self, memory_range: Range) -> memoryview:
-        """Return a writable view of a range."""
         return memoryview(self.blocks[memory_range.offset])[: memory_range.byte_size]
 
     def memory_range(self, data: bytes) -> Range:
-        """Allocate a block with these bytes."""
         memory_range = self.allocate(len(data))
         self.blocks[memory_range.offset][:] = data
         return memory_range

@@ -73,7 +73,6 @@ class Model:
 
     @property
     def has_sequences(self) -> bool:
-        """Return whether requests belong to sequences."""
         return "sequence_batching" in self.config
 
     @property
@@ -83,7 +82,6 @@ class Model:
 
     @property
     def is_generative(self) -> bool:
-        """Return whether the model generates text."""
         return bool(self.config.get("backend") == LLM_BACKEND)
 
     @staticmethod
@@ -105,14 +103,11 @@ class Model:
 
     @property
     def needs_tickets(self) -> bool:
-        """Return whether instances execute only with a ticket."""
         return self.limits.rate_limited
 
     @cached_property
     def padding(self) -> Padding | None:
-        """Return the padding rules, or None if requests of different lengths do not share a
-        batch.
-        """
+        """Return the padding rules; None if requests of different lengths do not share a batch."""
         return ModelSpec.of(self.config).padding
 
     @property
@@ -122,7 +117,6 @@ class Model:
 
     @property
     def tensor_maps(self) -> list[dict[str, Any]]:
-        """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
         steps: list[dict[str, Any]] = scheduling.get("step") or [_SINGLE_STEP]
         return steps
@@ -133,9 +127,7 @@ class Model:
         return bool(content.rstrip(b"_")[-1] % 2)
 
     def skipped_steps(self, content: bytes) -> set[int]:
-        """Return the steps that do not run for this input: the conditional step and its
-        dependents.
-        """
+        """Return the steps that do not run: the conditional step and its dependents."""
         if self.condition < 0 or self.runs_step(content):
             return set()
         conditions = {self.condition}
@@ -150,7 +142,6 @@ class Model:
 
     @property
     def needs(self) -> list[str]:
-        """Return the required inputs."""
         return [tensor["name"] for tensor in self.config["input"] if not tensor.get("optional")]
 
     def outputs_of(self, data: bytes, version: str) -> tuple[bytes, bytes]:
@@ -158,11 +149,7 @@ class Model:
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
     def source(self, output_bytes: bytes, model_name: bytes) -> bytes | None:
-        """Return the input of OUT, or None if OUT is no valid response of this model.
-
-        The input is followed by the index of the response of a decoupled step from which OUT
-        results.
-        """
+        """Return the input of OUT, with the index of a decoupled response; None if invalid."""
         values = {"OUT": output_bytes}
         step_mark = b""
         for step, maps in reversed(list(zip(self.steps or (self,), self.tensor_maps, strict=True))):
@@ -190,7 +177,6 @@ _SINGLE_STEP = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "
 
 
 def join_inputs(first_row: bytes, second_row: bytes) -> bytes:
-    """Return two inputs as one; the second may be missing."""
     return b"[%s&%s]" % (first_row, second_row)
 
 

@@ -58,9 +58,7 @@ class Request:
     client: Any = None
 
     def is_skipped(self, outputs: dict[str, bytes]) -> bool:
-        """Return whether a condition skipped all outputs; raise Violation if the wrong steps
-        have run.
-        """
+        """Return whether a condition skipped all outputs; raise Violation for wrong steps."""
         model = self.model
         skipped_steps = model.skipped_steps(self.content)
         if bool(outputs) == (len(model.steps) - 1 in skipped_steps):
@@ -75,11 +73,7 @@ class Request:
         return not outputs
 
     def expected_source(self, source: bytes, number: int) -> bytes:
-        """Return the expected input of the response with this number.
-
-        Raises:
-            Violation: The sequence cannot have the state in `source`.
-        """
+        """Return the expected input of this response; raise Violation for an impossible state."""
         if self.model.is_generative:
             packed = source.rpartition(b"#")[2]
             problem = texts.problem(self.content, self.received, packed)
@@ -121,10 +115,7 @@ class Request:
 
 
 class Ledger:
-    """All requests of a run by uid.
-
-    `unloaded` contains the models that were not served for a while.
-    """
+    """All requests of a run by uid; `unloaded` models were not served for a while."""
 
     def __init__(self, world: World) -> None:
         self.requests: dict[str, Request] = {}
@@ -133,7 +124,6 @@ class Ledger:
         self._world = world
 
     def add(self, request: Request) -> None:
-        """Record a request that is about to be submitted."""
         self.requests[request.uid] = request
 
     def record_response(self, request: Request, message: Any) -> None:
@@ -161,7 +151,6 @@ class Ledger:
 
     @staticmethod
     def _check_failure(request: Request, message: Any, kind: str) -> None:
-        """Check that there is a reason for a generation to fail."""
         if not request.model.is_generative:
             return
         if kind == InvalidArgument.code and texts.request_of(request.content).fits:
@@ -192,9 +181,7 @@ class Ledger:
                 request.fail(f"has {request.responses} responses of {request.expected}")
 
     def open(self) -> list[Request]:
-        """Return the requests of live clients that have not ended or whose memory is still in
-        use.
-        """
+        """Return requests of live clients that have not ended or whose memory is in use."""
         return [
             request
             for request in self.requests.values()
@@ -249,7 +236,6 @@ class SchedulerTrace:
     # --- received messages ------------------------------------------------------------------------
 
     def from_client(self, peer: bytes, message: Any) -> None:
-        """Record a client's message before the scheduler handles it."""
         key = (peer, getattr(message, "id", 0))
         if isinstance(message, m.Submit):
             if leading_pid(peer) in self.dead_pids:
@@ -279,7 +265,6 @@ class SchedulerTrace:
                 self._remove_entry(entry)
 
     def record_lost_worker(self, peer: bytes) -> None:
-        """Record that a worker has exited, with its requests."""
         is_running = True  # only the first batch was running; the others were queued at the worker
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
@@ -351,7 +336,6 @@ class SchedulerTrace:
         entry.worker = peer
 
     def record_step(self, peer: bytes, message: generation.Stepped) -> None:
-        """Record the result of a step."""
         if self.steps.pop(peer, 0) == message.step:
             self.counts["executions"] += 1
 
@@ -469,29 +453,22 @@ class SchedulerTrace:
 
     @property
     def busy(self) -> int:
-        """Return the number of workers that have a batch."""
         return len({peer for peer, _ in self.batches})
 
     def check_before_stop(self) -> None:
-        """Check the state before the scheduler handles `Stop`.
-
-        No request may be left, except later requests of open sequences and requests that are
-        retried elsewhere.
-        """
+        """Check that no request is left at `Stop`, except of open sequences and those retried."""
         if self.model.has_sequences or self.succeeded_by_another:
             return
         for entry in self.entries.values():
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
     def check_turn_end(self) -> None:
-        """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
             max_queued = self.settings.policies.policy(level).max_queue_size
             if 0 < max_queued < len(line):
                 self._fail(f"{len(line)} requests wait on level {level}, of at most {max_queued}")
 
     def check_counters(self, report: dict[str, Any]) -> None:
-        """Check that a report of the scheduler agrees with its messages."""
         statistics = report["inference_stats"]
         violations = {
             "succeeded": statistics["success"]["count"],
@@ -512,10 +489,6 @@ class SchedulerTrace:
 
 
 def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:
-    """Return the client and the id of a request.
-
-    The requests that an ensemble makes for the responses of one step share an id, so their inputs
-    distinguish them.
-    """
+    """Return a request's client and id, and for requests of an ensemble its input."""
     data = [datum if isinstance(datum, bytes) else tuple(datum) for datum in request.data]
     return pid, request.request_id, repr(data)

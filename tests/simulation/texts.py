@@ -30,14 +30,11 @@ class TextRequest(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Return whether the request fits into any pool."""
         return self.max_tokens < _TOO_MANY and self.samples == 1 and self.search is None
 
 
 class Piece(NamedTuple):
-    """A part of a sample's text: the index of its first token, its tokens, and the end reason
-    if any.
-    """
+    """A part of a sample's text: the index of its first token, tokens, end reason."""
 
     sample: int
     begin: int
@@ -98,11 +95,7 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
 
 
 def problem(content: bytes, received_positions: set[tuple[int, int]], packed: bytes) -> str:
-    """Return the error in a response, or "".
-
-    `received_positions` contains (sample, index of token) of earlier responses, with -1 for the
-    end of a sample. The entries of this response are added.
-    """
+    """Return the error in a response, or ""; its entries join `received_positions`."""
     for piece in pieces(packed):
         tokens, reason = texts(content)[piece.sample]
         end = piece.begin + len(piece.tokens)

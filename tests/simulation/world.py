@@ -22,11 +22,7 @@ class Violation(AssertionError):
 
 
 class World:
-    """An event queue in virtual time, in ns.
-
-    `trace` contains the last events, `faults` the number of faults by kind, and `skew_ns` the total
-    jump of the wall clock.
-    """
+    """An event queue in virtual time (ns), with a `trace` and the `faults` by kind."""
 
     def __init__(self, seed: int, traced: int = TRACED_EVENTS) -> None:
         self.random = random.Random(seed)
@@ -50,7 +46,6 @@ class World:
         heapq.heappush(self._heap, entry)
 
     def note(self, *words: Any) -> None:
-        """Append an event to the trace."""
         self.trace.append((self.now_ns, *words))
 
     def fault(self, kind: str, *words: Any) -> None:
@@ -78,7 +73,6 @@ class World:
         return int(least * (maximum / least) ** self.random.random())
 
     def chance(self, probability: float) -> bool:
-        """Return True with this probability."""
         return self.random.random() < probability
 
     def new_pid(self, reuse: bool = False) -> int:
@@ -148,7 +142,6 @@ class Link:
 
     @property
     def pending(self) -> bool:
-        """Return whether a message is in transit."""
         return self.connected and bool(self._frames)
 
     def post(self, *messages: Any) -> None:
@@ -168,7 +161,6 @@ class Link:
         self._frames.clear()
 
     def take_in_transit(self) -> list[Any]:
-        """Remove and return all messages in transit."""
         frames, self._frames = self._frames, deque()
         return [message for frame in frames for message in frame]
 

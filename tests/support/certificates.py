@@ -20,21 +20,12 @@ authorityKeyIdentifier = keyid
 subjectAltName = DNS:localhost, IP:127.0.0.1
 """
 _NEW_KEY_ARGUMENTS = (
-    "req",
-    "-x509",
-    "-newkey",
-    "ec",
-    "-pkeyopt",
-    "ec_paramgen_curve:prime256v1",
-    "-nodes",
-)
+    "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+)  # fmt: skip
 
 
 def make(folder: Path) -> Path:
-    """Create NAME.key and NAME.pem for ca, server, client and stranger; return the folder.
-
-    The certificate of the stranger is not signed by ca.
-    """
+    """Create keys and certificates of ca, server, client and stranger (not signed by ca)."""
     (folder / "openssl.cnf").write_text(_CONFIGURATION)
     for name in ("ca", "stranger"):
         _make(folder, name, "-extensions", "ca")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.support.regions import SharedObject
-from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
+from tests.support.wire.raw_http import Http, json_input, region_request
 
 if TYPE_CHECKING:
     from tests.support.servers import Server
@@ -25,9 +25,7 @@ _PATIENCE_S = 20.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A completed request: its start and end (monotonic seconds), and "" or the difference from
-    the expected response.
-    """
+    """A completed request: start and end (s), and "" or the difference from its expectation."""
 
     client: int
     started_at: float
@@ -63,9 +61,7 @@ def infer_simple(http: Http, number: int) -> str:
 
 
 class InferInMemory:
-    """Requests for the model "identity" (FP32) through one region of `count` numbers for input
-    and output.
-    """
+    """Requests for "identity" (FP32) through one region for input and output."""
 
     def __init__(self, http: Http, count: int = 4096) -> None:
         self.count = count
@@ -82,19 +78,13 @@ class InferInMemory:
         """Write the input, send a request, and check the output."""
         values = np.arange(self.count, dtype=np.float32) + number
         self.shared.write(values)
-        input_tensor = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
-        output = {
-            "name": "OUTPUT0",
-            "parameters": in_region(self.shared.name, self.size, self.size),
-        }
-        reply = http.infer("identity", {"inputs": [input_tensor], "outputs": [output]})
+        reply = http.infer("identity", region_request(self.shared.name, self.size))
         if reply.status != 200:
             return f"{reply.status}: {reply.error}"
         is_right = (self.shared.read(np.float32, self.count, self.size) == values).all()
         return "" if is_right else "wrong: the region does not hold what was sent"
 
     def close(self, http: Http) -> None:
-        """Unregister and remove the region."""
         with contextlib.suppress(OSError, http_error):
             http.unregister(self.shared.name)
         self.shared.unlink()
@@ -152,14 +142,7 @@ class Load:
                 self._stop.wait(_BREATH_S)
 
     def wait_answered(self, start_time: float, within_s: float = 10.0) -> float:
-        """Wait until each client has a correct response to a request begun after `start_time`.
-
-        Returns:
-            The elapsed seconds since `start_time`.
-
-        Raises:
-            AssertionError: The wait takes longer than `within_s` from now.
-        """
+        """Return the seconds from `start_time` until each client has a correct later response."""
         waiting = set(range(len(self._kinds)))
         answer_count = 0
 

@@ -1,7 +1,4 @@
-"""A table of all processes of this host and their parents.
-
-One scan answers many queries, whereas psutil scans all processes for each query.
-"""
+"""A table of all processes of this host and their parents; one scan for many queries."""
 
 import contextlib
 import os
@@ -11,10 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A process.
-
-    `started` (clock ticks since the boot) distinguishes processes with the same pid.
-    """
+    """A process; `started` (clock ticks) distinguishes processes with the same pid."""
 
     pid: int
     parent: int
@@ -35,7 +29,6 @@ def table() -> dict[int, Entry]:
 
 
 def descendants(pid: int, processes: dict[int, Entry]) -> list[Entry]:
-    """Return the descendants of a process in a table."""
     children = defaultdict(list)
     for entry in processes.values():
         children[entry.parent].append(entry)

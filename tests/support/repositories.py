@@ -7,21 +7,11 @@ from pathlib import Path
 MODELS = Path(__file__).resolve().parents[1] / "models"
 
 DATATYPES = {
-    "BOOL": "TYPE_BOOL",
-    "UINT8": "TYPE_UINT8",
-    "UINT16": "TYPE_UINT16",
-    "UINT32": "TYPE_UINT32",
-    "UINT64": "TYPE_UINT64",
-    "INT8": "TYPE_INT8",
-    "INT16": "TYPE_INT16",
-    "INT32": "TYPE_INT32",
-    "INT64": "TYPE_INT64",
-    "FP16": "TYPE_FP16",
-    "FP32": "TYPE_FP32",
-    "FP64": "TYPE_FP64",
-    "BYTES": "TYPE_STRING",
-    "BF16": "TYPE_BF16",
-}
+    "BOOL": "TYPE_BOOL", "UINT8": "TYPE_UINT8", "UINT16": "TYPE_UINT16", "UINT32": "TYPE_UINT32",
+    "UINT64": "TYPE_UINT64", "INT8": "TYPE_INT8", "INT16": "TYPE_INT16", "INT32": "TYPE_INT32",
+    "INT64": "TYPE_INT64", "FP16": "TYPE_FP16", "FP32": "TYPE_FP32", "FP64": "TYPE_FP64",
+    "BYTES": "TYPE_STRING", "BF16": "TYPE_BF16",
+}  # fmt: skip
 
 
 def add(repository: Path, *names: str, config: str = "") -> None:
@@ -31,10 +21,7 @@ def add(repository: Path, *names: str, config: str = "") -> None:
 
 
 def add_as(repository: Path, name: str, source: str, config: str = "") -> Path:
-    """Copy the model `source` as `name`; return its folder.
-
-    `config` is appended to its config.pbtxt.
-    """
+    """Copy the model `source` as `name` with more `config`; return its folder."""
     folder = repository / name
     shutil.copytree(MODELS / source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "config.pbtxt"
@@ -73,9 +60,7 @@ def identity_config(
     inputs: int = 1,
     settings: str = "",
 ) -> str:
-    """Return the config.pbtxt of a Python model whose OUTPUTn has the datatype and dims of
-    INPUTn.
-    """
+    """Return the configuration of a Python model with OUTPUTn like INPUTn."""
     kind = DATATYPES[datatype]
     shape = ", ".join(map(str, dims))
 

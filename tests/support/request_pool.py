@@ -31,8 +31,6 @@ class RequestPool:
         return future
 
     def send(self, send_request: Callable[[Http], Reply]) -> Future[Reply]:
-        """Call `send_request` with a connection of its own."""
-
         def run() -> Reply:
             with self._server.http() as http:
                 return send_request(http)
@@ -47,9 +45,7 @@ class RequestPool:
     def number(
         self, model: str, value: int, rows: int = 1, columns: int = 1, **parameters: Any
     ) -> Future[Reply]:
-        """Send an INT32 INPUT0 [rows, columns] filled with `value`, the input of the model
-        "gated".
-        """
+        """Send an INT32 INPUT0 [rows, columns] filled with `value`, as "gated" takes it."""
         request: dict[str, Any] = {
             "inputs": [json_input("INPUT0", np.full((rows, columns), value, np.int32))]
         }
@@ -73,5 +69,4 @@ def request_pool(server: Server, thread_count: int = 64) -> Iterator[RequestPool
 
 
 def values(reply: Reply) -> list[int]:
-    """Return the values in a response of the model "gated"."""
     return reply.tensors()["OUTPUT0"].ravel().tolist()

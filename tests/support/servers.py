@@ -120,7 +120,6 @@ class Server:
         return f"127.0.0.1:{self.grpc_port}"
 
     def log(self) -> str:
-        """Return the whole log so far."""
         return self.log_path.read_text(errors="replace")
 
     @contextlib.contextmanager
@@ -129,7 +128,6 @@ class Server:
             yield http
 
     def load(self, *models: str) -> None:
-        """Load models one after the other; each load must succeed."""
         with self.http() as http:
             for model in models:
                 http.load(model).ok()
@@ -141,11 +139,7 @@ class Server:
     # --- waiting ---
 
     def wait_ready(self, path: str = "/v2/health/ready", within_s: float = DEADLINE_S) -> Server:
-        """Wait until `path` returns 200.
-
-        Raises:
-            AssertionError: The server exits or takes too long; the error contains its log.
-        """
+        """Wait until `path` returns 200; raise AssertionError with the log otherwise."""
         deadline = time.monotonic() + within_s
         while not self.answers(path):
             if self.wait_exit(0.02) is not None:
@@ -157,7 +151,6 @@ class Server:
         return self
 
     def answers(self, path: str, status: int = 200) -> bool:
-        """Return whether a GET on a new connection returns this status."""
         try:
             with self.http(timeout_s=5) as http:
                 return http.get(path).status == status
@@ -176,10 +169,7 @@ class Server:
         until(f"gRPC listens:\n{self.log()}", accepts_connections)
 
     def wait_named(self) -> None:
-        """Wait until each process has its own title, by which the leak guard identifies it.
-
-        A server may be ready before all of its gateways and its zygote have started.
-        """
+        """Wait until each process has its own title, by which the leak guard identifies it."""
         # A process forked by a zygote has the zygote's title for a moment.
         own_titles = [
             prefix + title
@@ -194,7 +184,6 @@ class Server:
         until(f"its processes are named:\n{self.log()}", have_names)
 
     def wait_exit(self, within_s: float) -> int | None:
-        """Return the exit status, or None if the server still runs after `within_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(within_s)
         return None
@@ -205,7 +194,6 @@ class Server:
     # --- inspection ---
 
     def tree(self) -> list[psutil.Process]:
-        """Return the supervisor and all its descendants."""
         return tree(self.pid)
 
     def titles(self) -> Counter[str]:
@@ -217,12 +205,10 @@ class Server:
         return [process for process in self.tree() if title(process).startswith(start)]
 
     def find_one(self, start: str) -> psutil.Process:
-        """Return the only process whose title starts with `start`."""
         (process,) = self.find(start)
         return process
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples with this name and these labels."""
         return sum(
             value
             for sample_labels, value in self.samples(name)
@@ -230,7 +216,6 @@ class Server:
         )
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Return the labels and the value of each sample with this name."""
         return [
             (sample.labels, sample.value)
             for family in text_string_to_metric_families(self.metrics())
@@ -243,7 +228,6 @@ class Server:
             return http.get("/metrics").ok().body.decode()
 
     def wait_pending(self, model: str, count: int) -> None:
-        """Wait until `count` requests are in the queue of a model."""
         until(
             f"{count} requests of {model} are pending",
             lambda: self.metric("nv_inference_pending_request_count", model=model) == count,
@@ -252,9 +236,7 @@ class Server:
     # --- ending ---
 
     def stop(self, within_s: float = _STOP_S) -> None:
-        """Send SIGTERM, check that the server exits with 0 and leaves nothing, and remove its
-        folder.
-        """
+        """Stop the server by SIGTERM; check its status and what it leaves; remove its folder."""
         members = self.tree()
         try:
             if self.process.poll() is None:
@@ -267,7 +249,6 @@ class Server:
             self.discard(members)
 
     def assert_exited(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
-        """Check that these processes exit, and that the run directory is removed."""
         _, alive = psutil.wait_procs(members, timeout=within_s)
         alive = list(filter(is_running, alive))
         assert not alive, f"left behind: {list(map(title, alive))}\n{self.log()[-6000:]}"
@@ -281,7 +262,6 @@ class Server:
         assert not leftovers, f"left behind in $TMPDIR: {leftovers}"
 
     def kill(self) -> None:
-        """Send SIGKILL only to the supervisor."""
         self.process.kill()
         self.process.wait()
 
@@ -304,10 +284,7 @@ http_client_error = http.client.HTTPException
 
 
 def without_short_lived(titles: Counter[str]) -> Counter[str]:
-    """Return the counts without short-lived processes.
-
-    Excluded are zombies, and processes that a zygote has just forked and that have no title yet.
-    """
+    """Return the counts without zombies and just forked processes without a title."""
     return Counter(
         {
             title: 1 if title.endswith("zygote") else count
@@ -318,7 +295,6 @@ def without_short_lived(titles: Counter[str]) -> Counter[str]:
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """Return a process and all its descendants, or an empty list if it has exited."""
     members = []
     for member_pid in (pid, *(entry.pid for entry in descendants(pid, table()))):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -360,7 +336,6 @@ def hold_ports(count: int) -> list[socket.socket]:
 
 
 def refuses_connections(port: int) -> bool:
-    """Return whether no process listens at a port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except ConnectionRefusedError:
@@ -373,9 +348,7 @@ def port_of(port_socket: socket.socket) -> int:
 
 
 def unload_all(server: Server, repository: Path) -> None:
-    """Unload every model of a server in explicit mode, empty its repository, and wait for its
-    processes.
-    """
+    """Unload every model of a server, empty its repository, and wait for its processes."""
     with server.http() as http:
         for model in http.post("/v2/repository/index").ok().json():
             http.unload(model["name"]).ok()
@@ -394,10 +367,7 @@ def running(
     gpu: bool = False,
     **options: Any,
 ) -> Iterator[Server]:
-    """Yield a ready server that is stopped at the end of the with block.
-
-    With `grpc` it also has that listener, and with `gpu` it may use the host's GPUs.
-    """
+    """Yield a ready server, with `grpc` and `gpu` if asked, that is stopped at the end."""
     repositories = [repository] if isinstance(repository, Path) else repository
     server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, **options)
     try:
@@ -421,7 +391,6 @@ Start = Callable[..., Server]
 def run_command(
     *arguments: str, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m shmserve ...` to its end."""
     return run_python("-m", "shmserve", *arguments, timeout_s=timeout_s, **options)
 
 
@@ -435,7 +404,6 @@ def run_python(
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Return whether a process is running and not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -450,7 +418,6 @@ def kill_together(members: Sequence[psutil.Process]) -> None:
 
 
 def suspend(process: psutil.Process) -> None:
-    """Suspend a process with SIGSTOP."""
     os.kill(process.pid, signal.SIGSTOP)
 
 

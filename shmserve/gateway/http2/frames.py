@@ -86,9 +86,8 @@ def encode_goaway(last_id: int, code: FaultCode, reason: str = "") -> bytes:
 
 def encode_settings(values: dict[int, int]) -> bytes:
     """Return a SETTINGS frame."""
-    return encode_frame(
-        SETTINGS, 0, 0, b"".join(_SETTING_FORMAT.pack(*item) for item in values.items())
-    )
+    payload = b"".join(_SETTING_FORMAT.pack(*item) for item in values.items())
+    return encode_frame(SETTINGS, 0, 0, payload)
 
 
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
@@ -99,9 +98,8 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
         if key == ENABLE_PUSH and value > 1:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
         if key == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
-            raise ConnectionFault(
-                FaultCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE out of range"
-            )
+            text = "SETTINGS_INITIAL_WINDOW_SIZE out of range"
+            raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, text)
         if key == MAX_FRAME_SIZE and not SMALLEST_FRAME <= value <= LARGEST_FRAME:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE out of range")
         yield key, value

@@ -124,9 +124,14 @@ class WaitingRequests:
 class StatefulSequence:
     """The requests with one correlation id from a START to an END, in the order of their arrival.
 
-    A sequence has a slot (`slot` of its `home`), or waits in the backlog (no `home`). At most one
-    of its requests runs at a time. `owner` is its submitter. `ended`: no further request can come.
-    `begun`: its instance has state of it.
+    At most one of its requests runs at a time.
+
+    Attributes:
+        owner: The submitter of its requests.
+        instance_slots: The slots of its instance, or None while it waits in the backlog.
+        slot: The number of its slot, if it has one.
+        has_ended: Whether no further request can come.
+        has_state: Whether its instance has state of it.
     """
 
     __slots__ = (
@@ -375,11 +380,7 @@ class Sequences:
             self._free = [entry for entry in self._free if not entry[2].closed]
             heapq.heapify(self._free)
             self._stale_slots = 0
-        unstarted = [
-            sequence
-            for sequence in slots.sequences
-            if sequence is not None and not sequence.has_state
-        ]
+        unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
         for sequence in sorted(unstarted, key=attrgetter("waiting.first.key"), reverse=True):
             slots.mark_not_ready(sequence)
             slots.sequences[sequence.slot] = None
@@ -427,8 +428,9 @@ class Sequences:
         restarts = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost_ids.pop(correlation_id, None)
+            source = (request.client, request.submit.source)
             sequence = self._open_sequences[correlation_id] = StatefulSequence(
-                correlation_id, (request.client, request.submit.source)
+                correlation_id, source
             )
             self.backlog.append(sequence)
         request.sequence = sequence
@@ -570,12 +572,10 @@ class Sequences:
     # --- time -------------------------------------------------------------------------------------
 
     def next_idle_ns(self) -> int:
-        """Return the time (monotonic ns) at which `reap` may end a sequence, or NEVER."""
-        return (
-            next(iter(self._idle_sequences.values())) + self._idle_ns
-            if self._idle_sequences
-            else NEVER
-        )
+        """Return the time (monotonic ns) at which `expire_idle` may end a sequence, or NEVER."""
+        if not self._idle_sequences:
+            return NEVER
+        return next(iter(self._idle_sequences.values())) + self._idle_ns
 
     def expire_idle(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""

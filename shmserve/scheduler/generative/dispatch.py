@@ -76,16 +76,13 @@ class AssignedRequest:
         generation = self.generation
         if generation is None or generation.beams is not None:
             return {}
-        return {
-            sequence.sample: sequence.tokens[len(generation.prompt) :]
-            for sequence in generation.sequences
-        }
+        prompt_size = len(generation.prompt)
+        return {s.sample: s.tokens[prompt_size:] for s in generation.sequences}
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        samples = {
-            sample: (tokens, "") for sample, tokens in self.open_samples.items()
-        } | self.ended_samples
+        open_samples = {sample: (tokens, "") for sample, tokens in self.open_samples.items()}
+        samples = open_samples | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
         return [
@@ -113,11 +110,8 @@ class GenerativeDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Engines by the address of their worker.
-        self._engines: dict[bytes, Engine[AssignedRequest]] = {}
-        self._assigned_requests: dict[
-            int, AssignedRequest
-        ] = {}  # requests at instances by their key
+        # The requests at instances by their key.
+        self._assigned_requests: dict[int, AssignedRequest] = {}
         self._unassigned: list[AssignedRequest] = []
         self._numbers = itertools.count(1)
 
@@ -139,13 +133,12 @@ class GenerativeDispatch(Dispatcher):
         them.
         """
         max_sequences = self._engine_settings.max_batch_size
-        engines = [self._engines.get(slot.peer) for slot in self._pool.ready()]
-        capacity = sum(
-            max(max_sequences - engine.live_sequences, 0) if engine is not None else max_sequences
-            for engine in engines
+        engines = [self._engine(slot) for slot in self._pool.ready()]
+        capacity = sum(max(max_sequences - engine.live_sequences, 0) for engine in engines)
+        unprepared = sum(
+            assigned.generation is None for assigned in self._assigned_requests.values()
         )
-        unprepared = sum(engine.generation is None for engine in self._assigned_requests.values())
-        waiting_count = sum(engine.waiting for engine in self._engines.values())
+        waiting_count = sum(engine.waiting for engine in engines)
         return max(len(self._queue) + unprepared - capacity, 0) + waiting_count
 
     def flush(self) -> None:
@@ -169,15 +162,10 @@ class GenerativeDispatch(Dispatcher):
         return NEVER
 
     def _engine(self, slot: Slot) -> Engine[AssignedRequest]:
-        engine = self._engines.get(slot.peer)
-        if engine is None:
-            engine = self._engines[slot.peer] = Engine(
-                self._engine_settings,
-                self._counts,
-                self._numbers,
-                self._on_sequence_end,
-                self._on_search_end,
-            )
+        if slot.engine is None:
+            callbacks = (self._on_sequence_end, self._on_search_end)
+            slot.engine = Engine(self._engine_settings, self._counts, self._numbers, *callbacks)
+        engine: Engine[AssignedRequest] = slot.engine
         return engine
 
     def _sweep(self, now_ns: int) -> None:
@@ -191,8 +179,8 @@ class GenerativeDispatch(Dispatcher):
             if slot is None:
                 self._unassigned.remove(assigned)
                 self._close(assigned.request, now_ns)
-            elif generation is not None and slot.peer in self._engines:
-                engine = self._engines[slot.peer]
+            elif generation is not None:
+                engine = self._engine(slot)
                 if engine.is_running(generation):
                     continue  # its last tokens are counted at the end of the step
                 engine.cancel(generation)
@@ -222,9 +210,8 @@ class GenerativeDispatch(Dispatcher):
     def _prepare(self, assigned: AssignedRequest, slot: Slot, now_ns: int) -> None:
         assigned.slot = slot
         self._pool.join(slot, assigned.request, now_ns)
-        self._executions.post(
-            slot.peer, Prepare(to_works([assigned.request]), assigned.resume_state())
-        )
+        prepare = Prepare(to_works([assigned.request]), assigned.resume_state())
+        self._executions.post(slot.peer, prepare)
 
     # --- workers
 
@@ -272,16 +259,13 @@ class GenerativeDispatch(Dispatcher):
                 f"but the engine runs at most {self._engine_settings.max_batch_size} sequences "
                 f"with {self._engine_settings.capacity} tokens in memory"
             )
-            self._responses.fail(
-                request, "INVALID_ARG", text, Reason.REJECTED, now_ns, is_early=True
-            )
+            reason = Reason.REJECTED
+            self._responses.fail(request, "INVALID_ARG", text, reason, now_ns, is_early=True)
             self._executions.cancel(request)
             return
         can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
         if message.replays:
-            ended_samples = {
-                sample: tokens for sample, (tokens, _) in assigned.ended_samples.items()
-            }
+            ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
             for sample, tokens in (resumed | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
                 assigned.replayed_tokens[sample] = max(tokens, previous_tokens, key=len)
@@ -291,9 +275,8 @@ class GenerativeDispatch(Dispatcher):
         self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:
             request.timing = Timing(now_ns, 0, 0, 0)
-        engine.add(
-            generation, resumed if can_resume and (resumed or assigned.ended_samples) else None
-        )
+        has_samples = can_resume and (resumed or assigned.ended_samples)
+        engine.add(generation, resumed if has_samples else None)
 
     def _handle_stepped(
         self, engine: Engine[AssignedRequest], slot: Slot, message: Stepped, now_ns: int
@@ -348,13 +331,8 @@ class GenerativeDispatch(Dispatcher):
     # --- counts
 
     def gauges(self) -> dict[str, Any]:
-        engines = [
-            self._engines[slot.peer] for slot in self._pool.ready() if slot.peer in self._engines
-        ]
-        by_status = {
-            str(status): sum(engine.count(status) for engine in engines)
-            for status in SequenceStatus
-        }
+        engines = [self._engine(slot) for slot in self._pool.ready()]
+        by_status = {str(s): sum(engine.count(s) for engine in engines) for s in SequenceStatus}
         rows = sum(len(engine.running.rows) for engine in engines if engine.running is not None)
         capacity = len(engines) * self._engine_settings.max_batch_size
         return {
@@ -371,9 +349,6 @@ class GenerativeDispatch(Dispatcher):
     # --- deaths
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
-        # A process with the same address may follow, whose blocks are empty.
-        ready_peers = {slot.peer for slot in self._pool.ready()}
-        self._engines = {peer: slot for peer, slot in self._engines.items() if peer in ready_peers}
         removed_requests: list[ScheduledRequest] = []
         for request in lost_work.open:
             assigned = self._assigned_requests.get(request.key)

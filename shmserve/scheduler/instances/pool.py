@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.batchers.dynamic import CloseReason
@@ -105,6 +105,7 @@ class Slot:
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     retiring: bool = False
     has_served: bool = False  # its process has completed an execution
+    engine: Any = None  # the engine of its process, if the model is generative
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
@@ -167,10 +168,8 @@ class InstanceTickets:
     def request_tickets(self, slots: Iterable[Slot], max_count: int) -> None:
         """Request tickets for the first `max_count` of these instances."""
         for slot in itertools.islice(slots, max_count):
-            if (
-                slot.index not in self._requested_tickets
-                and slot.index not in self._granted_tickets
-            ):
+            is_requested = slot.index in self._requested_tickets
+            if not is_requested and slot.index not in self._granted_tickets:
                 ticket = self._requested_tickets[slot.index] = next(self._numbers)
                 self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
@@ -206,10 +205,10 @@ class InstanceTickets:
 
 @dataclass(eq=False)
 class Pool:
-    """The instances of a model version. With `tickets`, each execution needs a ticket.
+    """The instances of a model version. With `_tickets`, each execution needs a ticket.
 
     `free` are the instances that can take a batch, the longest free one first; those of a decoupled
-    model only while they have less than `most_open` requests (0: any number). `failure` is the
+    model only while they have less than `_max_open` requests (0: any number). `failure` is the
     reason why no instance can run or is expected; otherwise it is empty. No execution exceeds its
     limit before `due_ns`.
     """
@@ -265,9 +264,7 @@ class Pool:
 
         A successor is expected.
         """
-        self._registrations = {
-            index: worker for index, worker in self._registrations.items() if worker.pid != pid
-        }
+        self._registrations = {i: w for i, w in self._registrations.items() if w.pid != pid}
         for slot in self._slots.values():
             if slot.registration is not None and slot.registration.pid == pid:
                 slot.registration = None
@@ -341,9 +338,8 @@ class Pool:
             self._tickets.return_tickets(slot.index)
         executions = list(slot.executions)
         executing_keys = {request.key for execution in executions for request in execution.requests}
-        lost_work = LostWork(
-            executions, [r for r in slot.requests.values() if r.key not in executing_keys]
-        )
+        unstarted = [r for r in slot.requests.values() if r.key not in executing_keys]
+        lost_work = LostWork(executions, unstarted)
         slot.executions.clear()
         slot.requests.clear()
         self._by_peer.pop(slot.peer, None)
@@ -353,6 +349,7 @@ class Pool:
         if slot.awaited_pid == slot.pid:
             slot.awaited_pid = 0
         slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
+        slot.engine = None  # its successor's memory is empty, also if it has the same pid
         if slot.retiring:
             self.retiring.remove(slot)
             del self._slots[slot.index]

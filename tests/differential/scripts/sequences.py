@@ -58,9 +58,7 @@ class SequenceRequests:
 
 
 def direct_two_instances() -> Script:
-    """Sequences 1 to 6 on 2 instances with 2 slots each; 4 ends and 5 takes its slot, then 2
-    and 6 follow.
-    """
+    """Sequences 1 to 6 on 2 instances of 2 slots: 4 ends, 5 takes its slot, then 2 and 6 follow."""
     name = "direct_two_instances"
     send = SequenceRequests(name)
     steps: list[Step] = [send(number, start=True) for number in range(1, 7)]
@@ -130,9 +128,7 @@ def restarted_after_its_end(name: str, strategy: str, size: int = 2) -> Script:
 
 
 def backlog() -> Script:
-    """Two slots and four sequences; a complete one is in the backlog. The order is that of
-    arrival.
-    """
+    """Two slots and four sequences in order of arrival; a complete one is in the backlog."""
     name = "backlog"
     send = SequenceRequests(name)
     steps: list[Step] = [send(1, start=True), send(2, start=True)]
@@ -162,14 +158,10 @@ def refused_requests() -> Script:
     name = "refused"
     send = SequenceRequests(name)
     steps: list[Step] = [
-        Send("no_id", name),
-        Send("no_start", name, sequence=7),
-        Send("rows", name, rows=2, sequence=8, start=True),
-        send(1, start=True, end=True),
-        Drain(),
-        send(1),
-        Drain(),
-    ]
+        Send("no_id", name), Send("no_start", name, sequence=7),
+        Send("rows", name, rows=2, sequence=8, start=True), send(1, start=True, end=True), Drain(),
+        send(1), Drain(),
+    ]  # fmt: skip
     return scene(name, steps)
 
 
@@ -213,12 +205,8 @@ def shapes_apart() -> Script:
 def cancelled_sequences(name: str, strategy: str) -> Script:
     send = SequenceRequests(name)
     steps: list[Step] = [
-        send(1, start=True),
-        send(1),
-        send(2, start=True),
-        Cancel("1b"),
-        Elapse(0.3),
-    ]
+        send(1, start=True), send(1), send(2, start=True), Cancel("1b"), Elapse(0.3),
+    ]  # fmt: skip
     return scene(name, [*steps, Drain()], strategy)
 
 

@@ -1,6 +1,4 @@
-"""Waiting sequences: idle ones, delays and minimum slot utilization, and ids that are reused in
-the backlog.
-"""
+"""Waiting sequences: idle ones, delays, minimum slot utilization, ids reused in the backlog."""
 
 from tests.differential.script import Cancel, Drain, Elapse, Group, Known, Script, Send, Step
 from tests.differential.scripts.sequences import (
@@ -60,12 +58,8 @@ def again_in_the_backlog(name: str, strategy: str) -> Script:
 def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
     send = SequenceRequests(name)
     steps: list[Step] = [
-        send(1, start=True),
-        send(2, start=True),
-        send(2),
-        Cancel("2a"),
-        Elapse(0.3),
-    ]
+        send(1, start=True), send(2, start=True), send(2), Cancel("2a"), Elapse(0.3),
+    ]  # fmt: skip
     sequence_model = model(name, strategy, max_batch_size=1)
     known_differences = [
         Known("responses.2b.error.1", "who is cancelled with another one is told why"),

@@ -72,11 +72,7 @@ print(json.dumps(results))
 
 
 def fill_shared_memory(repository: Path) -> None:
-    """Check that an object without free pages is rejected when it is registered.
-
-    Registered objects remain usable, and other clients are served. The repository has "identity"
-    and "simple".
-    """
+    """Check that an object without free pages is rejected at its registration, and no other."""
     prefix = ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, "sh"]
     with running(repository, prefix=prefix) as server, scene(server, regions=0) as stage:
         enter = ["nsenter", "-t", str(server.pid), "-m", sys.executable, "-c", _PROGRAM]
@@ -96,13 +92,8 @@ def fill_shared_memory(repository: Path) -> None:
         assert status == 503
         assert "shared memory is full" in text
         assert report == {
-            "small": 200,
-            "infer": 200,
-            "right": True,
-            "infer while full": 200,
-            "large while full": True,
-            "another while full": 503,
-            "unregister": 200,
-        }
+            "small": 200, "infer": 200, "right": True, "infer while full": 200,
+            "large while full": True, "another while full": 503, "unregister": 200,
+        }  # fmt: skip
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []

@@ -1,6 +1,4 @@
-"""Connections up to the descriptor limit: new clients are served or rejected, and no process
-spins.
-"""
+"""Connections up to the descriptor limit: clients are served or rejected, no process spins."""
 
 import contextlib
 import socket
@@ -103,8 +101,7 @@ def test_grpc_connections_leave_some(server: Server) -> None:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
         with crowded(server, "grpc"):
             until("all have come", lambda: are_idle(server))
-            gateway = server.find_one("gateway grpc")
-            assert gateway.num_fds() < _LIMIT - 50
+            assert server.find_one("gateway grpc").num_fds() < _LIMIT - 50
             victim = server.find_one("scheduler simple")
             victim.kill()
             wait_replaced(server, victim, "scheduler simple", _STARTED_S)
@@ -113,10 +110,7 @@ def test_grpc_connections_leave_some(server: Server) -> None:
 
 
 def test_registrations_leave_some(server: Server) -> None:
-    """Regions and local clients with memory use all descriptors.
-
-    Dead processes are still replaced.
-    """
+    """Regions and local clients use all descriptors; dead processes are still replaced."""
     with (
         scene(server) as stage,
         SharedObject(4096) as shared_object,
@@ -140,7 +134,6 @@ def test_registrations_leave_some(server: Server) -> None:
 
 
 def are_idle(server: Server) -> bool:
-    """Return whether all processes are idle again."""
     cpu_before = cpu_seconds(server)
     time.sleep(0.05)
     return all(cpu_s - cpu_before[title] < 0.05 for title, cpu_s in cpu_seconds(server).items())

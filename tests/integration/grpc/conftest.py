@@ -1,6 +1,4 @@
-"""The ways to the gRPC listener that every client is tried on: TCP, TLS and a unix socket, each
-with bytes as they are sent, and cut at random places.
-"""
+"""The ways to the gRPC listener: TCP, TLS and a unix socket, each also cut at random places."""
 
 import contextlib
 import shutil
@@ -24,8 +22,7 @@ _SEED = 20260
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A way to a server: `target` as gRPC's clients take it, and the certificate that they trust,
-    if there is TLS."""
+    """A way to a server: `target` for gRPC's clients, and with TLS the trusted certificate."""
 
     server: Server
     target: str
@@ -81,7 +78,6 @@ def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def unix_socket(server: Server) -> Path:
-    """Return the path of the Unix socket on which the server serves gRPC beside TCP."""
     (flag,) = (
         argument for argument in server.command if argument.startswith("--grpc-unix-socket=")
     )

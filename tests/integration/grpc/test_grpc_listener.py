@@ -74,7 +74,6 @@ def credentials(keys: Path, name: str = "") -> grpc.ChannelCredentials:
 
 
 def infer_simple(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
-    """Return a correct response, or the error."""
     url = server.grpc_url
     with (
         grpc.secure_channel(url, channel_credentials)
@@ -158,10 +157,7 @@ def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
 def test_compressed_responses(
     tls_server: Server, keys: Path, accepted_encodings: bytes, compressed: bool
 ) -> None:
-    """Responses are compressed only for a client that accepts it.
-
-    The sizes on the wire are compared, because no client library reports them.
-    """
+    """Only clients that accept compression receive it; the sizes on the wire are compared."""
     array = np.zeros((1, 10_000), np.int32)
     request = request_of("gated", array, "INT32")
     tls_server.gate.close()
@@ -220,9 +216,7 @@ def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
 
 
 def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
-    """The error is reported at the start; otherwise gRPC would report it in each replaced
-    gateway.
-    """
+    """The error is reported at the start, not in each replaced gateway."""
     cert, key = f"{keys}/server.pem", f"{keys}/client.key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
     run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
@@ -235,10 +229,8 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
     run = run_command(
         "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
     )
-    assert (run.returncode, run.stderr) == (
-        2,
-        f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n",
-    )
+    assert run.returncode == 2
+    assert run.stderr == f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n"
 
 
 def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
@@ -256,10 +248,7 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
-    """The next gateway reads the files again.
-
-    If they are invalid, it logs one line, and serves as soon as they are valid.
-    """
+    """The next gateway reads the files; it serves as soon as they are valid."""
     cert, key = tmp_path / "cert", tmp_path / "key"
 
     def install(name: str) -> None:
@@ -319,8 +308,7 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
         "found = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'grpc' else found(name, *rest)\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path)}
-    server = Server([models], environment=environment, grpc=True)
+    server = Server([models], environment={"PYTHONPATH": str(tmp_path)}, grpc=True)
     try:
         server.wait_ready()
         with stub(server) as call:

@@ -54,7 +54,6 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @contextlib.contextmanager
 def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
-    """Yield a gateway that listens at a port of this address."""
     gateways: list[bytes] = []
     ready_peers: list[bytes] = []
 
@@ -227,7 +226,6 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
 
 
 def is_open(sock: socket.socket) -> bool:
-    """Return whether the server has not closed this connection."""
     sock.setblocking(False)
     try:
         while sock.recv(65536):
@@ -240,9 +238,7 @@ def is_open(sock: socket.socket) -> bool:
 
 
 def until_said(sock: socket.socket, text: bytes) -> None:
-    """Read until the server sends these bytes; raise TimeoutError or AssertionError if it does
-    not.
-    """
+    """Read until the server sends these bytes; raise an error if it does not."""
     received_bytes = b""
     while text not in received_bytes:
         piece = sock.recv(65536)
@@ -252,9 +248,7 @@ def until_said(sock: socket.socket, text: bytes) -> None:
 
 @contextlib.contextmanager
 def run_throttling_proxy(port: int, rate: int) -> Iterator[str]:
-    """Yield a port that forwards one connection to `port` at a limited number of bytes per
-    second.
-    """
+    """Yield a port that forwards one connection to `port` at a limited rate in bytes/s."""
 
     def carry(source: socket.socket, destination: socket.socket, size: int, pause_s: float) -> None:
         with contextlib.suppress(OSError):

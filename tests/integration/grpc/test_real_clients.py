@@ -1,6 +1,4 @@
-"""Clients of gRPC as programs have them, over every way to the server: Python's, Triton's and
-grpcio's own, Go's, Node's, C++'s in Triton's perf_analyzer, and grpcurl.
-"""
+"""Programs' gRPC clients over every way: Python, Triton, grpcio, Go, Node, C++, grpcurl."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ SUCCESS_TEXT = "all is right\n"
 
 
 def options(endpoint: Endpoint) -> dict[str, Any]:
-    """Return the options of Triton's clients."""
     root = None if endpoint.root is None else str(endpoint.root)
     return {"url": endpoint.target, "ssl": endpoint.root is not None, "root_certificates": root}
 

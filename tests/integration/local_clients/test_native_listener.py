@@ -1,6 +1,4 @@
-"""Access rules of local clients, and limits on them: the sockets behind shmserve.client, used
-by hand.
-"""
+"""Access rules and limits of local clients: the sockets behind shmserve.client, by hand."""
 
 import contextlib
 import os
@@ -17,7 +15,6 @@ import pytest
 import zmq
 
 import shmserve.client
-from shmserve.common.host import cuda_devices
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import Answered, Refused, UnloadModel, UnregisterRegion
 from shmserve.ipc.messages.inference import Failed, Finished, Submit
@@ -85,8 +82,7 @@ def test_a_local_client_uses_only_its_own_memory(local_client: Guest, server: Se
         )
         os.pwrite(fd, b"\1\0\0\0" * 4, 0)
         tensor = TensorRef("INPUT0", "FP32", (4,), Range(memory, 0, 16))
-        output = RequestedOutput("OUTPUT0", Range(memory, 64, 16))
-        link.send(submit((tensor,), 1, (output,)))
+        link.send(submit((tensor,), 1, (RequestedOutput("OUTPUT0", Range(memory, 64, 16)),)))
         assert isinstance(answer(link), Finished)
         assert os.pread(fd, 16, 64) == b"\1\0\0\0" * 4
     with contextlib.closing(Guest(server).hello()) as other_client:
@@ -116,17 +112,10 @@ def test_memory_ranges_are_encoded_as_documented(local_client: Guest) -> None:
         assert os.pread(fd, 16, 128) == b"\2\0\0\0" * 4
 
 
-def test_device_memory_of_a_server_without_one(local_client: Guest) -> None:
-    refused_message = local_client.request(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
-    assert isinstance(refused_message, Refused) and refused_message.id == 1
-    assert cuda_devices() or "the server has no CUDA device" in refused_message.message
-
-
 def test_inputs_of_a_local_client_are_validated(local_client: Guest) -> None:
     link = local_client.link("simple")
     a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
-    b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
-    link.send(submit((a, b)))
+    link.send(submit((a, TensorRef("INPUT1", "INT32", (2, 16), bytes(128)))))
     assert isinstance(answer(link), Finished)
     for tensors, text in (
         ((a,), "expected 2 inputs but got 1"),

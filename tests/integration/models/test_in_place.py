@@ -48,17 +48,14 @@ sequence_batching {{ {CONTROL_INPUTS} {IDLE_TIME} STRATEGY {{}} }}
 
 
 def workers(server: Server, name: str) -> set[int]:
-    """Return the pids of a model's instances."""
     return {process.pid for process in server.find(f"worker {name}.")}
 
 
 def wait_workers(server: Server, name: str, count: int) -> None:
-    """Wait until a model has this number of processes."""
     until(f"{name} has {count} processes", lambda: len(workers(server, name)) == count)
 
 
 def count_of(http: Http, name: str) -> int:
-    """Return the number of instances in the model's configuration."""
     groups = http.get(f"/v2/models/{name}/config").ok().json()["instance_group"]
     return sum(group["count"] for group in groups)
 
@@ -78,7 +75,6 @@ def set_count(folder: Path, count: int) -> None:
 
 
 def add_simple(repository: Path) -> Path:
-    """Add the model "simple", which batches, with one instance."""
     folder = repositories.add_as(repository, "simple", "simple")
     set_count(folder, 1)
     return folder
@@ -113,11 +109,7 @@ class TritonPythonModel:
 
 
 def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> None:
-    """The count is changed in the repository and by an override.
-
-    The scheduler and the remaining instance keep their processes, the statistics continue, and no
-    request fails.
-    """
+    """The scheduler and the remaining instance keep their processes and statistics."""
     server, repository = empty_server
     folder = add_simple(repository)
     with server.http() as http:
@@ -149,9 +141,7 @@ def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> 
 
 @pytest.mark.parametrize("change", ["code", "config", "nothing"])
 def test_other_changes_start_another_deployment(empty_server: Explicit, change: str) -> None:
-    """A changed file of the model, another changed field, or no change at all replaces all
-    processes.
-    """
+    """A changed file, another field, or no change at all replaces all processes."""
     server, repository = empty_server
     folder = add_simple(repository)
     with server.http() as http:
@@ -171,10 +161,7 @@ def test_other_changes_start_another_deployment(empty_server: Explicit, change: 
 
 @pytest.mark.parametrize("limiter", ["off", "execution_count"])
 def test_a_load_without_changed_instances_restarts_nothing(repository: Path, limiter: str) -> None:
-    """An equivalent configuration changes nothing.
-
-    Another count adds or removes just the difference.
-    """
+    """An equivalent configuration changes nothing; another count changes the difference."""
     folder = add_simple(repository)
     rate_limiter = "rate_limiter { resources { name: 'R' count: 1 } }"
     config = folder / "config.pbtxt"
@@ -250,7 +237,6 @@ def test_polling_updates_in_place(repository: Path) -> None:
 def run_sums_server(
     explicit: Explicit, strategy: str, count: int
 ) -> Iterator[tuple[Server, Http, Path]]:
-    """Yield a server of the model "sums" with this number of instances."""
     server, repository = explicit
     config = SUMS_CONFIG.replace("STRATEGY", strategy)
     folder = repositories.write(repository, "sums", config, SUMS_MODEL)

@@ -53,9 +53,7 @@ def read_until(events: EventReader, is_last: Callable[[Any], bool]) -> list[Any]
 def follow_events(
     server: Server, *flags: str
 ) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
-    """Run `shmserve events --follow`; yield the process and a function that returns its next
-    line.
-    """
+    """Run `shmserve events --follow`; yield the process and a function for its next line."""
     command = [sys.executable, "-m", "shmserve", "events", "--follow", *flags]
     with subprocess.Popen(
         [*command, f"--run-dir={server.run_dir}"], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -90,9 +88,7 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
 
 
 @pytest.mark.parametrize(("model", "reason"), [("broken", "so it is"), ("none", "no such model")])
-def test_a_load_that_is_refused(
-    server: Server, events: EventReader, model: str, reason: str
-) -> None:
+def test_a_load_is_refused(server: Server, events: EventReader, model: str, reason: str) -> None:
     with server.http() as http:
         assert http.load(model).status >= 400
         http.unload(model).ok()  # otherwise the failed model would keep the server unready
@@ -140,9 +136,7 @@ def test_regions(server: Server, events: EventReader) -> None:
 
 
 def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
-    """A local client's memory is reported, listed and counted like a region, but requests
-    cannot name it.
-    """
+    """The memory is listed and counted like a region, but requests cannot name it."""
     name = f"shmserve.client {os.getpid()}."
     with shmserve.client.connect(server.run_dir) as program, server.http() as http:
         region = program.allocate({"x": ((16,), "INT32")})
@@ -262,8 +256,7 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
             http.unregister("again").ok()
         http.unregister("first").ok()
         process.send_signal(signal.SIGCONT)
-        lines = [line() for _ in range(201)]
-        assert lines[-1].endswith(" region first: unregistered\n")
+        assert [line() for _ in range(201)][-1].endswith(" region first: unregistered\n")
 
 
 def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:

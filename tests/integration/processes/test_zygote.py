@@ -218,15 +218,11 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def wait_for_signal(start: bytes) -> None:
-    """Wait until the process is killed by a signal."""
     signal.pause()
 
 
 def test_more_requests_than_a_zygotes_socket_buffers(tmp_path: object) -> None:
-    """A server with hundreds of instances starts them all at once.
-
-    If the load of one fails, processes that are no longer needed are ended.
-    """
+    """Hundreds of instances start at once; if a load fails, the others are ended."""
     assert output(_CROWD_PROGRAM, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
 
 
@@ -276,8 +272,7 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
 
 def output(script: str, *arguments: str) -> str:
     run = run_python("-c", script, *arguments)
-    ended_pattern = re.compile(r"(spare )?zygote ended \(signal 9\)\n")
-    assert ended_pattern.sub("", run.stderr) == ""
+    assert re.compile(r"(spare )?zygote ended \(signal 9\)\n").sub("", run.stderr) == ""
     return run.stdout
 
 
@@ -301,9 +296,7 @@ def test_a_process_limit_that_allows_no_further_worker(
         assert msgpack.unpackb(own_end.recv(64)) == [7, -errno.EAGAIN]
 
 
-def test_a_process_limit_that_allows_no_zygote(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_process_limit_below_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If the process limit is too low, the server reports it and does not start."""
 
     def refuse_fork(*_: object, **__: object) -> int:

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class SimulatedPeer:
-    """A process that receives publications in order.
-
-    `publications` has the current endpoint of each version, and `latest_publications` that of
-    each model.
-    """
+    """A receiver of publications, with the current endpoint of each version and model."""
 
     ensemble: ObservedVersion | None = None
     publications: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
@@ -33,10 +29,7 @@ class SimulatedPeer:
     busy_until_ns: int = 0
 
     def receives(self, update: Publication) -> bool:
-        """Return whether the peer receives a publication.
-
-        Ensembles finish their requests at a withdrawn model.
-        """
+        """Return whether the peer receives a publication; ensembles keep withdrawn models."""
         if self.ensemble is None:
             return True
         return isinstance(update, ModelPublished) and self.ensemble.uses(update.name)
@@ -55,10 +48,7 @@ class SimulatedPeer:
 
 
 class SimulatedAudience:
-    """A fake `SupervisorContext` for `Publications`, with all gateways and ensembles as receivers.
-
-    `last_publications` has the last publication of each version.
-    """
+    """A fake `SupervisorContext` for `Publications`, with all gateways and ensembles."""
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self._world = world
@@ -144,7 +134,6 @@ class SimulatedAudience:
         self._peers[address] = SimulatedPeer(version)
 
     def deliver(self, address: Hashable, update: Publication) -> None:
-        """Send the endpoint of a step's model to an ensemble."""
         peer = self._peers.get(address)
         if peer is not None:
             self._send(address, peer, update)
@@ -186,7 +175,6 @@ class SimulatedAudience:
 
 
 def draw_delay_ns(world: World) -> int:
-    """Draw a delay of up to 300 ms, often 0."""
     return 0 if world.chance(0.3) else world.between(100_000, 300_000_000)
 
 

@@ -64,10 +64,7 @@ def do_nothing(*_: Any) -> None:
 
 
 class SimulatedExecutor(LifecycleExecutor):
-    """A `LifecycleExecutor` in virtual time.
-
-    `live_versions` contains the versions that may have a process.
-    """
+    """A `LifecycleExecutor` in virtual time; `live_versions` may have a process."""
 
     def __init__(self, world: World, loop: SimulatedLoop, shares_hosts: bool) -> None:
         self.world = world
@@ -144,7 +141,6 @@ class SimulatedExecutor(LifecycleExecutor):
         return None
 
     def instance_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
-        """Return the version and the instance of a worker that is being started."""
         version = next(
             live_version
             for live_version in self.live_versions

@@ -15,10 +15,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """An event loop whose callbacks are events of the world.
-
-    Exceptions are passed to `report_violation`.
-    """
+    """An event loop of world events; exceptions are passed to `report_violation`."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -70,6 +67,5 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             handle._run()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Report the exception of a callback."""
         if not self._stopped:
             self.report_violation(f"{context['message']}: {context.get('exception')!r}")

@@ -1,7 +1,4 @@
-"""Simulated processes, the zygotes that start them, and the control socket.
-
-Messages on the control socket may be late or missing.
-"""
+"""Simulated processes, zygotes, and a control socket with late or missing messages."""
 
 from __future__ import annotations
 
@@ -33,16 +30,12 @@ _TEMPORARY_FAILURE = m.LoadFailed(Unavailable.code, "there is no memory")
 
 
 class SimulatedChild(Child):
-    """A process of a `version`, or a host of schedulers (None).
-
-    `expected_pids` contains the processes that this scheduler expects, by instance index.
-    """
+    """A process of a `version`, or a host of schedulers (None), which expects these pids."""
 
     def __init__(
         self, processes: SimulatedProcesses, title: str, version: ObservedVersion | None, fate: str
     ) -> None:
-        world = processes.world
-        pid = _MAX_PID + world.new_pid()
+        pid = _MAX_PID + processes.world.new_pid()
         super().__init__(pid, title, processes.executor.loop.create_future())
         self.version, self.fate = version, fate
         self.scheduler_endpoint = (
@@ -289,7 +282,6 @@ class SimulatedProcesses:
                     )
 
     def kill_host(self) -> None:
-        """Kill a random host process and all of its schedulers."""
         if self.hosts:
             child = self.world.random.choice(self.hosts)
             self.world.fault("host dies", child)

@@ -24,7 +24,6 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def window(stream: int, increment: int) -> bytes:
-    """Return a WINDOW_UPDATE frame of `increment` bytes."""
     return frame(WINDOW, 0, stream, struct.pack(">I", increment))
 
 
@@ -48,7 +47,6 @@ def post(path: str, *headers: tuple[bytes, bytes]) -> bytes:
 
 
 def message(data: bytes) -> bytes:
-    """Return a gRPC message as in DATA frames."""
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
@@ -57,11 +55,7 @@ CLIENT_OPENING = PREFACE + frame(SETTINGS, 0, 0)
 
 @contextlib.contextmanager
 def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
-    """Send `make(stream)` for successive streams during the with block.
-
-    Received SETTINGS and PINGs are acknowledged, as by a correct client. If the server closes the
-    connection, the next one is opened.
-    """
+    """Send `make(stream)` for successive streams, on further connections if necessary."""
     has_finished = threading.Event()
 
     def flood_until_finished() -> None:

@@ -15,7 +15,6 @@ StreamResults = queue.Queue[Any]
 
 @contextmanager
 def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, StreamResults]]:
-    """Yield a stream, and the queue of its responses and errors."""
     results: StreamResults = queue.Queue()
     with triton.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: results.put(error or result.get_response()))
@@ -29,11 +28,7 @@ def send_repeat(
     delay_ms: int = 0,
     model: str = "repeat",
 ) -> None:
-    """Send a request to a model like "repeat", which sends each value as a response at intervals of
-    `delay_ms`.
-
-    The end of the request is reported even if it arrives without outputs.
-    """
+    """Send a request to a model like "repeat", which sends values at intervals of `delay_ms`."""
     arrays = {
         "IN": np.array(values, np.int32),
         "DELAY": np.full(len(values), delay_ms, np.uint32),
@@ -55,7 +50,6 @@ def count_responses(results: StreamResults) -> int:
 
 
 def final_error(results: StreamResults) -> str:
-    """Return the error that ends the responses."""
     while not isinstance(result := results.get(timeout=30), triton.InferenceServerException):
         pass
     return str(result)

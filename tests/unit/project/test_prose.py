@@ -62,7 +62,7 @@ class Text(NamedTuple):
     """A piece of prose, and where it stands."""
 
     where: str
-    kind: str  # a key of BOUNDS
+    kind: str  # a key of MAX_PERCENT
     text: str
     of_function: bool = False
 
@@ -168,9 +168,7 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
 
 
 def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> None:
-    """Ruff requires docstrings of overriding methods, too, which would only repeat those of the
-    base class.
-    """
+    """Ruff would require docstrings that only repeat those of the base class."""
     classes: dict[str, list[ast.ClassDef]] = {}
     class_paths: dict[ast.ClassDef, Path] = {}
     for path in files(CODE_FOLDERS, ".py"):
@@ -244,6 +242,25 @@ def test_documented_attributes_and_arguments_exist() -> None:
     assert not missing
 
 
+BACKTICKED = re.compile(r"`([a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)*|_[A-Za-z0-9_]+)`")
+NAMES_OF_OTHERS = {"import_path", "max_digits"}  # of Ray Serve and pydantic
+
+
+def test_names_in_backticks_exist() -> None:
+    """A name that was changed stays in other docstrings and comments otherwise."""
+    words, quoted = set(NAMES_OF_OTHERS), []
+    for path in files((*CODE_FOLDERS, "tests"), ".py"):
+        nodes = list(ast.walk(tree(path)))
+        documentation = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and node not in documentation:
+                words.update(re.findall(r"\w+", str(node.value)))
+        words.update(identifiers(tree(path)))
+        for text in (*docstrings(path), *comments(path)):
+            quoted += [(text.where, name) for name in BACKTICKED.findall(text.text)]
+    assert [entry for entry in quoted if not words.issuperset(entry[1].split("."))] == []
+
+
 # --- messages -----------------------------------------------------------------------------------
 
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
@@ -268,9 +285,7 @@ def template(node: ast.expr) -> str:
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Return the message templates of a module: errors, log lines and help texts that contain a
-    space.
-    """
+    """Return the message templates of a module: errors, log lines and help with a space."""
     for node in ast.walk(tree(path)):
         match node:
             case ast.Call():

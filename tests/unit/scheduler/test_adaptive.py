@@ -30,7 +30,6 @@ from tests.rigs.batching_simulation import (
 def adaptive_batcher(
     target_ms: float = 60, max_batch_size: int = 32, delay_ms: float = 0
 ) -> AdaptiveBatcher:
-    """Return an adaptive batcher with this maximum batch size."""
     rules = Batching(
         max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS), int(target_ms * MS)
     )
@@ -193,11 +192,7 @@ def test_the_better_choice_may_change() -> None:
 def learn_load(
     target_ms: float, delay_ms: float = 0, gap_ms: float = 1
 ) -> tuple[AdaptiveBatcher, int]:
-    """Return a batcher that has learned a model and its load, and the time at the end of a batch.
-
-    The model takes 10 ms, and 1 ms per request. Requests arrive in bursts of 16 at this interval.
-    The queue is empty.
-    """
+    """Return a batcher that has learned 10 ms + 1 ms per request and bursts of 16."""
     batcher = adaptive_batcher(target_ms, delay_ms=delay_ms)
     clock, now_ns = random.Random(3), 0
     for _ in range(60):
@@ -242,8 +237,7 @@ def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
     batcher, now_ns = learn_load(14, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     assert isinstance(batcher.decide(now_ns, [Item(now_ns)], 0), WaitUntil)
-    late_items = [Item(now_ns - 4 * MS)]
-    assert batcher.decide(now_ns, late_items, 0) == Batch(1, CloseReason.TARGET)
+    assert batcher.decide(now_ns, [Item(now_ns - 4 * MS)], 0) == Batch(1, CloseReason.TARGET)
 
 
 def test_a_configured_delay_bounds_the_wait() -> None:
@@ -264,9 +258,7 @@ def test_a_deadline_and_a_drain_end_the_wait() -> None:
 
 
 def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
-    """The model takes 10 ms and 1 ms per request: 12 requests take 22 ms; 9 take 19 ms, and the
-    other 3 take 13 ms.
-    """
+    """Of 10 ms + 1 ms per request: 12 requests take 22 ms; 9 take 19, the other 3 take 13."""
     batcher, now_ns = learn_load(42, gap_ms=0.1)
     older_items = [Item(now_ns - 22 * MS) for _ in range(4)]
     new_items = [Item(now_ns) for _ in range(8)]
@@ -303,9 +295,7 @@ def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
 
 
 @given(batcher_states())
-def test_every_decision_is_legal_and_every_wait_ends(
-    drawn_case: tuple[Batcher, int, list[Item]],
-) -> None:
+def test_decisions_are_legal_and_waits_end(drawn_case: tuple[Batcher, int, list[Item]]) -> None:
     batcher, now_ns, queue = drawn_case
     max_batch_size = batcher._rules.max_batch_size  # type: ignore[attr-defined]
     for _ in range(1000):

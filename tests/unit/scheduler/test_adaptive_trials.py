@@ -27,11 +27,7 @@ def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
 
 
 def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
-    """A batch of 9 takes 100 ms: 9 requests are late in it.
-
-    During the lost 47.5 ms, 0.25 requests arrive per ms; with 3/8 idle time, 32 requests are late
-    after it.
-    """
+    """9 late in the trial of 100 ms; 47.5 ms lost, 0.25/ms arrive, 3/8 idle: 32 late after it."""
     for credit, is_allowed in ((40.0, False), (42.0, True)):
         account = Account()
         account.credit = credit
@@ -84,8 +80,7 @@ def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
 
 
 def test_the_alternative_is_not_tried_before_its_misses_are_earned() -> None:
-    account = settled_account()
-    choice, alternative_count = WaitingChoice(account), 0
+    choice, alternative_count = WaitingChoice(settled_account()), 0
     for _ in range(20_000):
         late_count = 0 if choice.waits else 4
         alternative_count += not choice.waits

@@ -44,8 +44,7 @@ def plan(config_fields: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
 
 def test_the_plan_in_mb() -> None:
     static_plan = plan(config((1000, 250), 4), 3_000_000)
-    assert static_plan is not None
-    assert static_plan.buckets == (1, 2, 4)
+    assert static_plan is not None and static_plan.buckets == (1, 2, 4)
     assert static_plan.byte_size(2) == (2_000_000, 2_000_000)
     assert replace(static_plan, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "
@@ -89,8 +88,6 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(
         static_plan.bucket_of(sizes[-1] + 1)
 
 
-# --- a steady stream ---------------------------------------------------------------------------
-
 NUMPY = """
 import numpy as np
 from numpy import ndarray
@@ -131,11 +128,7 @@ def count_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_steady_stream_allocates_nothing(
     worker: Rig, model_kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches of every size are gathered and written to a client's region.
-
-    After the load no buffer is allocated, the arena does not grow, and Python allocates no object
-    of a tensor's size.
-    """
+    """After the load no buffer, arena block or object of a tensor's size is allocated."""
     allocations = count_buffers(monkeypatch)
     caplog.set_level(logging.INFO)
     path = worker.context.version_dir / "model.py"
@@ -182,9 +175,6 @@ def test_a_steady_stream_allocates_nothing(
             4, ROW_SIZE
         )
         assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
-
-
-# --- graphs ------------------------------------------------------------------------------------
 
 
 class FakeRecorder:
@@ -260,9 +250,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
     assert reply.array("Y").tolist() == [[1, 1, 1]]
 
 
-def test_an_impossible_static_plan_is_reported(
-    worker: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_impossible_plan_is_reported(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text

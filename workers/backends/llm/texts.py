@@ -40,7 +40,9 @@ from shmserve.workers.backends.llm.token_texts import (
     Detokenizer,
     StopStrings,
     TokenTexts,
+    encode_logprobs,
     token_entry,
+    with_pauses,
 )
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
 from shmserve.workers.links.processes import InstanceLink
@@ -284,12 +286,8 @@ class TextResponse:
         return best_samples
 
     def _is_last(self, sample: SampleText) -> bool:
-        other_samples = (
-            other_sample for other_sample in self.samples if other_sample is not sample
-        )
-        return bool(sample.finish_reason) and not any(
-            other_sample.is_open for other_sample in other_samples
-        )
+        any_open = any(item.is_open for item in self.samples if item is not sample)
+        return bool(sample.finish_reason) and not any_open
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
@@ -328,15 +326,14 @@ class TextResponse:
         prompt = self.prompt
         parsed_samples = [sample for sample in self.samples if sample.parser is not None]
         reasoning_tokens = sum(sample.reasoning_tokens for sample in parsed_samples)
-        return orjson.dumps(
-            {
-                **({"reasoning_tokens": reasoning_tokens} if parsed_samples else {}),
-                "prompt_tokens": len(prompt.tokens),
-                "completion_tokens": sum(sample.token_count for sample in self.samples),
-                "cached_tokens": max(prompt.cached_tokens, 0),
-                "samples": [sample.token_count for sample in counted],
-            }
-        )
+        usage = {
+            **({"reasoning_tokens": reasoning_tokens} if parsed_samples else {}),
+            "prompt_tokens": len(prompt.tokens),
+            "completion_tokens": sum(sample.token_count for sample in self.samples),
+            "cached_tokens": max(prompt.cached_tokens, 0),
+            "samples": [sample.token_count for sample in counted],
+        }
+        return orjson.dumps(usage)
 
     def _encode_logprobs(self, sample: SampleText, tokens: list[ScoredToken]) -> bytes:
         """Return the log probabilities of a response as JSON.
@@ -345,15 +342,16 @@ class TextResponse:
         `prompt` has those of the prompt if `prompt_logprobs` is set.
         """
         prompt = self.prompt
-        content: list[Any] = list(itertools.starmap(self._entry, tokens))
-        members = {"content": content}
+        content = with_pauses(itertools.starmap(self._entry, tokens))
+        members: dict[str, Iterable[Any]] = {"content": content}
         if prompt.top_logprobs >= 0 and not sample.was_sent:
             self.encode_prompt()
             if prompt.offsets:
-                members["content"] = [entry for entry, _ in self._prompt_entries] + content
+                echo = (entry for entry, _ in self._prompt_entries)
+                members["content"] = itertools.chain(echo, content)
             if prompt.parameters.prompt_logprobs >= 0:
                 members["prompt"] = [entry for _, entry in self._prompt_entries]
-        return orjson.dumps(members)
+        return encode_logprobs(members)
 
     def encode_prompt(self) -> None:
         """Encode the log probabilities of the prompt's tokens that have been computed.
@@ -361,7 +359,7 @@ class TextResponse:
         A long prompt is encoded in parts, so that it does not delay the texts of other requests.
         """
         prompt, parameters = self.prompt, self.prompt.parameters
-        for position in range(len(self._prompt_entries), len(prompt.tokens)):
+        for position in with_pauses(range(len(self._prompt_entries), len(prompt.tokens))):
             token, score = prompt.tokens[position], prompt.logprobs_by_position.get(position)
             if position and score is None:
                 return

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -123,9 +122,11 @@ async def parse_large(
         JsonFault: The body is not JSON.
         InvalidArgument: A prompt or another field is too large.
     """
-    code = f"from {__name__} import main; main()"
+    call = "main()"
     if convert is not None:
-        code = f"import {convert.__module__} as m; {code[:-1]}m.{convert.__name__})"
+        call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
+    # The imports need more CPU time than most bodies.
+    code = f"import os; os.nice(10); from {__name__} import main; {call}"
     arguments = (sys.executable, "-P", "-c", code, json.dumps([longest, prompts, model]))
     pipe = asyncio.subprocess.PIPE
     async with _one_at_a_time:
@@ -174,9 +175,7 @@ def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None
         if isinstance(value, str):
             fields[name] = packed.get(value, value)
         elif isinstance(value, list):
-            fields[name] = [
-                packed.get(item, item) if isinstance(item, str) else item for item in value
-            ]
+            fields[name] = [packed.get(i, i) if isinstance(i, str) else i for i in value]
         elif isinstance(value, dict) and name in _NESTED:
             _insert_packed(value, packed)
 
@@ -301,7 +300,6 @@ class _Packer:
 
 def main(convert: Convert | None = None) -> None:
     """Parse the body on the standard input, and write its header and its large fields."""
-    os.nice(10)
     longest, prompts, model = json.loads(sys.argv[1])
     packer = _Packer(prompts)
     records = BufferingHandler(_MAX_WARNINGS)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
-from shmserve.gateway.compression import BodyTooLarge
+from shmserve.gateway.compression import BodyTooLarge, UnsupportedEncoding
 from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.large_bodies import (
@@ -62,9 +62,7 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
     models = gateway.models
     if name in models:
         return name
-    models_by_name = {
-        served_name: model for model, served_name in reversed(gateway.settings.served_names)
-    }
+    models_by_name = {name: model for model, name in reversed(gateway.settings.served_names)}
     own_name = models_by_name.get(name) or models.resolve_alias(name)
     if own_name != name:
         return own_name
@@ -100,9 +98,8 @@ def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> s
         gateway: The gateway.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    candidates = {
-        model.name for model in gateway.models.all_versions() if generates_text(model)
-    }.union(unloaded)
+    loaded = {model.name for model in gateway.models.all_versions() if generates_text(model)}
+    candidates = loaded.union(unloaded)
     return candidates.pop() if len(candidates) == 1 else ""
 
 
@@ -142,8 +139,10 @@ _TOKEN_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens. With `continuous`, each chunk contains
-    its sample's number of tokens so far. `details` are further outputs.
+    Attributes:
+        shows_usage: Whether a stream ends with the numbers of tokens.
+        detail_outputs: Outputs that only some requests need.
+        shows_running_usage: Whether each chunk contains its sample's number of tokens so far.
     """
 
     model: GatewayModel
@@ -237,6 +236,7 @@ async def read_body(
 
     Raises:
         InvalidArgument: The body is too large, or not a JSON object.
+        UnsupportedMediaType: The encoding of the body is not supported.
     """
     try:
         parse_large = partial(parse_prompts, gateway, prompts, convert=convert)
@@ -245,6 +245,10 @@ async def read_body(
         raise InvalidArgument(fault.message) from None
     except BodyTooLarge as error:
         raise RequestTooLarge(error.message) from None
+    except UnsupportedEncoding:
+        raise UnsupportedMediaType(
+            "the Content-Encoding of the body is not supported; use gzip, deflate or identity"
+        ) from None
     if type(body) is not dict:
         raise InvalidArgument(f"the body must be a JSON object, got {_describe_type(body)}")
     return body
@@ -320,16 +324,14 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
 
 async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
-    fields = select_supported_fields(
-        body, COMPLETION_FIELDS, gateway.settings.refuse_unknown_fields
-    )
+    refuses_unknown = gateway.settings.refuse_unknown_fields
+    fields = select_supported_fields(body, COMPLETION_FIELDS, refuses_unknown)
     model = await resolve_generative_model(gateway, fields)
     value: Any = fields.get("prompt")
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
-    return _text_request(
-        model, prompts, {**fields, "echo": check_member(fields, "echo", bool, False)}
-    )
+    echo = check_member(fields, "echo", bool, False)
+    return _text_request(model, prompts, {**fields, "echo": echo})
 
 
 async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
@@ -398,11 +400,8 @@ def _text_request(
     stream = check_member(parameters, "stream", bool, False)
     options = check_member(parameters, "stream_options", dict, {})
     samples = check_member(parameters, "n", int, 1)
-    fields = {
-        name: value
-        for name, value in parameters.items()
-        if name not in ("model", "prompt", "messages", "stream_options")
-    }
+    excluded = ("model", "prompt", "messages", "stream_options")
+    fields = {name: value for name, value in parameters.items() if name not in excluded}
     usage = bool(options) and check_member(options, "include_usage", bool, False)
     continuous = stream and usage and check_member(options, "continuous_usage_stats", bool, False)
     details = _select_details(fields, continuous)
@@ -452,9 +451,8 @@ def prompt(value: Any, name: str = "prompt") -> InferInput:
     if are_tokens(value):
         check_tokens(name, value)
         return create_input("input_ids", "INT32", value)
-    raise InvalidArgument(
-        f"{name}: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
-    )
+    text = f"{name}: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
+    raise InvalidArgument(text)
 
 
 def _describe_type(value: Any) -> str:
@@ -481,6 +479,12 @@ class RequestTooLarge(InvalidArgument):
     status = 413
 
 
+class UnsupportedMediaType(UnsupportedEncoding):
+    """The error for an unknown encoding of a body; OpenAI's clients would retry after a 501."""
+
+    status = 415
+
+
 # The types and codes of errors by status. Other errors are the client's below 500, else the
 # server's.
 _ERROR_TYPES: Mapping[int, tuple[str, str | None]] = {
@@ -489,6 +493,7 @@ _ERROR_TYPES: Mapping[int, tuple[str, str | None]] = {
     404: ("invalid_request_error", "model_not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
     421: ("invalid_request_error", "misdirected_request"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     501: ("invalid_request_error", "unsupported"),

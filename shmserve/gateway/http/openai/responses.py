@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import orjson
@@ -142,9 +142,8 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     for name, allowed_values in _ALLOWED_VALUES.items():
         value = body.get(name)
         if value is not None and value not in allowed_values:
-            reason = _REFUSAL_REASONS.get(
-                name, f"supported is {' or '.join(map(repr, allowed_values)) or 'null'}"
-            )
+            supported = " or ".join(map(repr, allowed_values)) or "null"
+            reason = _REFUSAL_REASONS.get(name, f"supported is {supported}")
             raise InvalidArgument(f"{name}: {clip(repr(value))}: {reason}")
     bodies.check_member(body, "store", bool, False)
     bodies.check_member(body, "max_tool_calls", int, 0)
@@ -155,15 +154,13 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
-    chat |= {
-        "response_format": _chat_format(text.get("format")),
-        "verbosity": text.get("verbosity"),
-    }
+    chat["response_format"] = _chat_format(text.get("format"))
+    chat["verbosity"] = text.get("verbosity")
     included = bodies.check_member(body, "include", list, [])
-    unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
-    if unknown is not None:
-        allowed_names = ", ".join(_INCLUDED_MEMBERS)
-        raise InvalidArgument(f"include: {clip(repr(unknown))} is not one of {allowed_names}")
+    for name in included:
+        if name not in _INCLUDED_MEMBERS:
+            allowed_names = ", ".join(_INCLUDED_MEMBERS)
+            raise InvalidArgument(f"include: {clip(repr(name))} is not one of {allowed_names}")
     if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
@@ -210,8 +207,9 @@ def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[
     """Return the functions of a namespace by the names that the model calls."""
     functions = bodies.check_member(tool, "tools", list, [])
     for index, function in enumerate(functions):
-        if type(function) is not dict or function.get("type") != "function":
-            raise InvalidArgument(f"{position}.tools[{index}]: it is not a 'function'")
+        is_function = type(function) is dict and function.get("type") == "function"
+        if not (is_function and type(function.get("name")) is str):
+            raise InvalidArgument(f"{position}.tools[{index}]: it is not a 'function' with a name")
     return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
 
 
@@ -269,9 +267,8 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         return
     if kind == "message" and item.get("role") != "assistant":
-        messages.append(
-            {"role": item.get("role"), "content": _chat_content(item.get("content"), position)}
-        )
+        content = _chat_content(item.get("content"), position)
+        messages.append({"role": item.get("role"), "content": content})
         return
     last_message: dict[str, Any] = messages[-1] if messages else {}
     if last_message.get("role") != "assistant" or (
@@ -311,9 +308,8 @@ def _chat_content(content: Any, position: str) -> Any:
     for part in content:
         part_type = part.get("type") if type(part) is dict else part
         if part_type != "refusal" and part_type not in _TEXT_PARTS:
-            raise InvalidArgument(
-                f"{position}: content of type {clip(repr(part_type))} is not a string"
-            )
+            text = f"{position}: content of type {clip(repr(part_type))} is not a string"
+            raise InvalidArgument(text)
         text = part.get("refusal" if part_type == "refusal" else "text")
         if type(text) is not str:
             raise InvalidArgument(f"{position}: the text {clip(repr(text))} is not a string")
@@ -380,7 +376,8 @@ class ResponseObject:
         for call in message.get("tool_calls", ()):
             head: dict[str, Any] = {}
             if "id" in call:
-                call_kind, named_fields = self._called(call["name"])
+                plain_call = "function_call", {"name": call["name"]}
+                call_kind, named_fields = self._calls.get(call["name"], plain_call)
                 head = {"call_id": call["id"], **named_fields}
             else:
                 call_kind = self._items[-1]["type"]
@@ -389,17 +386,20 @@ class ResponseObject:
         self._usage = delta.usage or self._usage
         return events
 
-    def _called(self, name: str) -> tuple[str, dict[str, str]]:
-        """Return the type of the item for a call, and the names of the called tool as members."""
+    @cached_property
+    def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
+        """Return the type of item and the names of each custom tool and function of a namespace."""
+        calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
-            if tool["type"] == "custom" and tool["name"] == name:
-                return "custom_tool_call", {"name": name}
-            if tool["type"] == "namespace" and name in _namespace_functions(tool, ""):
-                namespace = tool["name"]
-                members = {"name": name.removeprefix(f"{namespace}__"), "namespace": namespace}
-                return "function_call", members
-        return "function_call", {"name": name}
+            if tool["type"] == "custom":
+                calls.setdefault(tool["name"], ("custom_tool_call", {"name": tool["name"]}))
+            elif tool["type"] == "namespace":
+                prefix = f"{tool['name']}__"
+                for name in _namespace_functions(tool, ""):
+                    members = {"name": name.removeprefix(prefix), "namespace": tool["name"]}
+                    calls.setdefault(name, ("function_call", members))
+        return calls
 
     def _extend_item(
         self,
@@ -507,10 +507,8 @@ class ResponseObject:
         fault = orjson.loads(response_error(error))["error"]
         code = fault["code"] or "server_error"
         details = {"code": code, "message": fault["message"], "param": fault["param"]}
-        failed_object = {
-            **self._object("failed"),
-            "error": {"code": code, "message": fault["message"]},
-        }
+        reason = {"code": code, "message": fault["message"]}
+        failed_object = {**self._object("failed"), "error": reason}
         events = [
             self._event("error", **details),
             self._event("response.failed", response=failed_object),

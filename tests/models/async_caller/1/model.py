@@ -1,6 +1,4 @@
-"""OUTPUT0 = (INPUT0 + INPUT1) + (INPUT0 - INPUT1), by calls of another model that run at the same
-time.
-"""
+"""OUTPUT0 = (INPUT0 + INPUT1) + (INPUT0 - INPUT1), by concurrent calls of another model."""
 
 import asyncio
 
@@ -11,7 +9,6 @@ class TritonPythonModel:
     """A model with one response per request, in order."""
 
     async def execute(self, requests):
-        """Answer all requests at once."""
         return list(await asyncio.gather(*(self.answer(request) for request in requests)))
 
     async def answer(self, request):

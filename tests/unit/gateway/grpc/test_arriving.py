@@ -1,7 +1,4 @@
-"""A large request that is placed while it arrives: however its bytes are cut, it is the same as one
-that is parsed as a whole."""
-
-from __future__ import annotations
+"""A request that is placed while it arrives equals one that is parsed as a whole."""
 
 from collections.abc import Collection, Sequence
 
@@ -38,10 +35,7 @@ def request(contents: Sequence[bytes]) -> ModelInferRequest:
 def receive(
     raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None, in_place: Collection[int] = ()
 ) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
-    """Pass the bytes in pieces, and read the bytes with these numbers in place if possible.
-
-    Returns the requested sizes and the parsed heads.
-    """
+    """Pass bytes in pieces, some read in place; return requested sizes and parsed heads."""
     recordings: list[RecordedTensors] = []
     heads: list[bytes] = []
 
@@ -100,9 +94,7 @@ def test_tensors_of_unexpected_sizes_are_collected(
 
 
 @given(junk=st.binary(max_size=600), cuts=CUT_POINTS, after_request=st.booleans())
-def test_malformed_messages_are_collected(
-    junk: bytes, cuts: list[int], after_request: bool
-) -> None:
+def test_bad_messages_are_collected(junk: bytes, cuts: list[int], after_request: bool) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if after_request else junk
     arriving, recordings, _ = receive(raw, cuts, [40])
     message = arriving.finish()

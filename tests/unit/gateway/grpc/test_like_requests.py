@@ -1,7 +1,4 @@
-"""Requests that differ only in their id, their position in a sequence and their timeouts. They are
-parsed once over HTTP and over gRPC, and each receives its own response."""
-
-from __future__ import annotations
+"""Requests that differ only in id, position in a sequence and timeouts are parsed once."""
 
 import asyncio
 import json
@@ -31,14 +28,10 @@ grpc_client = pytest.importorskip("tritonclient.grpc")
 
 # id, sequence, whether it begins and ends it
 REQUEST_IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
-    ("one", 7, True, False),
-    ("two", 7, False, False),
-    ("", 7, False, True),
-    ("three", 2**63 - 1, True, True),
-    ("four", "a text", True, False),
-    ("", 0, False, False),
+    ("one", 7, True, False), ("two", 7, False, False), ("", 7, False, True),
+    ("three", 2**63 - 1, True, True), ("four", "a text", True, False), ("", 0, False, False),
     ("five", 0, False, False),
-]
+]  # fmt: skip
 
 
 class ParseCounter:
@@ -106,9 +99,7 @@ def test_similar_http_requests_are_not_confused(
     assert parse_count.count == 4 * 2
 
 
-def test_similar_grpc_requests_are_not_confused(
-    monkeypatch: pytest.MonkeyPatch, gateway: Any
-) -> None:
+def test_like_grpc_requests_are_not_confused(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
     parse_count = ParseCounter(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
@@ -152,9 +143,7 @@ NOTATIONS: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("notation", NOTATIONS)
 def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) -> None:
-    """Ids and contents are parsed as in the message, though its size equals that of known
-    messages.
-    """
+    """Ids and contents are parsed as in the message, though the size equals a known one."""
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
@@ -166,13 +155,8 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) ->
             assert tensor.data == request_fields.raw_input_contents[0]
 
 
-def test_ids_and_values_are_cut_at_any_position(
-    monkeypatch: pytest.MonkeyPatch, gateway: Any
-) -> None:
-    """The bytes may be those of fields, too.
-
-    Few messages are parsed field by field: the first ones of each schema.
-    """
+def test_ids_and_values_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
+    """The bytes may be those of fields; only the first messages of a schema are parsed."""
     split = ParseCounter(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
     request_count = 0
@@ -236,8 +220,7 @@ def grpc_rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
-    scheduler = grpc_rig.scheduler(add_sub)
-    grpc_rig.publish(SIMPLE_CONFIG, scheduler)
+    scheduler = grpc_rig.serve(SIMPLE_CONFIG, add_sub)
     inputs = []
     for name in ("INPUT0", "INPUT1"):
         inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))

@@ -1,7 +1,5 @@
 """HTTP connections: however the bytes of requests are cut, each gets its own answer, in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -103,10 +101,7 @@ TURNS_AT_ONCE = -2
 
 
 class TasklessRequest:
-    """A request without a task.
-
-    It is answered after a number of turns of the loop, with bytes or by the task, or never (-1).
-    """
+    """A request that is answered after some turns, with bytes or by the task, or never (-1)."""
 
     def __init__(
         self,
@@ -146,11 +141,7 @@ class TasklessRequest:
 
 
 class RepeatingHandler:
-    """A handler that repeats requests.
-
-    For a repeated head it returns these results in order: an answer without a task after some
-    turns, or None for a task.
-    """
+    """A handler with these results for repeated heads: taskless answers, or None for a task."""
 
     def __init__(self, *turns_and_wholeness: tuple[int, bool] | None) -> None:
         self._turns_and_wholeness = itertools.cycle(turns_and_wholeness or (None,))
@@ -174,7 +165,6 @@ class RepeatingHandler:
 def pack_request(
     method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str
 ) -> bytes:
-    """Return a request whose body has this framing."""
     if body_framing == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
@@ -213,9 +203,7 @@ def connect(
 async def collect_answers(
     pieces: list[tuple[bytes, int]], count: int, answer: Handle = repeat
 ) -> list[Any]:
-    """Return the answers to bytes that arrive in `pieces`, with some turns of the loop after
-    each.
-    """
+    """Return the answers to bytes that arrive in `pieces`, with turns of the loop between."""
     loop = asyncio.get_running_loop()
     connection, transport = connect(answer)
     for piece, turns in pieces:
@@ -266,8 +254,7 @@ def test_every_request_receives_its_own_response(
     turns: int,
     request_turns: list[tuple[int, bool] | None],
 ) -> None:
-    """Cut anywhere, with heads and bodies apart or together, and more than one at a time; by the
-    connection's task or without it."""
+    """Cut anywhere, and more than one at a time; by the connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
     for (head, body, body_framing), is_separate in zip(
@@ -391,7 +378,6 @@ KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 async def begin_request(
     turns_and_wholeness: tuple[int, bool],
 ) -> tuple[HttpConnection, Transport, TasklessRequest]:
-    """Return a connection with an unanswered request that has no task."""
     repeats = RepeatingHandler(turns_and_wholeness)
     connection, transport = connect(repeats)
     await turn_loop()
@@ -461,9 +447,7 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
 
 @pytest.mark.parametrize("turns_between", [0, 20])
 @pytest.mark.parametrize("separately", [False, True])
-def test_a_known_head_inside_another_request_is_ignored(
-    separately: bool, turns_between: int
-) -> None:
+def test_known_heads_inside_a_request_are_ignored(separately: bool, turns_between: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
     known_request = pack_request("POST", "/a", (), b"{}", "length")
     half_head = b"POST /b HTTP/1.1\r\nX-Long: "
@@ -520,9 +504,7 @@ async def turn_loop(count: int = 20) -> None:
 
 
 async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
-    """A connection has one coarse timer, which ends it only if the state lasted for the whole
-    limit.
-    """
+    """A connection has one coarse timer, which counts the whole limit of a state."""
     known_request = pack_request("POST", "/a", (), b"{}", "length")
     connection, transport = connect()
     await turn_loop()
@@ -596,9 +578,7 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent_size: int
 
 
 @pytest.mark.parametrize("end_connection", [HttpConnection.force_close, HttpConnection.abort])
-def test_a_client_that_does_not_read_does_not_delay_the_close(
-    end_connection: Callable[[Any], None],
-) -> None:
+def test_a_client_that_does_not_read_delays_no_close(end_connection: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
     was_closed = asyncio.Event()
 

@@ -1,7 +1,5 @@
 """JSON requests that differ only in their numbers: read in a short way, with the same result."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -34,8 +32,7 @@ def header(position_members: str) -> bytes:
 @pytest.mark.parametrize("space", ["", " "])
 @pytest.mark.parametrize("sequence", [1, 2**64 - 1, "a text"])
 def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> None:
-    """Headers that differ only in this position have one key, and are parsed to their own
-    position."""
+    """Headers that differ only in the position have one key and their own positions."""
     keys = set()
     for start in (False, True):
         for end in (False, True):
@@ -162,8 +159,6 @@ def one_tensor_body(data: str, prefix: str = "", suffix: str = "") -> bytes:
     return (text % (prefix, data, suffix)).encode()
 
 
-# --- the same as the long way ----------------------------------------------------------------
-
 numbers = st.lists(st.integers(-9, 9), min_size=2, max_size=2)
 # Text elsewhere in the request that looks like a tensor's data.
 number_texts = st.sampled_from(
@@ -183,9 +178,7 @@ colon = st.sampled_from(('"data": ', '"data":', '"data" : ', '"data":  '))
 def test_a_repeated_request_equals_a_parsed_one(
     prefix: str, data_format: str, key: str, first_data: list[list[int]], data: st.DataObject
 ) -> None:
-    """For any text around the numbers, the result equals that of the parser, or the parser is
-    used.
-    """
+    """For any text around the numbers, the result is the parser's, or the parser runs."""
 
     def write_request(values: list[list[int]], other_member: str) -> bytes:
         inputs = [
@@ -222,9 +215,6 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
     text = one_tensor_body("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", suffix + b"}]")
     template = fill_from_cache(cache, text)
     assert template is None or template == parse_fully(text)
-
-
-# --- the use of the fingerprint --------------------------------------------------------------
 
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:

@@ -27,15 +27,13 @@ from shmserve.gateway.listener import ListenerKind, MisdirectedHost
 
 
 def openai_error(error: ShmserveError) -> bytes:
-    """Return an error in the form of another API."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {"message": error.message, "type": kind, "param": None, "code": None}
     return json.dumps({"error": body}).encode()
 
 
 class Request(SimpleNamespace):
-    """A request whose client is refused with `refusal`; `scopes` are the scopes that it was
-    authorised for."""
+    """A request with `scopes`, or one that is refused with `refusal`."""
 
     def __init__(
         self,
@@ -170,9 +168,7 @@ PAGE = "https://app.example.com"
     ("origins", "is_allowed"),
     [((PAGE, "https://b.example"), PAGE), (("*",), "*"), (("https://b.example",), ""), ((), "")],
 )
-def test_pages_of_allowed_origins_may_use_the_server(
-    origins: tuple[str, ...], is_allowed: str
-) -> None:
+def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowed: str) -> None:
     cors = Cors(origins) if origins else None
     preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     preflight_headers["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
@@ -241,13 +237,8 @@ def test_the_metrics_listener_has_its_own_routes(
     assert ROUTES.find("/metrics") is None
 
 
-# --- chunked responses
-
-
 class Transport:
-    """A transport that records the written bytes; the client disconnects at write number
-    `lost_after`.
-    """
+    """A transport that records writes; the client disconnects at write `lost_after`."""
 
     def __init__(self, lost_after: int = -1) -> None:
         self.written: list[bytes] = []

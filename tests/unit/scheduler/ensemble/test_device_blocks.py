@@ -26,7 +26,6 @@ CHAIN = [
 
 
 def gpu_model(name: str, gpus: tuple[int, ...] = (0,), **fields: Any) -> dict[str, Any]:
-    """Return a model of fixed shapes that computes on these GPUs."""
     group = {"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}
     config = model(name, dims=(SIZE,))
     return {**config, "backend": "pytorch", "instance_group": [group], **fields}
@@ -62,8 +61,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     assert memory_range is not None and memory_range.memory.cuda is not None
     assert (endpoint, memory_range.memory.cuda.device) == ("a", 0)
     # Open the memory and write to it, as a worker on the device does.
-    memory = cuda.device_memory()
-    worker = Mappings(memory.open)
+    worker = Mappings(cuda.device_memory().open)
     value = np.full(SIZE, 2.5, np.float32)
     worker.view(memory_range).numpy().view(np.float32)[:] = value
     finish(rig, endpoint, submit, memory_range)
@@ -106,9 +104,7 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     ],
 )
 def test_other_tensors_are_copied_through_the_host(second_config: dict[str, Any]) -> None:
-    """The second model is on another device, on two devices, on none, or has its inputs in host
-    memory.
-    """
+    """The second model has another device, two, none, or its inputs in host memory."""
     rig = make_rig(gpu_model("a"), second_config, gpu_model("c"))
     rig.submit(data=bytes(4 * SIZE))
     _, _, memory_range = last_submitted(rig)
@@ -125,9 +121,7 @@ def test_a_python_model_receives_tensors_on_its_device() -> None:
     assert memory_range is not None and memory_range.memory.cuda is not None
 
 
-def test_tensors_pass_through_the_host_without_cuda_or_space(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tensors_pass_the_host_without_cuda_or_space(caplog: pytest.LogCaptureFixture) -> None:
     def raise_unavailable() -> CudaExporter:
         raise Unavailable("there is no driver")
 

@@ -16,7 +16,6 @@ NOW = 100 * SECOND_NS
 
 
 def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -> Sequence[None]:
-    """Return a sequence that arrived before NOW and computes `tokens` tokens in all."""
     prompt = array("i", [1] * (tokens // 2))
     arrived = NOW - int(waited_s * SECOND_NS)
     max_tokens = tokens - len(prompt)
@@ -72,9 +71,7 @@ def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
 
 
 def learn_step_times(steps: int = 400) -> StepTimes:
-    """Return estimates learned from steps of 4 ms, plus 1 ms per decoded and 0.25 ms per prompt
-    token.
-    """
+    """Return estimates of steps of 4 ms, 1 ms per decoded and 0.25 ms per prompt token."""
     step_times = StepTimes()
     for step in range(steps):
         load = StepWork(step % 9, step % 7 * 16, step % 5 * 1000)
@@ -89,9 +86,7 @@ def test_the_time_of_a_step_is_learned() -> None:
 
 
 def test_similar_steps_do_not_distort_the_estimate() -> None:
-    """A realistic load: one request for a long time, empty steps, prompts, and cheap draft
-    tokens.
-    """
+    """One request for a long time, empty steps, prompts, and cheap draft tokens."""
     step_times = StepTimes()
     for _ in range(3):
         for keys in range(300):
@@ -202,8 +197,7 @@ def test_rejected_drafts_cause_a_pause() -> None:
     assert acceptance.length(4, 0.3) == 4
     while acceptance.rate >= 0.3:
         acceptance.observe(4, 0)
-    lengths = [acceptance.length(4, 0.3) for _ in range(52)]
-    assert lengths == [0] * 51 + [4]
+    assert [acceptance.length(4, 0.3) for _ in range(52)] == [0] * 51 + [4]
 
 
 def test_drafts_after_a_rejected_one_are_not_observations() -> None:

@@ -27,13 +27,11 @@ def batch_sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
 
 
 def count_closed(rig: Rig) -> dict[str, int]:
-    """Return the number of closed batches by reason."""
     counts: dict[str, int] = rig.report()["shmserve"]["batches_closed"]
     return {reason: count for reason, count in counts.items() if count}
 
 
 def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
-    """Queue requests of these sizes, then add an instance; return its address."""
     for size in units:
         rig.submit(batch_size=size, **fields)
     return rig.start()
@@ -42,14 +40,10 @@ def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("max_batch_size", "units", "expected"),
     [
-        (8, (4, 4, 1), [2, 1]),
-        (8, (5, 4), [1, 1]),
-        (8, (0, 0, 7), [2, 1]),
-        (8, (8, 8), [1, 1]),
-        (1, (1, 1), [1, 1]),
-        (0, (0, 0), [1, 1]),
+        (8, (4, 4, 1), [2, 1]), (8, (5, 4), [1, 1]), (8, (0, 0, 7), [2, 1]), (8, (8, 8), [1, 1]),
+        (1, (1, 1), [1, 1]), (0, (0, 0), [1, 1]),
     ],
-)
+)  # fmt: skip
 def test_batch_sizes_are_summed_and_no_request_is_split(
     max_batch_size: int, units: tuple[int, ...], expected: list[int]
 ) -> None:
@@ -59,9 +53,7 @@ def test_batch_sizes_are_summed_and_no_request_is_split(
 
 
 def test_batching_stops_at_the_first_incompatible_request() -> None:
-    """A request that does not fit or has other shapes closes the batch; later
-    requests are not pulled ahead. Shapes are compared with those of the first request.
-    """
+    """Later requests are not pulled ahead; shapes are compared with the first request's."""
     rig = Rig(DELAYED_BATCHING)
     for key in (b"a", b"a", b"b", b"a"):
         rig.submit(shape_key=key)
@@ -160,9 +152,7 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
 def test_with_a_policy_no_batch_is_sent_before_an_instance_is_free(
     block: dict[str, Any], sent_sizes: list[int]
 ) -> None:
-    """Without a queue policy, a batch that cannot grow may be sent ahead to a busy
-    instance.
-    """
+    """Without a policy, a batch that cannot grow may be sent ahead."""
     rig, _ = ready_rig(block)
     rig.core.executions.service_time.pipeline_depth = 2
     rig.submit()

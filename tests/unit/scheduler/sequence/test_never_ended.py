@@ -1,7 +1,4 @@
-"""Very many sequences that are begun and never ended.
-
-The table of sequences stays bounded, and other clients are served.
-"""
+"""Many sequences that are never ended: the table stays bounded, others are served."""
 
 import itertools
 from types import SimpleNamespace
@@ -29,7 +26,6 @@ class Table:
         self.executed: list[Any] = []
 
     def submit(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
-        """Submit a request; raise the error if it is rejected."""
         self.sequences.check(sequence, flags, (client, 0))
         submit = SimpleNamespace(source=0)
         request: Any = SimpleNamespace(

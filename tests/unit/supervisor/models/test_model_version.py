@@ -25,8 +25,7 @@ def deployment(processes: Processes) -> ModelVersion:
 
 
 async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
-    """The worker's first message and its exit are handled in one turn of the loop. A new worker
-    starts."""
+    """Its first message and its exit are handled in one turn; a new worker starts."""
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -67,9 +66,7 @@ async def test_a_worker_has_the_settings_of_its_backend_and_of_all_backends(
     assert (start.backend_config, start.threads) == ({"a": "1", "b": "2"}, 7)
 
 
-async def test_only_the_process_its_scheduler_names_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_only_the_process_schedulers_name_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named process may have exited already, and a successor may have been started."""
     killed_children: list[FakeChild] = []
     processes = Processes()
@@ -83,7 +80,7 @@ async def test_only_the_process_its_scheduler_names_is_killed(
     second_process = processes.children[-1]
     monkeypatch.setattr(FakeChild, "kill", lambda child, *number: killed_children.append(child))
     for child in (first_process, second_process):
-        model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
+        model._on_message(m.KillInstance(child.pid, "it takes too long"))
     await run_loop_turns()
     await processes.end()
     meant_process = second_process
@@ -93,10 +90,7 @@ async def test_only_the_process_its_scheduler_names_is_killed(
 async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every exit is reported to the scheduler.
-
-    An instance that will not be restarted is reported as gone, too.
-    """
+    """An instance that will not be restarted is reported as gone, too."""
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
     processes = Processes()
     model = deployment(processes)
@@ -125,12 +119,8 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 
 
 @pytest.mark.parametrize("serves", [False, True])
-async def test_an_instance_in_a_crash_loop_stays_down(
-    monkeypatch: pytest.MonkeyPatch, serves: bool
-) -> None:
-    """An instance that has executed a request in between is restarted; each restart has a
-    longer backoff.
-    """
+async def test_a_crash_loop_ends_an_instance(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    """An instance that has executed a request in between restarts after a longer backoff."""
     max_crashes = instance_processes._MAX_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
@@ -143,7 +133,7 @@ async def test_an_instance_in_a_crash_loop_stays_down(
             await model.until_ready()
         worker = processes.children[-1] if death else processes.children[0]
         if serves and death == max_crashes // 2:
-            model._on_scheduler_message(m.InstanceServed(worker.pid))
+            model._on_message(m.InstanceServed(worker.pid))
         worker.kill(signal.SIGABRT)
         await run_loop_turns(1)
     await run_loop_turns()
@@ -154,11 +144,8 @@ async def test_an_instance_in_a_crash_loop_stays_down(
 
 
 @pytest.mark.parametrize("at_load", [False, True])
-async def test_killed_workers_are_always_restarted(
-    monkeypatch: pytest.MonkeyPatch, at_load: bool
-) -> None:
-    """A killed worker restarts after ever longer pauses, any number of times. A crash of the worker
-    itself does not count as a kill, and a long run resets the pauses."""
+async def test_killed_workers_are_restarted(monkeypatch: pytest.MonkeyPatch, at_load: bool) -> None:
+    """The pauses grow until a long run; a crash of the worker is no kill."""
     max_crashes, pauses = instance_processes._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
     processes = Processes()
@@ -198,7 +185,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
     await model.start()
     for _ in range(8):
         if serves:
-            model._on_scheduler_message(m.InstanceServed(processes.children[0].pid))
+            model._on_message(m.InstanceServed(processes.children[0].pid))
         model.scheduler.serving.child.kill()
         await run_loop_turns(40)
     is_ready = model.ready
@@ -225,8 +212,7 @@ async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.Mo
 async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Local clients are notified over their own sockets, which are not delayed to a turn of the
-    loop."""
+    """Local clients' own sockets are not delayed to a turn of the loop."""
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -276,21 +262,15 @@ async def test_a_cancelled_load_leaves_no_processes() -> None:
 CONFIG: dict[str, Any] = {
     "name": "e",
     "output": [{"name": "Z"}, {"name": "W"}],
-    "ensemble_scheduling": {
-        "step": [
-            {"model_name": "a", "output_map": {"Y": "middle"}},
-            {"model_name": "b", "output_map": {"Y": "Z", "V": "W"}},
-        ]
-    },
-}
+    "ensemble_scheduling": {"step": [{"model_name": "a", "output_map": {"Y": "middle"}},
+        {"model_name": "b", "output_map": {"Y": "Z", "V": "W"}}]},
+}  # fmt: skip
 
 
 def ensemble_steps(
     *ready_models: str, labels: dict[str, list[str]] | None = None
 ) -> EnsembleInstances:
-    """Return an ensemble over "a" and "b" whose outputs Y have labels; some of the models are
-    ready.
-    """
+    """Return an ensemble over "a" and "b" with labelled outputs Y; some models are ready."""
 
     def find(name: str, version: str) -> Any:
         instances = SimpleNamespace(labels={"Y": [name]})
@@ -303,9 +283,7 @@ def ensemble_steps(
 
 
 @pytest.mark.parametrize(("own_labels", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
-def test_an_output_has_the_labels_of_its_model(
-    own_labels: dict[str, list[str]], label: str
-) -> None:
+def test_outputs_have_the_labels_of_a_model(own_labels: dict[str, list[str]], label: str) -> None:
     steps = ensemble_steps("a", "b", labels=own_labels)
     asyncio.run(steps.complete_config())
     assert steps.labels == {"Z": [label]}

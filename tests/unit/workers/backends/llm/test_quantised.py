@@ -162,10 +162,7 @@ def gptq(
 
 
 def gptq_with_carry(weight: torch.Tensor, bits: int) -> QuantisedLayer:
-    """Return a layer as GPTQModel stores it, which subtracts 1 from whole words of zero points.
-
-    A zero point of 0 then borrows from the next one.
-    """
+    """Return a layer as of GPTQModel, which subtracts 1 from whole words of zero points."""
     rows, columns = weight.shape
     values, groups = draw_ints(columns, rows, 1 << bits), torch.arange(columns) // GROUP
     points = draw_ints(columns // GROUP, rows, 3)
@@ -240,53 +237,33 @@ INT, PACK_QUANTIZED = compression_config("int-quantized"), compression_config("p
 QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], QuantisedLayer], dict[str, Any]]] = {
     "fp8 tensor": (fp8_tensor, FP8),
     "fp8 blocks": (lambda w: fp8(w, (16, 16)), {**FP8, "weight_block_size": [16, 16]}),
-    "fp8 partial blocks": (
-        lambda w: fp8(w, (24, 24), kind=torch.bfloat16),
-        {**FP8, "weight_block_size": [24, 24]},
-    ),
-    "fp8 partial blocks of two sizes": (
-        lambda w: fp8(w, (24, 20)),
-        {**FP8, "weight_block_size": [24, 20]},
-    ),
-    "fp8 large blocks": (
-        lambda w: fp8(w, (128, 128)),
-        {**FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
-    ),
+    "fp8 partial blocks": (lambda w: fp8(w, (24, 24), kind=torch.bfloat16),
+        {**FP8, "weight_block_size": [24, 24]}),
+    "fp8 partial blocks of two sizes": (lambda w: fp8(w, (24, 20)),
+        {**FP8, "weight_block_size": [24, 20]}),
+    "fp8 large blocks": (lambda w: fp8(w, (128, 128)),
+        {**FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}),
     "fp8 exponents": (exponents, {**FP8, "weight_block_size": [16, 16]}),
-    "float channel": (
-        lambda w: fp8(w, ROW_BLOCK, "weight_scale"),
-        compression_config("float-quantized"),
-    ),
-    "float block": (
-        lambda w: fp8(w, (24, 24), "weight_scale"),
-        compression_config("float-quantized", block_structure=[24, 24]),
-    ),
+    "float channel": (lambda w: fp8(w, ROW_BLOCK, "weight_scale"),
+        compression_config("float-quantized")),
+    "float block": (lambda w: fp8(w, (24, 24), "weight_scale"),
+        compression_config("float-quantized", block_structure=[24, 24])),
     "int8 tensor": (lambda w: plain_ints(w, WHOLE_BLOCK, True), INT),
     "int8 tensor asymmetric": (lambda w: plain_ints(w, WHOLE_BLOCK, False), INT),
     "int8 channel": (lambda w: plain_ints(w, ROW_BLOCK, True), INT),
-    "int8 channel of a preset": (
-        lambda w: plain_ints(w, ROW_BLOCK, True),
-        {**INT, "config_groups": {"W8A8": ["Linear"]}},
-    ),
+    "int8 channel of a preset": (lambda w: plain_ints(w, ROW_BLOCK, True),
+        {**INT, "config_groups": {"W8A8": ["Linear"]}}),
     "int8 channel asymmetric": (lambda w: plain_ints(w, ROW_BLOCK, False), INT),
-    "int8 group": (
-        lambda w: plain_ints(w, (1, 16), False),
-        compression_config("naive-quantized", 16),
-    ),
+    "int8 group": (lambda w: plain_ints(w, (1, 16), False),
+        compression_config("naive-quantized", 16)),
     "pack 4 channel": (lambda w: packed_ints(w, 4, 1 << 20, True), PACK_QUANTIZED),
     "pack 4 channel asymmetric": (lambda w: packed_ints(w, 4, 1 << 20, False), PACK_QUANTIZED),
-    "pack 4 group": (
-        lambda w: packed_ints(w, 4, 16, True),
-        compression_config("pack-quantized", 16),
-    ),
-    "pack 4 group asymmetric": (
-        lambda w: packed_ints(w, 4, 16, False),
-        compression_config("pack-quantized", 16),
-    ),
-    "pack 8 group asymmetric": (
-        lambda w: packed_ints(w, 8, 16, False),
-        compression_config("pack-quantized", 16),
-    ),
+    "pack 4 group": (lambda w: packed_ints(w, 4, 16, True),
+        compression_config("pack-quantized", 16)),
+    "pack 4 group asymmetric": (lambda w: packed_ints(w, 4, 16, False),
+        compression_config("pack-quantized", 16)),
+    "pack 8 group asymmetric": (lambda w: packed_ints(w, 8, 16, False),
+        compression_config("pack-quantized", 16)),
     "pack 4 act-order": (ordered_ints, compression_config("pack-quantized", 16, actorder="group")),
     "gptq 4": (gptq, GPTQ),
     "gptq 8": (lambda w: gptq(w, 8), {**GPTQ, "bits": 8}),
@@ -302,7 +279,7 @@ QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], QuantisedLayer], dict[st
     "awq 4 of GPTQModel": (awq, {**AWQ, **GPTQMODEL}),
     "awq 8 of GPTQModel": (lambda w: awq(w, 8, order=(0, 1, 2, 3)), {**AWQ, **GPTQMODEL}),
     "awq no zero points": (lambda w: awq(w, zeros=False), {**AWQ, "zero_point": False}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUANTISATIONS)
@@ -338,55 +315,34 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         (gptq, {"quant_method": "mxfp4"}, "quant_method: 'mxfp4' is not supported"),
         (gptq, {**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' is not supp"),
         (awq, {**AWQ, "version": "gemv"}, "version: 'gemv' is not supported, supported: gemm"),
-        (
-            gptq,
-            compression_config("nvfp4-pack-quantized"),
-            "format: 'nvfp4-pack-quantized' is not suppor",
-        ),
+        (gptq, compression_config("nvfp4-pack-quantized"),
+         "format: 'nvfp4-pack-quantized' is not suppor"),
         (gptq, {**INT, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format: 'sp"),
         (gptq, {}, "weights are missing: model.layers.0.self_attn.q_proj.weight"),
         (awq, FP8, "weights are missing: model.layers.0.self_attn.q_proj.weight"),
         (fp8_tensor, {}, "q_proj.weight is F8_E4M3 without a quantization_config"),
-        (
-            lambda w: plain_ints(w, ROW_BLOCK, True),
-            FP8,
-            "q_proj.weight is I8, but fp8 supports F8_E4M3, F8_E5M2",
-        ),
-        (
-            lambda w: ({"weight": fp8_tensor(w)[0]["weight"]}, w),
-            FP8,
-            "q_proj.weight has no weight_scale_inv or weight_scale",
-        ),
+        (lambda w: plain_ints(w, ROW_BLOCK, True), FP8,
+         "q_proj.weight is I8, but fp8 supports F8_E4M3, F8_E5M2"),
+        (lambda w: ({"weight": fp8_tensor(w)[0]["weight"]}, w), FP8,
+         "q_proj.weight has no weight_scale_inv or weight_scale"),
         (lambda w: ({"qweight": gptq(w)[0]["qweight"]}, w), GPTQ, "q_proj.qweight has no scales"),
         (lambda w: gptq(w, zeros=False), {**GPTQ, "sym": False}, "q_proj.qweight has no qzeros"),
-        (
-            lambda w: awq(w, zeros=False),
-            {**AWQ, "zero_point": True},
-            "q_proj.qweight has no qzeros",
-        ),
-        (
-            lambda w: plain_ints(w, ROW_BLOCK, True),
-            compression_config("int-quantized", symmetric=False),
-            "q_proj.weight has no weight_zero_point",
-        ),
-        (
-            lambda w: plain_ints(w, ROW_BLOCK, True),
-            compression_config("int-quantized", actorder="group"),
-            "q_proj.weight has no weight_g_idx",
-        ),
-        (
-            lambda w: (drop_tensors(packed_ints(w, 4, 16, True)[0], "weight_g_idx"), w),
-            compression_config("pack-quantized", 16, actorder="dynamic"),
-            "q_proj.weight_packed has no weight_g_idx",
-        ),
-        (
-            lambda w: (drop_tensors(gptq(w)[0], "g_idx", "qzeros"), w),
-            {**GPTQ, "desc_act": True, "sym": False},
-            "q_proj.qweight has no qzeros and no g_idx",
-        ),
+        (lambda w: awq(w, zeros=False), {**AWQ, "zero_point": True},
+         "q_proj.qweight has no qzeros"),
+        (lambda w: plain_ints(w, ROW_BLOCK, True),
+         compression_config("int-quantized", symmetric=False),
+         "q_proj.weight has no weight_zero_point"),
+        (lambda w: plain_ints(w, ROW_BLOCK, True),
+         compression_config("int-quantized", actorder="group"),
+         "q_proj.weight has no weight_g_idx"),
+        (lambda w: (drop_tensors(packed_ints(w, 4, 16, True)[0], "weight_g_idx"), w),
+         compression_config("pack-quantized", 16, actorder="dynamic"),
+         "q_proj.weight_packed has no weight_g_idx"),
+        (lambda w: (drop_tensors(gptq(w)[0], "g_idx", "qzeros"), w),
+         {**GPTQ, "desc_act": True, "sym": False}, "q_proj.qweight has no qzeros and no g_idx"),
         (lambda w: ({"weight": w, "weight_scale": w[:, :1]}, w), FP8, "q_proj.weight is F32, but"),
     ],
-)
+)  # fmt: skip
 def test_unknown_quantisations_are_refused(
     tmp_path: Path,
     quantise: Callable[[torch.Tensor], QuantisedLayer],
