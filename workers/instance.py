@@ -111,7 +111,7 @@ class WorkerInstance:
                 logger.debug("%s is running warmup sample '%s' for iteration %d", text, name, n)
                 try:
                     requests = list(_warmup_requests(sample, self._signature, self._unpacker))
-                    errors = self._executor.rehearse(requests)
+                    errors = self._executor.run_warmup(requests)
                 except ShmserveError as error:
                     errors = [error]
                 if errors:

@@ -69,7 +69,7 @@ def page(topic: str) -> str:
         links = rf"\[([^]]*)\]\([\w./]*?\b({'|'.join(pages)})\.md\)"
         text = re.sub(links, _link_command, pages[name](), flags=re.IGNORECASE)
         return text.rstrip("\n") + "\n"
-    nearest_topic = nearest(name, tuple(pages), likeness=0.55)
+    nearest_topic = nearest(name, tuple(pages), min_similarity=0.55)
     hint = f", did you mean '{nearest_topic}'?" if nearest_topic else ";"
     raise InvalidArgument(
         f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"

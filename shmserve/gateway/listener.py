@@ -88,7 +88,7 @@ class ListenerRules:
 
 
 def listener_kind(sock: socket.socket) -> ListenerKind:
-    """Return the reachability of a listening socket."""
+    """Return whether a listening socket is a Unix, a loopback or a remote listener."""
     if sock.family == socket.AF_UNIX:
         return ListenerKind.UNIX
     return ListenerKind.LOOPBACK if is_loopback(sock.getsockname()[0]) else ListenerKind.REMOTE

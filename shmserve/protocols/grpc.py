@@ -58,7 +58,7 @@ class GrpcTransport:
     """A blocking client of a gRPC server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
-        self.where = address.where
+        self.location = address.location
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
             grpc.secure_channel(address.target, _channel_credentials(credentials), _UNLIMITED)

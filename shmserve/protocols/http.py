@@ -70,7 +70,7 @@ class HttpTransport:
     """A blocking client of an HTTP server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
-        self.where = address.where
+        self.location = address.location
         self._headers = dict(credentials.headers)
         self._connect = partial(_Exchange, address, credentials.tls() if address.tls else None)
 

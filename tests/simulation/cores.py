@@ -37,7 +37,7 @@ _MAX_ENTRIES = {
     "LruCache._entries": 1 << 20,
     "Front._dead": REMEMBERED_EXITS,
     "Sequences._lost_ids": 4096,
-    "Sequences._free": 1 << 20,
+    "Sequences._free_slots": 1 << 20,
     "Timers._heap": 1100,
     "Responses._in_order": 1100,
     "PriorityQueue._levels": 1,

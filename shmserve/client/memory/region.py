@@ -89,7 +89,7 @@ class Region(Mapping[str, Any]):
         self.requests: dict[ClientModel, Packed] = {}
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
-    def within(self, memories: Memories) -> Region:
+    def attached_to(self, memories: Memories) -> Region:
         """Return this region, or a region over the same memory that belongs to another client.
 
         Raises:
@@ -197,7 +197,7 @@ class Region(Mapping[str, Any]):
         # The memory itself is freed with the last array over it and the last request in flight.
         self.lease = MemoryLease(noop)
         self.lease.released = True
-        self.memories.settle()
+        self.memories.free_recycled()
         for region in list(self._attached.values()):
             region.release()
 

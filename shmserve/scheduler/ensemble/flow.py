@@ -210,16 +210,16 @@ class TensorRoute(NamedTuple):
     """The uses of a tensor's values by steps and by responses.
 
     Attributes:
-        uses: How often each value is used; -1: any number of times.
+        use_count: How often each value is used; -1: any number of times.
         is_once: Whether the tensor exists once per request.
         readers: The steps that wait for the tensor, and the response if it contains the tensor.
-        only: The reader, if it is the only one and waits for no other tensor.
+        only_reader: The reader, if it is the only one and waits for no other tensor.
     """
 
-    uses: int
+    use_count: int
     is_once: bool
     readers: tuple[TensorReader, ...]
-    only: TensorReader | None
+    only_reader: TensorReader | None
 
 
 class Plan:
@@ -315,7 +315,7 @@ class Flow:
         self._values: dict[tuple[str, int], Value] = {}
         # Remaining uses of values with more than one.
         self._remaining_uses: dict[tuple[str, int], int] = {}
-        self._fired: set[tuple[int, int]] = set()
+        self._fired_steps: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
@@ -352,16 +352,16 @@ class Flow:
             route = routes.get(tensor)
             if route is None:
                 value.release()
-            elif route.only is None:
+            elif route.only_reader is None:
                 self._values[tensor, number] = value
-                if route.uses != 1:
-                    self._remaining_uses[tensor, number] = route.uses
+                if route.use_count != 1:
+                    self._remaining_uses[tensor, number] = route.use_count
         for tensor, value in tensors:
             route = routes.get(tensor)
             if route is None:
                 continue
-            if route.only is not None:  # nothing else is missing
-                self._start(route.only, number, {tensor: value})
+            if route.only_reader is not None:  # nothing else is missing
+                self._start(route.only_reader, number, {tensor: value})
             else:
                 for reader in route.readers:
                     if reader.is_once or not route.is_once:
@@ -380,7 +380,7 @@ class Flow:
     def _fire(self, reader: TensorReader, number: int) -> None:
         """Add a firing of a step, or a response, at a number, unless a tensor is missing."""
         fired = (reader.index, number)
-        if fired in self._fired:
+        if fired in self._fired_steps:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
@@ -389,7 +389,7 @@ class Flow:
         for key in keys:
             if key not in values:
                 return
-        self._fired.add(fired)
+        self._fired_steps.add(fired)
         reader_values: dict[str, Value] = {}  # values by name, each with a use for the reader
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)

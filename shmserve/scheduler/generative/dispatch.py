@@ -118,7 +118,7 @@ class GenerativeDispatch(Dispatcher):
         self._assigned_requests: dict[
             int, AssignedRequest
         ] = {}  # requests at instances by their key
-        self._unassigned: list[AssignedRequest] = []
+        self._unassigned_requests: list[AssignedRequest] = []
         self._numbers = itertools.count(1)
 
     # --- admission
@@ -189,7 +189,7 @@ class GenerativeDispatch(Dispatcher):
                 continue
             generation, slot = assigned.generation, assigned.slot
             if slot is None:
-                self._unassigned.remove(assigned)
+                self._unassigned_requests.remove(assigned)
                 self._close(assigned.request, now_ns)
             elif generation is not None and slot.peer in self._engines:
                 engine = self._engines[slot.peer]
@@ -211,7 +211,7 @@ class GenerativeDispatch(Dispatcher):
         slots = [slot for slot in self._pool.ready() if not slot.retiring]
         if not slots:
             return
-        unassigned, self._unassigned = self._unassigned, []
+        unassigned, self._unassigned_requests = self._unassigned_requests, []
         for assigned in unassigned:
             self._prepare(assigned, min(slots, key=_request_count), now_ns)
         while len(self._queue):
@@ -382,7 +382,7 @@ class GenerativeDispatch(Dispatcher):
                 removed_requests.append(request)
             else:
                 assigned.slot = request.worker = None
-                self._unassigned.append(assigned)
+                self._unassigned_requests.append(assigned)
         return LostWork(lost_work.executions, removed_requests)
 
 

@@ -96,8 +96,8 @@ class Engine(Generic[T]):
 
         `resumed` has the tokens of its open samples if another instance has lost it.
         """
-        # A step has too few rows to fork these samples together, so each is a sequence from the
-        # beginning.
+        # If a step has too few rows to fork all samples together, each sample is a sequence from
+        # the beginning.
         forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
         count = 1 if forked else generation.samples
         samples = resumed or dict.fromkeys(range(count), array("i"))

@@ -154,10 +154,9 @@ class LocalClientRules:
         return replace(checked_submit, source=0, deadline_origin=deadline_origin, callers="")
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
-        """Return the deadline of a request, or 0.
+        """Return the earliest deadline of a request, or 0 if it has none.
 
-        The shortest limit applies: its own, in both forms, and the server's, as over the other
-        listeners.
+        The request's deadline, its timeout and the server's time limit apply.
         """
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)

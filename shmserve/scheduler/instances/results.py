@@ -168,7 +168,7 @@ class Results:
         """
         for request in execution.requests:
             request.timing = timing
-            if request.untimed:
+            if request.succeeded_early:
                 self._statistics.count_times(request, timing, now_ns)
         for reply in replies:
             open_request = slot.requests.get(reply.key)

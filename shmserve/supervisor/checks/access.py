@@ -23,7 +23,7 @@ from shmserve.ipc import endpoints
 from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 from shmserve.supervisor.checks.memory import filesystem_space
 from shmserve.supervisor.host.listeners import listen, port_users
-from shmserve.supervisor.host.run_directory import objection
+from shmserve.supervisor.host.run_directory import unsafe_reason
 
 _MIN_FREE_BYTES = 16 * 2**20
 
@@ -58,7 +58,9 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
     """Collect the facts about the configured run directory, by the rules of a server's start."""
     path, problem = configured_run_directory(config), ""
     with contextlib.suppress(FileNotFoundError):
-        problem = objection(path, path.lstat(), group_bits=0o010 if config.shm.group >= 0 else 0)
+        problem = unsafe_reason(
+            path, path.lstat(), group_bits=0o010 if config.shm.group >= 0 else 0
+        )
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if parent != path and not os.access(parent, os.W_OK | os.X_OK):
         problem = f"'{path}' cannot be created: this user may not write to '{parent}'"

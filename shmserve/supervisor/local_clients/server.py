@@ -73,11 +73,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LocalMemory:
-    """The shared regions by memory id, each of which only its client can use.
+    """The private regions of local clients, by memory id.
 
     A region ends when it is released or its client disconnects; workers then unmap it. Gateways
-    list the regions under names that no request can use. Methods that share memory return it as
-    clients and workers encode it, and raise ShmserveError if it is rejected.
+    list the regions under names that no request can use. Methods that share memory return the
+    region's encoded description, and raise ShmserveError if the region is rejected.
     """
 
     _capabilities: Capabilities

@@ -429,8 +429,8 @@ class ModelManager:
         folders = await asyncio.to_thread(self._planner.scan)
         return self._registry.index(folders, ready_only)
 
-    async def name_generative(self) -> dict[str, list[str]]:
-        """Return the aliases of the models on demand that generate text and do not serve."""
+    async def list_generative_aliases(self) -> dict[str, list[str]]:
+        """Return the aliases of each unloaded on-demand model that generates text, by name."""
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
         names = await asyncio.to_thread(

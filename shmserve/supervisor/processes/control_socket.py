@@ -136,7 +136,7 @@ class ControlSocket:
 
     def __init__(self, endpoint: str) -> None:
         self._router = PeerCredRouter(endpoint, trailing_pid)
-        self._enrolled: dict[Address, _Peer] = {}
+        self._enrolled_peers: dict[Address, _Peer] = {}
         self._callers: set[Address] = set()
         self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
@@ -156,7 +156,7 @@ class ControlSocket:
             role: "gateway", "host", "scheduler", "ensemble", "worker" or "workspace".
             handler: The callback for messages that have no service.
         """
-        self._enrolled[address] = _Peer(role, handler)
+        self._enrolled_peers[address] = _Peer(role, handler)
         early_messages = [item for item in self._early_messages if item[0] == address]
         for item in early_messages:
             self._early_messages.remove(item)
@@ -164,7 +164,7 @@ class ControlSocket:
 
     def calls(self, address: Address) -> None:
         """Grant the role "caller" to a worker that calls models: it receives changes of models."""
-        if address in self._enrolled:
+        if address in self._enrolled_peers:
             self._callers.add(address)
 
     def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
@@ -178,14 +178,14 @@ class ControlSocket:
             The role of the process, or "" if it was not enrolled.
         """
         self.receive_all()
-        peer = self._enrolled.get(pid)
-        for address in [enrolled for enrolled in self._enrolled if pid_of(enrolled) == pid]:
+        peer = self._enrolled_peers.get(pid)
+        for address in [enrolled for enrolled in self._enrolled_peers if pid_of(enrolled) == pid]:
             self.withdraw(address)
         return "" if peer is None else peer.role
 
     def withdraw(self, address: Address) -> None:
         """Stop routing messages from and to an address."""
-        self._enrolled.pop(address, None)
+        self._enrolled_peers.pop(address, None)
         self._callers.discard(address)
         self._identities.pop(address, None)
         self.acknowledgements.exited(address)
@@ -201,7 +201,7 @@ class ControlSocket:
     def _addresses(self, *roles: str) -> list[Address]:
         return [
             address
-            for address, peer in self._enrolled.items()
+            for address, peer in self._enrolled_peers.items()
             if address in self._identities
             and (peer.role in roles or ("caller" in roles and address in self._callers))
         ]
@@ -218,13 +218,13 @@ class ControlSocket:
     def _receive(self) -> None:
         for identity, message in self._router.receive():
             address = _address(identity)
-            if address in self._enrolled:
+            if address in self._enrolled_peers:
                 self._take(address, identity, message)
             elif sum(item[0] == address for item in self._early_messages) < _MAX_EARLY_PER_ADDRESS:
                 self._early_messages.append((address, identity, message))
 
     def _take(self, address: Address, identity: bytes, message: Any) -> None:
-        peer = self._enrolled.get(address)
+        peer = self._enrolled_peers.get(address)
         if peer is None:  # the process exited in the meantime
             return
         self._identities[address] = identity
@@ -261,13 +261,13 @@ class ControlSocket:
             self.send(address, message)
 
     def announce(
-        self, make_message: Callable[[int], Any], *roles: str, beside: Iterable[Hashable] = ()
+        self, make_message: Callable[[int], Any], *roles: str, extra_peers: Iterable[Hashable] = ()
     ) -> int:
         """Send `make_message(number)` to all peers with one of these roles, and return the number.
 
-        The peers, and those in `beside`, which the caller sends it, acknowledge the number.
+        The peers, and those in `extra_peers`, which the caller sends it, acknowledge the number.
         """
-        number = self.acknowledgements.begin([*self._addresses(*roles), *beside])
+        number = self.acknowledgements.begin([*self._addresses(*roles), *extra_peers])
         self.broadcast(make_message(number), *roles)
         return number
 

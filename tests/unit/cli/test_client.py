@@ -275,7 +275,11 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=1", "--parameter=a=null"], 2, "or a string, got null"),
         (["m", "--input=X=1", f"--parameter=a={2**63}"], 2, "'a' must be a 64-bit integer"),
         (["m", "--input=X=1", "--parameter=a=NaN"], 2, "'a' must be a finite number, got NaN"),
-        (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
+        (
+            ["m", "--input=X=@/dev/null"],
+            2,
+            "inputs accept the bytes of a file",
+        ),
         (["m", "--input=X=@/dev/none"], 2, "cannot read /dev/none: No such file or directory\n"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),

@@ -33,7 +33,11 @@ _NOT_WRITABLE = "The given NumPy array is not writable"
 
 
 class Lender:
-    """The lender of one model's input arrays, for one thread."""
+    """The provider of a model's shared inputs as arrays, in one thread.
+
+    A trial of some executions detects whether the model keeps or changes the arrays. It receives
+    copies during the trial, and permanently if it does so. Otherwise it then reads shared memory.
+    """
 
     def __init__(
         self, model_name: str, mappings: Mappings, copy_counter: CopyCounter | None = None

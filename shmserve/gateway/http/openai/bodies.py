@@ -48,13 +48,13 @@ TEXT_OUTPUT = "text_output"
 
 
 def generates_text(model: GatewayModel) -> bool:
-    """Return whether a model has the input and the output of models that generate text."""
+    """Return whether a model generates text, which its inputs and outputs show."""
     signature = model.signature
     return PARAMETERS_INPUT in signature.inputs and TEXT_OUTPUT in signature.outputs
 
 
 async def resolve_alias(gateway: Gateway, name: str) -> str:
-    """Return the own name of the model that has a name; unknown names are returned as they are.
+    """Return the name of the model that an alias stands for; return other names unchanged.
 
     Raises:
         NotFound: The name stands for the only model that generates text, but there are several.
@@ -253,7 +253,11 @@ async def read_body(
 async def read_fields(
     gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the supported fields of a request's body; errors are those of the called functions."""
+    """Return the supported fields of a request's body.
+
+    Raises:
+        ShmserveError: As by `read_body` and `select_supported_fields`.
+    """
     body = await read_body(gateway, request, prompts)
     return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 

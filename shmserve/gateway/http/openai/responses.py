@@ -304,7 +304,7 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "t
 
 
 def _chat_content(content: Any, position: str) -> Any:
-    """Return the content of an item as a text, or as parts of a chat's content."""
+    """Return the text of an item's content, joined from its parts if it is a list."""
     if type(content) is not list:
         return content
     texts: list[str] = []
@@ -583,7 +583,7 @@ _EVENT_PREFIXES = {
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's call; other arguments as they are."""
+    """Return the `input` text in the arguments of a custom tool's call, or all arguments."""
     try:
         text = orjson.loads(arguments)["input"]
     except (ValueError, LookupError, TypeError):
