@@ -188,13 +188,13 @@ class WorkerInstance:
             case ReaderExited(pid=pid):
                 self._output_memory.drop_reader(pid)
 
-    def _check_ready(self, number: int) -> None:
+    def _check_ready(self, check_number: int) -> None:
         is_ready = False
         try:
             is_ready = self._backend.is_ready()
         except BaseException:  # SystemExit, too: a model must not end its worker
             logger.exception("model '%s' failed in `is_ready`", self._context.model_name)
-        self._context.control.send(ReadyChecked(number, is_ready))
+        self._context.control.send(ReadyChecked(check_number, is_ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
         """Wait as `SupervisorLink.wait` does, after polling for a while if that pays."""

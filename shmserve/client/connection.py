@@ -121,9 +121,9 @@ class ListenerLink:
         self._futures[number] = future
         return number, future
 
-    def respond(self, number: int, response: Any) -> None:
+    def respond(self, request_number: int, response: Any) -> None:
         """Complete a request with its payload or error."""
-        future = self._futures.pop(number, None)
+        future = self._futures.pop(request_number, None)
         if future is None:
             return
         if isinstance(response, ShmserveError):

@@ -349,7 +349,7 @@ class Acceptor:
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
-        self._warnings = 0
+        self._warning_count = 0
         self._draining_connections: set[LimitedConnection] = (
             set()
         )  # connections that were asked to close
@@ -448,13 +448,13 @@ class Acceptor:
         evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
         evicted = evicted or _oldest(candidates, attrgetter("sending_since"), 1)
         logger.log(
-            logging.WARNING if self._warnings < _MAX_WARNINGS else logging.DEBUG,
+            logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",
             limit,
             "" if limit == self._max_connections else " of one peer",
             f"{len(evicted)} idle connections were closed" if evicted else "one was refused",
         )
-        self._warnings += 1
+        self._warning_count += 1
         for connection in evicted or [newcomer]:
             connection.abort()
 

@@ -252,7 +252,7 @@ class GrpcLaneFactory:
         }
         self.head = encode_block((name.encode(), value.encode()) for name, value in fields.items())
         self._connections: list[Http2Client] = []
-        self._lanes = 0
+        self._lane_count = 0
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return a message with its length prefix."""
@@ -264,7 +264,7 @@ class GrpcLaneFactory:
 
     def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""
-        number, self._lanes = self._lanes // _LANES_PER_CONNECTION, self._lanes + 1
+        number, self._lane_count = self._lane_count // _LANES_PER_CONNECTION, self._lane_count + 1
         if number == len(self._connections):
             self._connections.append(Http2Client(self._connect, self.poller))
         return GrpcLane(self, number, observer)

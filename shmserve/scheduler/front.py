@@ -112,11 +112,11 @@ class Reports:
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
-    def answer(self, client: Client[Any], number: int, now_ns: int) -> None:
+    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
         """Send the report to a client, as the answer to its request with this number."""
         report = self.report(now_ns)
         self.snapshot()
-        client.post(StatisticsReported(number, report))
+        client.post(StatisticsReported(request_number, report))
 
     def _count_malformed(self) -> dict[str, Any]:
         gauges = self._gauges()
@@ -362,10 +362,10 @@ class Front(Generic[R]):
                 lookup.cancel()
             self._refuse(client, submit, error, now_ns)
 
-    def ids_of(self, peer: bytes, number: int) -> dict[str, str]:
+    def ids_of(self, peer: bytes, request_id: int) -> dict[str, str]:
         """Return the ids of a client's request for a log record; {} if the request has ended."""
         client = self._clients.get(peer)
-        request: Any = None if client is None else client.requests.get(number)
+        request: Any = None if client is None else client.requests.get(request_id)
         if request is None:
             return {}
         trace_id = TraceContext.of(request.submit.trace).trace_id

@@ -49,7 +49,7 @@ class InputPolicy:
 
     def __init__(self) -> None:
         self.copies = False
-        self._retries = 0
+        self._retry_count = 0
         self._skips_left = 0
 
     def should_retry(self, request: Request) -> bool:
@@ -64,8 +64,8 @@ class InputPolicy:
     def record_retry(self, succeeded: bool) -> None:
         """Record whether a retry with copies of the inputs has succeeded."""
         self.copies = self.copies or succeeded
-        self._retries += 1
-        if self._retries >= _RETRIES_IN_A_ROW:
+        self._retry_count += 1
+        if self._retry_count >= _RETRIES_IN_A_ROW:
             self._skips_left = _SKIPPED_RETRIES
 
 

@@ -278,7 +278,7 @@ class CallRouter:
         waiting: The shared wait of the callers. Its lock guards the state of the router.
         schedulers: The client of the schedulers, with the calls in flight.
         _targets: The targets that the supervisor has reported.
-        _losses: The number of schedulers that were lost.
+        _loss_count: The number of schedulers that were lost.
         _unresolved_calls: The calls whose endpoint must be resolved again, with the error of the
             call if no other scheduler serves its model.
         _cancellations: The calls to cancel, and whether their further responses are still read.
@@ -310,7 +310,7 @@ class CallRouter:
             self._links, self._resolve_later
         )
         self._targets: dict[Key, _Target] = {}
-        self._losses = 0
+        self._loss_count = 0
         self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []
         self._cancellations: deque[tuple[BlsCall, bool]] = deque()
         self._check_cancelled = False
@@ -401,14 +401,14 @@ class CallRouter:
         The query of a model that is loaded on demand waits until the model is loaded. The response
         is ignored if a scheduler was lost in the meantime, because it may be outdated.
         """
-        losses = self._losses
+        losses = self._loss_count
         deadline_ns = call.effective_deadline_ns
         timeout_s = max(1e-6, (deadline_ns - time.monotonic_ns()) / 1e9) if deadline_ns else 0.0
         reply = self._control.ask(FindModel, *call.key, timeout_s)
         config = ModelSpec.of(reply["config"])
         signature = Signature(config, reply["version"])
         with self._lock:
-            if losses == self._losses:
+            if losses == self._loss_count:
                 self._targets[call.key] = _Target(reply["endpoint"], signature, config.decoupled)
 
     def _submit_to(self, target: _Target, call: BlsCall) -> None:
@@ -530,7 +530,7 @@ class CallRouter:
                 case ModelWithdrawn(name=name):
                     self._remove_targets(name)
                 case SchedulerLost(endpoint=lost_endpoint, successor=successor):
-                    self._losses += 1
+                    self._loss_count += 1
                     targets = self._targets.items()
                     self._targets = {
                         key: target for key, target in targets if target.endpoint != lost_endpoint

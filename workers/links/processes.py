@@ -215,10 +215,10 @@ class SupervisorLink:
             raise from_code(response.code, response.message)
         return response.payload
 
-    def _take_response(self, number: int) -> Answer | None:
+    def _take_response(self, request_number: int) -> Answer | None:
         with self._lock:
             self.pump()
-            return self._responses.pop(number, None)
+            return self._responses.pop(request_number, None)
 
 
 def _ignore(change: Loss) -> None:

@@ -269,7 +269,7 @@ def _share_nothing(_: AnySegment) -> None:
 
 
 def check_datatype(name: str, datatype: str, signature: Signature) -> None:
-    """Raise InvalidArgument if an output has another datatype than `datatype`, its memory's."""
+    """Raise InvalidArgument unless an output has the datatype of its memory, `datatype`."""
     spec = signature.outputs.get(name)
     # The response decodes strings from the bytes of any tensor.
     if spec is not None and spec.datatype not in (datatype, "BYTES"):

@@ -82,9 +82,9 @@ class Segment(RegisteredMemory):
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free_list = FreeList(aligned(self.size))
 
-    def make_share_request(self, number: int) -> tuple[Any, tuple[int, ...]]:
+    def make_share_request(self, request_number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
-        return m.ShareMemory(number, self.size, self.pin), (self.fd,)
+        return m.ShareMemory(request_number, self.size, self.pin), (self.fd,)
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """Return the tensor at `offset`."""

@@ -230,7 +230,7 @@ async def unload_model(gateway: Gateway, name: str, *, dependents: bool) -> None
 def check_names(repository: str | None, name: str, *, unload: bool = False) -> None:
     """Check the names of a repository and of a model.
 
-    A name with path traversal is that of an unknown model to an `unload`, as in Triton.
+    An `unload` treats a name with path traversal as an unknown model, as Triton does.
 
     Raises:
         Unsupported: A repository is named, which Triton does not support either.

@@ -323,7 +323,7 @@ class Inferences(ActiveCount):
 
         Raises:
             InvalidArgument: An output cannot be classified.
-            Internal: An output has another size than its shape, or the response is too large.
+            Internal: An output's size does not match its shape, or the response is too large.
         """
         request = built.infer_request
         classified = classify_outputs(self.gateway, built.model, request, inferred)

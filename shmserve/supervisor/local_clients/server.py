@@ -143,11 +143,11 @@ class LocalMemory:
         self._publish_event(region.registration_event())
         self._processes.broadcast(region.listing(0), "gateway")
 
-    def release(self, number: int, memory_id: int = 0) -> None:
+    def release(self, client_number: int, memory_id: int = 0) -> None:
         """Release one region of a local client; 0: all regions of a disconnected client."""
         reason = "" if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
-            if region.lease_holder == number and memory_id in (0, region.memory_id):
+            if region.lease_holder == client_number and memory_id in (0, region.memory_id):
                 del self._regions[region.memory_id]
                 self._processes.broadcast(MemoryDropped(region.memory_id), "worker")
                 self._processes.broadcast(RegionDrained(region.memory_id, 0), "gateway")
@@ -259,9 +259,9 @@ class LocalClientServer:
         self.announce(ServerEnding(number))
         await self._acknowledgements.until_acknowledged(number)
 
-    def _disconnected(self, number: int) -> None:
-        self._acknowledgements.exited(number)
-        self._on_disconnect(number)
+    def _disconnected(self, client_number: int) -> None:
+        self._acknowledgements.exited(client_number)
+        self._on_disconnect(client_number)
 
     # --- messages to all clients
 
@@ -333,16 +333,16 @@ class LocalClientServer:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
     def _respond(
-        self, client: LocalClient, number: int, work: Coroutine[Any, Any, dict[str, Any]]
+        self, client: LocalClient, request_number: int, work: Coroutine[Any, Any, dict[str, Any]]
     ) -> None:
         """Respond with the result or the error of a coroutine."""
 
         async def respond() -> None:
             response: Answered | Refused
             try:
-                response = Answered(number, await work)
+                response = Answered(request_number, await work)
             except ShmserveError as error:
-                response = Refused.of(number, error)
+                response = Refused.of(request_number, error)
             if client.number in self.connections:
                 self.connections.send(client, frames.pack([response]))
 

@@ -122,7 +122,7 @@ class Instances:
         return self.failure
 
     @property
-    def any_ready(self) -> bool:
+    def can_serve(self) -> bool:
         """Return whether an instance accepts requests."""
         return any(instance.state is InstanceState.READY for instance in self._instances)
 

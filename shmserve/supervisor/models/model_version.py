@@ -111,7 +111,7 @@ class ModelVersion:
     @property
     def ready(self) -> bool:
         """Return whether an instance would execute a request that is submitted now."""
-        return self.loaded and self.scheduler.serves and self.instances.any_ready
+        return self.loaded and self.scheduler.serves and self.instances.can_serve
 
     @property
     def drained(self) -> bool:
@@ -388,7 +388,7 @@ class EnsembleInstances(Instances):
         return ""
 
     @property
-    def any_ready(self) -> bool:
+    def can_serve(self) -> bool:
         """Return whether every step's model is ready."""
         return all(model is not None and model.ready for model in self._models)
 

@@ -602,8 +602,8 @@ def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 def _python_arguments(lark: Lark, tool: Tool) -> str:
     """Return an expression for keyword arguments, of which some are optional.
 
-    From the last parameter to the first, `first_member` is the expression of the arguments from
-    this parameter on, and `further` the same with a comma before it.
+    The loop adds parameters from the last to the first. `first_member` matches the arguments so
+    far at the beginning of the list, and `further` matches them after another argument.
     """
     first_member, further = '""', '""'
     for name, schema, required in reversed(_parameters(tool, NAME.pattern)):

@@ -113,7 +113,7 @@ def _parse_tool(index: int, tool: Any) -> Tool:
 
 
 def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters with the members of the schema to which they refer as a whole."""
+    """Return parameters in which a `$ref` at the root is replaced by the schema's members."""
     seen_references: set[str] = set()
     while (reference := parameters.get("$ref")) and reference not in seen_references:
         seen_references.add(reference)

@@ -178,7 +178,7 @@ def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
         cross_site: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
         with pytest.raises(PermissionDenied, match="pages of other origins"):
             await feed.respond(gateway, cross_site)
-        feed._viewers = 32
+        feed._viewer_count = 32
         with pytest.raises(QueueFull, match="32 dashboards are already connected"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 

@@ -312,5 +312,5 @@ def test_an_output_has_the_labels_of_its_model(
 
 
 def test_an_ensemble_is_ready_while_all_its_models_are() -> None:
-    assert ensemble_steps("a", "b").any_ready
-    assert not ensemble_steps("a").any_ready
+    assert ensemble_steps("a", "b").can_serve
+    assert not ensemble_steps("a").can_serve
