@@ -143,13 +143,13 @@ class ModelMetrics:
         self._exited_families = parse(exited)
         self._instances = {int(pid): parse(families) for pid, families in instances}
         for pid in self._instances.keys() - set(alive):
-            self.exited(pid)
+            self.process_exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
         """Replace the families of instance `pid`, which counts from its start."""
         self._instances[pid] = families
 
-    def exited(self, pid: int) -> None:
+    def process_exited(self, pid: int) -> None:
         """Keep the counts of an instance that has exited, except its gauges."""
         families = self._instances.pop(pid, None)
         if families is not None:

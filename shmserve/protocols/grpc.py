@@ -452,7 +452,7 @@ class Http2Client:
         out, self._output = self._output, []
         self._connection.write(b"".join(out))
 
-    def received(self, data: bytes) -> None:
+    def on_received(self, data: bytes) -> None:
         """Parse the frames in received bytes, which may be partial."""
         data = self._partial_frame + data if self._partial_frame else data
         position, data_size = 0, len(data)
@@ -493,7 +493,9 @@ class Http2Client:
                 )
             case h2.GOAWAY:
                 self._connection.close()
-                self.lost(f"the server ended a connection: {payload[8:].decode(errors='replace')}")
+                self.on_lost(
+                    f"the server ended a connection: {payload[8:].decode(errors='replace')}"
+                )
 
     def _handle_data(self, stream: int, payload: bytes) -> None:
         size = len(payload)
@@ -540,7 +542,7 @@ class Http2Client:
         if outgoing is not None:
             outgoing.lane.handle_end(error)
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Fail all calls, because the connection has ended."""
         for stream in list(self._streams):
             self._finish_stream(stream, reason)

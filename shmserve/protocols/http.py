@@ -375,7 +375,7 @@ class HttpLane:
         self._is_busy = True
         self._connection.write(request)
 
-    def received(self, data: bytes) -> None:
+    def on_received(self, data: bytes) -> None:
         """Parse the next bytes of a response."""
         if not self._in_body:
             data = self._partial_data + data if self._partial_data else data
@@ -444,7 +444,7 @@ class HttpLane:
         """Handle the end of a successful response."""
         self.observer.on_end()
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Report the exchange in flight, if any, as failed."""
         was_busy = self._is_busy
         self._is_busy = False

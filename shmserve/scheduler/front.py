@@ -162,7 +162,7 @@ class Reports:
 
     def process_exited(self, pid: int) -> None:
         """Record the exit of a process; the counts of its model are kept."""
-        self._metrics.exited(pid)
+        self._metrics.process_exited(pid)
 
 
 _LOG_INTERVAL_NS = 60_000_000_000

@@ -255,7 +255,7 @@ class WorkspaceHolders(PermanentProcesses):
                 handle = CudaHandle(raw, _device_index(process.name), uuid)
                 size = self._sizes[process.name]
                 memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
-                self._context.workspaces.allocated(process.name, memory)
+                self._context.workspaces.on_allocated(process.name, memory)
                 resolve_future(process.contact, None)
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:

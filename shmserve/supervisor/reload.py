@@ -158,7 +158,7 @@ class Reload:
         while True:
             await self._request_event.wait()
             self._request_event.clear()
-            self._manager.reloading()
+            self._manager.report_reloading()
             waited_for = asyncio.ensure_future(self._manager.keep_waiting())
             try:
                 await self._reload()

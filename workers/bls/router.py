@@ -470,7 +470,7 @@ class CallRouter:
         else:
             self.shared_wait.notify()
 
-    def cancelled(self) -> None:
+    def on_cancelled(self) -> None:
         """Cancel the calls whose executing requests are all cancelled; in any thread."""
         self._check_cancelled = True
         self.shared_wait.notify()

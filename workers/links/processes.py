@@ -62,7 +62,7 @@ class Follower(Protocol):
     def remove(self, fd: int) -> None:
         """Remove a descriptor."""
 
-    def cancelled(self) -> None:
+    def on_cancelled(self) -> None:
         """Check for calls to cancel, after a request of this instance was cancelled."""
 
 
@@ -152,10 +152,10 @@ class SupervisorLink:
             for fd in (self.dealer.fd, *self._readers):
                 follower.add(fd)
 
-    def cancelled(self) -> None:
+    def on_cancelled(self) -> None:
         """Notify the follower that a request of this instance was cancelled."""
         if self._follower is not None:
-            self._follower.cancelled()
+            self._follower.on_cancelled()
 
     def pump_all(self) -> None:
         """Handle all received messages, including those of the scheduler."""
@@ -467,7 +467,7 @@ class InstanceLink:
                 if request is not None:
                     request.cancel(keeps_reading)
                     self._wake(request)
-                    self._control.cancelled()
+                    self._control.on_cancelled()
             case CreditExecution(key=key, responses=responses):
                 request = self._open_requests.get(key)
                 if request is not None:
@@ -486,7 +486,7 @@ class InstanceLink:
         for request in self._open_requests.values():
             request.cancel()
         self._open_requests.clear()
-        self._control.cancelled()
+        self._control.on_cancelled()
         for eventfd in self._waiting_by_eventfd:
             os.eventfd_write(eventfd, 1)
 

@@ -347,7 +347,7 @@ class Flow:
         self.responses.clear()
 
     def _store_tensors(self, tensors: Tensors, response_index: int) -> None:
-        """Store tensors with one number, and fire the steps and responses that they complete."""
+        """Store a response's tensors, and fire the steps and responses that they complete."""
         routes = self.plan.routes
         for tensor, value in tensors:
             route = routes.get(tensor)

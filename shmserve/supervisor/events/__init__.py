@@ -214,7 +214,7 @@ class EventFeed:
     _published_states: States = field(init=False, default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
 
-    def subscribed(self, prefix: str, is_subscribed: bool) -> None:
+    def on_subscription(self, prefix: str, is_subscribed: bool) -> None:
         """Respond to a new subscription to `prefix`, or process its end (not `is_subscribed`)."""
         if is_subscribed and prefix.startswith(SNAPSHOT):
             self._publisher.send_snapshot(prefix, self.snapshot())

@@ -244,7 +244,7 @@ class LocalClientServer:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
-            run_dir, group, self._on_message, self._disconnected, shared, predecessor_listener
+            run_dir, group, self._on_message, self._on_disconnected, shared, predecessor_listener
         )
         self._max_packet_bytes = min(self.connections.largest_packet, _MAX_PACKET_BYTES)
 
@@ -259,8 +259,8 @@ class LocalClientServer:
         self.announce(ServerEnding(number))
         await self._acknowledgements.until_acknowledged(number)
 
-    def _disconnected(self, client_number: int) -> None:
-        self._acknowledgements.exited(client_number)
+    def _on_disconnected(self, client_number: int) -> None:
+        self._acknowledgements.remove_peer(client_number)
         self._on_disconnect(client_number)
 
     # --- messages to all clients
@@ -273,7 +273,7 @@ class LocalClientServer:
         """Send a message that every local client has to acknowledge within a second."""
         clients, number = self.numbers(), message.acknowledge
         self.broadcast(message)
-        loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.acknowledged
+        loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
             loop.call_later(_PATIENCE_S, acknowledged, client, number)
 
@@ -313,7 +313,7 @@ class LocalClientServer:
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
             case Acknowledged(number=number) if client.welcomed:
-                self._acknowledgements.acknowledged(client.number, number)
+                self._acknowledgements.record_acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:
                 # The request is handled immediately, since `fds` are closed afterwards.
                 response: Answered | Refused

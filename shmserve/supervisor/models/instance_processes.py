@@ -400,7 +400,7 @@ class Instances:
         if idle_exits:
             await asyncio.wait(idle_exits)
 
-    def retired(self, pid: int) -> None:
+    def on_retired(self, pid: int) -> None:
         """End a retiring instance that has finished its requests."""
         instance = self._instance_of(pid)
         if instance is not None and instance.state is InstanceState.RETIRING:
@@ -482,7 +482,7 @@ class Instances:
     def _is_needed(self, instance: Instance) -> bool:
         return not self._lifetime.is_stopping and instance in self._instances
 
-    def served(self, pid: int) -> None:
+    def on_served(self, pid: int) -> None:
         """Reset the crash counter of an instance that has executed a request."""
         instance = self._instance_of(pid)
         if instance is not None:

@@ -365,7 +365,7 @@ class Lifecycle:
         if self._changed_models:
             self._registry.update(self._changed_models)
             self._changed_models.clear()
-            self._actions.changed()
+            self._actions.report_change()
 
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
@@ -551,4 +551,4 @@ class Lifecycle:
         self._changed_models.add(model.name)
         self._actions.publish(model)
         for ensemble in self._registry.ensembles_of(model.name):
-            ensemble.changed()
+            ensemble.report_change()

@@ -175,7 +175,7 @@ class LoadPlanner:
             return repository.scan([path.parent])[name]
         folder = self._find(name)
         if folder is None:
-            raise NotFound("there is no such model folder")
+            raise NotFound(f"the model repositories contain no folder '{name}'")
         if folder.problem:
             raise InvalidArgument(folder.problem)
         if not (self._config.auto_complete or folder.config_path or folder.file or override):

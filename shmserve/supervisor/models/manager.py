@@ -196,7 +196,7 @@ class LifecycleExecutor(LifecycleActions):
         if event is not None:
             event.set()
 
-    def changed(self) -> None:
+    def report_change(self) -> None:
         for notify in self._observers:
             notify()
 

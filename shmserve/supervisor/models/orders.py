@@ -146,7 +146,7 @@ class LifecycleActions(Protocol):
     def answer(self, order: Order) -> None:
         """Report the end of an order to the callers that wait for it."""
 
-    def changed(self) -> None:
+    def report_change(self) -> None:
         """Report that the status of a model may have changed."""
 
 

@@ -456,7 +456,7 @@ class ReadinessCheck:
             del self._in_flight[pid]
             check.outcome.set_result(message.ready)
 
-    def exited(self, pid: int) -> None:
+    def process_exited(self, pid: int) -> None:
         """End the check of a process that has ended."""
         check = self._in_flight.pop(pid, None)
         if check is not None:

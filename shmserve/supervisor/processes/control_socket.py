@@ -89,17 +89,17 @@ class Acknowledgements:
             self._missing_peers[number] = missing_peers
         return number
 
-    def acknowledged(self, peer: Hashable, number: int) -> None:
+    def record_acknowledged(self, peer: Hashable, number: int) -> None:
         """Record that `peer` has acknowledged a change, or no longer has to."""
         missing_peers = self._missing_peers.get(number, set())
         missing_peers.discard(peer)
         if not missing_peers and self._missing_peers.pop(number, None) is not None:
             self._complete.set()
 
-    def exited(self, peer: Hashable) -> None:
+    def remove_peer(self, peer: Hashable) -> None:
         """Remove a peer that has exited from all changes."""
         for number in list(self._missing_peers):
-            self.acknowledged(peer, number)
+            self.record_acknowledged(peer, number)
 
     def missing(self, number: int) -> set[Hashable]:
         """Return the peers that have not acknowledged a change."""
@@ -188,7 +188,7 @@ class ControlSocket:
         self._enrolled_peers.pop(address, None)
         self._callers.discard(address)
         self._identities.pop(address, None)
-        self.acknowledgements.exited(address)
+        self.acknowledgements.remove_peer(address)
 
     def connected(self, address: Address) -> bool:
         """Return whether a message was received from an address."""
@@ -232,7 +232,7 @@ class ControlSocket:
             if type(message) not in _MAY_SEND[peer.role]:
                 logger.warning("a %s sent an unexpected %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
-                self.acknowledgements.acknowledged(address, message.number)
+                self.acknowledgements.record_acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:
                 service(address, message)
             else:

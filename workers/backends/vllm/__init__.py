@@ -97,7 +97,7 @@ class VllmBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: requests are executed as streams."""
-        raise Unsupported("a vLLM model is decoupled")
+        raise Unsupported("backend 'vllm' serves decoupled models only")
 
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Pass requests to the engine."""

@@ -240,7 +240,7 @@ class GrpcCall(ABC):
         except ShmserveError as error:  # the memory for messages is exhausted
             self.fail(StatusCode.UNAVAILABLE, error.message)
         except Exception:
-            logger.exception("a call failed")
+            logger.exception("the message of a call of %s could not be handled", self.head.path)
             self.fail(*INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:
@@ -513,7 +513,7 @@ class StreamingCall(GrpcCall):
         except BrokenMessage as broken:
             ending = broken.ending
         except Exception:
-            logger.exception("a stream failed")
+            logger.exception("a call of %s failed", self.head.path)
             ending = INTERNAL_FAILURE
         if not self.done:
             code, details, metadata = ending or SUCCEEDED

@@ -78,8 +78,8 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
-# Clients return the `encrypted_content` of reasoning as they received it, and some of them nothing
-# else. No text is secret here, so that the text follows this prefix.
+# Some clients return only the `encrypted_content` of reasoning, unchanged. The reasoning is not
+# secret here, so this field contains its plain text after a prefix.
 _PLAIN_PREFIX = "plain:"
 # As in vLLM, the model calls a custom tool as a function with one text.
 _CUSTOM_PARAMETERS = {

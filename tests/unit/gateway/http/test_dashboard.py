@@ -85,7 +85,8 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
         feed_holder: list[EventFeed] = []
         publisher = EventPublisher()
         publisher.open(
-            endpoints.events(run_dir), lambda *next_events: feed_holder[0].subscribed(*next_events)
+            endpoints.events(run_dir),
+            lambda *next_events: feed_holder[0].on_subscription(*next_events),
         )
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)

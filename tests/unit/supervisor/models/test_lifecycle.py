@@ -53,7 +53,7 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     rig.execute_pending("known")
     assert model.serving == {"1": old_version} and model.published == {"1": new_version}
     new_version.ready = True
-    new_version.changed()
+    new_version.report_change()
     assert model.serving == {"1": new_version} and load.is_answered and load.error is None
     load = rig.lifecycle.load("m")
     rig.execute_pending(*ALL_EVENTS)
@@ -64,7 +64,7 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     (broken_version,) = model.incoming.values()
     broken_version.ready = False
     broken_version.problem = "it broke"
-    broken_version.changed()
+    broken_version.report_change()
     assert model.published == {"1": new_version} and not load.is_answered, "it is to be known first"
     rig.execute_pending("known", "end")
     assert load.error is not None

@@ -121,7 +121,7 @@ class Server(Processes):
     def acknowledge_all(self) -> None:
         """Acknowledge all publications so far for the gateway."""
         self.silent = False
-        self.acknowledgements.exited("gateway")
+        self.acknowledgements.remove_peer("gateway")
 
     async def load(self, name: str, steps: list[str] | None = None, marker: str = "") -> None:
         """Load a model, by an override if it has a note."""
