@@ -133,8 +133,8 @@ class ModelMetrics:
             *([pid, to_lists(f)] for pid, f in self._instances.items()),
         ]
 
-    def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
-        """Continue from the checkpoint of a predecessor with its `alive` instances (pids).
+    def restore(self, snapshot: list[Any], alive_pids: Iterable[int]) -> None:
+        """Continue from the checkpoint of a predecessor, whose live instances are `alive_pids`.
 
         Raises:
             ValueError: `snapshot` has another format.
@@ -142,7 +142,7 @@ class ModelMetrics:
         exited, *instances = snapshot
         self._exited_families = parse(exited)
         self._instances = {int(pid): parse(families) for pid, families in instances}
-        for pid in self._instances.keys() - set(alive):
+        for pid in self._instances.keys() - set(alive_pids):
             self.process_exited(pid)
 
     def report(self, pid: int, families: Families) -> None:

@@ -163,7 +163,8 @@ def _typed_array(tensor: ModelTensor, elements: list[Any]) -> _Array:
         for element in elements:
             if not limits.min <= element <= limits.max:
                 raise InvalidArgument(
-                    f"input '{tensor.name}' is {tensor.datatype}: {element} does not fit"
+                    f"input '{tensor.name}' is {tensor.datatype}: {element} is out of range "
+                    f"(allowed: {limits.min} to {limits.max})"
                 )
     try:
         with np.errstate(over="ignore"):

@@ -101,7 +101,7 @@ class RepositoryPoller:
                 await self._models.unload(name)
             return
         if self._context.config.load_on_demand and model is None:
-            self._models.offer(name)
+            self._models.offer_on_demand(name)
             return
         if model is not None and model.on_demand and not model.serving:
             return  # its next request loads the current files

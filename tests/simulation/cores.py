@@ -39,7 +39,7 @@ _MAX_ENTRIES = {
     "Sequences._lost_ids": 4096,
     "Sequences._free_slots": 1 << 20,
     "Timers._heap": 1100,
-    "Responses._in_order": 1100,
+    "Responses._ordered_requests": 1100,
     "PriorityQueue._levels": 1,
     "PriorityQueue._order": 1,
     "Pool._slots": 64,

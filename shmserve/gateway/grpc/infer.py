@@ -398,7 +398,7 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         caller = TraceContext.of_header(call.head.traceparent)
         error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
-        logger.error("an inference failed", exc_info=error)
+        logger.error("a call of %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE
     if call.is_out_of_time():
         # The scheduler detected the expired deadline of the call before the client did.

@@ -405,7 +405,8 @@ class Host:
             )
         turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
         while active or neighbours.queued_messages:
-            if neighbours.queued_messages:  # first, so that an ensemble has its turn with its step
+            # Delivered first, so that an ensemble and its steps handle messages in the same turn.
+            if neighbours.queued_messages:
                 neighbours.deliver()
                 now_ns = time.monotonic_ns()
             schedulers = list(active)
@@ -433,7 +434,7 @@ class Host:
             if type(message) in _FROM_SUPERVISOR:
                 self._handle(message)
             else:
-                logger.warning("unexpected %s", type(message).__name__)
+                logger.warning("dropped a %s from the supervisor", type(message).__name__)
 
     def _handle(self, message: SupervisorToHost) -> None:
         match message:

@@ -195,7 +195,7 @@ class HandoverLink:
             try:
                 await self._execute(verb, name, fds)
             except Exception:
-                logger.exception("a request of another server failed")
+                logger.exception("the request '%s' of the other server failed", verb)
             self._send([number])
 
     def _end(self) -> None:

@@ -82,7 +82,7 @@ class Lifecycle:
             model.step_models, model.is_expected = step_models, True
             self._changed_models.add(name)
 
-    def offer(self, names: Iterable[str]) -> None:
+    def offer_on_demand(self, names: Iterable[str]) -> None:
         """Publish models as loaded on demand."""
         for name in names:
             model = self._registry.model(name)

@@ -285,7 +285,7 @@ class LifecycleExecutor(LifecycleActions):
         except Exception as raised:
             error = raised
             if not isinstance(raised, ShmserveError):
-                logger.exception("loading failed")
+                logger.exception("model '%s': loading failed", version.spec.name)
         del self._starts[version]
         self.lifecycle.version_started(version, error)
 
@@ -373,7 +373,7 @@ class ModelManager:
             names = list(folders) if config.load_models == ("*",) else list(config.load_models)
         if config.load_on_demand:
             names = names if config.model_control_mode == "explicit" else []
-            self._lifecycle.offer(folders.keys() - set(names))
+            self._lifecycle.offer_on_demand(folders.keys() - set(names))
         self._lifecycle.expect(await asyncio.to_thread(self._steps, names))
         # All orders are given before any is waited for: ensembles wait for their steps.
         orders = [self._lifecycle.load(name) for name in names]
@@ -440,9 +440,9 @@ class ModelManager:
 
     # --- load and unload
 
-    def offer(self, name: str) -> None:
+    def offer_on_demand(self, name: str) -> None:
         """Publish a model as loaded on demand."""
-        self._lifecycle.offer([name])
+        self._lifecycle.offer_on_demand([name])
 
     async def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> None:
         """Load or reload a model, its steps before it and its ensembles after it.

@@ -443,7 +443,7 @@ class Texts:
             except queue.Empty:
                 pass
             except Exception:
-                logger.exception("texts of a model failed")
+                logger.exception("a job of the thread of texts failed")
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 

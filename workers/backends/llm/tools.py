@@ -108,7 +108,7 @@ def _parse_tool(index: int, tool: Any) -> Tool:
     if not error and "object" not in parameters["type"]:
         error = f"type: {clip(repr(parameters['type']))} is not 'object'"
     if error:
-        raise InvalidArgument(f"{field}.parameters: it is not a JSON schema: {error}")
+        raise InvalidArgument(f"{field}.parameters: invalid JSON schema: {error}")
     return Tool(name, parameters, strict is True)
 
 

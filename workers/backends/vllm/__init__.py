@@ -140,7 +140,7 @@ class VllmBackend(Backend):
             return
         for name in _UNSUPPORTED_INPUTS & inputs.keys():
             raise Unsupported(
-                f"{name}: it is not supported; backend 'vllm' serves requests for text only"
+                f"{name}: not supported; backend 'vllm' serves requests for text only"
             )
         call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
         call.options.setdefault("priority", request.work.priority)

@@ -344,7 +344,7 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     prompt = conversation_input(fields, variables)
     limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
     if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
-        raise InvalidArgument("top_logprobs: it requires logprobs: true")
+        raise InvalidArgument("top_logprobs: requires logprobs: true")
     parameters = {
         "add_special_tokens": False,
         "echo": False,
@@ -371,7 +371,7 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     is_packed = type(messages) is Packed
     index = messages.fault if is_packed else without_role(messages)
     if index is not None:
-        raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
+        raise InvalidArgument(f"messages[{index}]: expected an object with a 'role'")
     if is_packed:
         prefix = b'{"messages":' if variables else b""
         behind = b"," + orjson.dumps(variables, *_WITH_PACKED)[1:] if variables else b""

@@ -211,7 +211,7 @@ def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[
     functions = bodies.check_member(tool, "tools", list, [])
     for index, function in enumerate(functions):
         if type(function) is not dict or function.get("type") != "function":
-            raise InvalidArgument(f"{position}.tools[{index}]: it is not a 'function'")
+            raise InvalidArgument(f"{position}.tools[{index}]: expected a tool of type 'function'")
     return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
 
 
@@ -241,7 +241,7 @@ def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     if type(items) is str:
         items = [{"role": "user", "content": items}]
     if type(items) is not list or not items:
-        raise InvalidArgument("input: it is not a string or a list of items")
+        raise InvalidArgument("input: expected a string or a list of items")
     messages: list[dict[str, Any]] = []
     instructions = bodies.check_member(body, "instructions", str, "")
     if instructions:

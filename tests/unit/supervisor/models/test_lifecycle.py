@@ -113,7 +113,7 @@ def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once
 
 def on_demand(*names: str) -> LifecycleRig:
     rig = LifecycleRig()
-    rig.lifecycle.offer(names)
+    rig.lifecycle.offer_on_demand(names)
     rig.execute_pending("known")
     return rig
 

@@ -114,7 +114,7 @@ class Server(Processes):
     def broadcast(self, message: Any, *roles: str) -> None:
         self.sent += [message] if "gateway" in roles else []
 
-    def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
+    def announce(self, make: Callable[[int], Any], *roles: str, extra_peers: Any = ()) -> int:
         self.sent.append(make(0))
         return self.acknowledgements.begin(["gateway"] if self.silent else [])
 
