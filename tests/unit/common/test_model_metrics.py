@@ -52,7 +52,7 @@ def test_a_successor_continues_the_counts() -> None:
         metrics.report(pid, sum_families((counter(pid), gauge(pid, pid, 0))))
     metrics.process_exited(1)
     successor = ModelMetrics()
-    successor.restore(metrics.snapshot(), alive=[2, 9])
+    successor.restore(metrics.snapshot(), alive_pids=[2, 9])
     assert to_lists(successor.total())[0] == to_lists(metrics.total())[0]
     assert successor.total()["g"] == gauge(2, 2, 0)["g"]
     successor.report(2, counter(5))
