@@ -1,3 +1,1 @@
-"""The tests: unit (pure), integration (a real server and real clients), faults (crimes against a
-real server).
-"""
+"""The tests: unit (pure), integration (real servers and clients), faults (of a real server)."""

@@ -50,10 +50,7 @@ _showing = threading.Lock()
 
 
 class Suite:
-    """The tests below a folder, in lanes of pieces.
-
-    options: more arguments of every pytest process.
-    """
+    """The tests below a folder, in lanes of pieces, each run by pytest with `options`."""
 
     def __init__(
         self,
@@ -157,8 +154,7 @@ def _count_outcomes(outcomes: list[Outcomes]) -> tuple[int, int, int]:
 
 
 def late_table(late_texts: dict[str, str]) -> list[str]:
-    """Return the tests that passed only on the second try, each with the end of its first
-    failure."""
+    """Return the tests that passed only on the second try, with the end of their first failure."""
     if not late_texts:
         return []
     lines = [f"== passed only on the second try: {len(late_texts)}"]

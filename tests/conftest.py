@@ -1,6 +1,4 @@
-"""Fixtures of all tests: guards against leaks, and the servers' logs in the report of a failed
-test.
-"""
+"""Fixtures of all tests: guards against leaks, and servers' logs in the report of a failure."""
 
 import asyncio
 import contextlib
@@ -124,9 +122,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test of a server: no object, process, descriptor or socket more than before it.
-    Unit tests share a limit of descriptors.
-    """
+    """Check that a test leaves no object, process, descriptor or socket behind."""
     if "unit" in request.path.parts:
         yield
         assert len(os.listdir("/proc/self/fd")) < _MAX_DESCRIPTORS, "some tests leak descriptors"

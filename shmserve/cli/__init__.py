@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _interrupt_on_signals() -> None:
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, too.
+
+    `tune` then restores the model, `perf` releases its regions, and `top` restores the terminal.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
+
+
 def _run(arguments: list[str]) -> int:
     verb = arguments.pop(0) if arguments else ""
     if os.path.basename(verb) == _TRITON:  # the first word of a container's arguments
@@ -85,6 +96,7 @@ def _run(arguments: list[str]) -> int:
         case "client":
             return _client(arguments)
     if verb in _VERBS:
+        _interrupt_on_signals()
         return _run_with_own_flags(verb, arguments)
     if verb:
         from shmserve.cli import client

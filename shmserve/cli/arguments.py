@@ -8,11 +8,12 @@ server.txt                   all verbs that send requests to a server
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from shmserve.config.flags import Flag, parse_flag_table
-from shmserve.errors import convert_os_errors
+from shmserve.errors import InvalidArgument, convert_os_errors
 
 
 def _table(name: str) -> Path:
@@ -53,6 +54,21 @@ def _add_flag(group: Any, flag: Flag) -> None:
     if flag.metavar:
         options["metavar"] = flag.metavar
     group.add_argument(f"--{flag.name}", help=flag.help, required=flag.required, **options)
+
+
+def check_files(args: argparse.Namespace, *flags: str) -> None:
+    """Check before a long measurement that the files of these flags can be written.
+
+    Raises:
+        InvalidArgument: A file cannot be written, or that of `plot` is not named as SVG.
+    """
+    for flag in flags:
+        path = getattr(args, flag) or os.devnull
+        if flag == "plot" and not path.endswith((".svg", os.devnull)):
+            raise InvalidArgument(f"--plot: '{path}' does not end in .svg, the only format")
+        target = path if os.path.exists(path) else os.path.dirname(path) or "."
+        if os.path.isdir(path) or not os.access(target, os.W_OK):
+            raise InvalidArgument(f"--{flag}: cannot write '{path}'")
 
 
 def write_file(flag: str, path: str, text: str) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shmserve import __version__
-from shmserve.cli.arguments import add_flags, write_file
+from shmserve.cli.arguments import add_flags, check_files, write_file
 from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, targets
 from shmserve.perf.load import SCHEDULES, LoadGenerator, parse_loads
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """
     kind, values = _parse_loads(args)
     plan = _parse_plan(args)
+    check_files(args, "json", "csv", "plot")
     old_report = report.read_report(args.compare) if args.compare else None
     with contextlib.ExitStack() as stack:
         poller = stack.enter_context(contextlib.closing(Poller()))

@@ -38,6 +38,7 @@ class Profile(NamedTuple):
         rows: The number of sequences computed, over all steps.
         phases: The total seconds of each phase.
         throughput: The tokens per second in each second.
+        interrupted: Whether the interval was ended by a signal.
     """
 
     seconds: float
@@ -46,6 +47,7 @@ class Profile(NamedTuple):
     rows: float
     phases: dict[str, float]
     throughput: list[float]
+    interrupted: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Observe a server for some seconds and print the profile; return 0.
+    """Observe a server for some seconds and print the profile.
+
+    Returns:
+        0, or 130 if the observation was interrupted.
 
     Raises:
         InvalidArgument: The model is unknown.
@@ -67,16 +72,20 @@ def run(args: argparse.Namespace) -> int:
     print(table(args.model, profile))
     if args.plot and profile.steps:
         plot(args.plot, args.model, profile)
-    return 0
+    return 130 if profile.interrupted else 0
 
 
 def watch(url: str, token: str, model: str, seconds: float) -> Profile:
-    """Observe a model for `seconds` and return its profile."""
+    """Observe a model for `seconds`, or until KeyboardInterrupt, and return its profile."""
     first_sample = _scrape(url, token, model)
     began_s = last_s = time.monotonic()
     last_sample, throughput = first_sample, []
-    while (remaining_s := began_s + seconds - last_s) > 0:
-        time.sleep(min(1.0, remaining_s))
+    interrupted = False
+    while (remaining_s := began_s + seconds - last_s) > 0 and not interrupted:
+        try:
+            time.sleep(min(1.0, remaining_s))
+        except KeyboardInterrupt:
+            interrupted = True
         sample, sampled_s = _scrape(url, token, model), time.monotonic()
         generated = sample["tokens_generated_total"] - last_sample["tokens_generated_total"]
         throughput.append(generated / (sampled_s - last_s))
@@ -92,6 +101,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
         grown("batch_size_sum"),
         {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES},
         throughput,
+        interrupted,
     )
 
 

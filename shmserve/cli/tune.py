@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.cli.arguments import add_flags, write_file
+from shmserve.cli.arguments import add_flags, check_files, write_file
 from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, search, targets
 from shmserve.perf.load import LoadGenerator
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--openai: the settings of generative models are in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
         raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
+    check_files(args, "plot", "write")
     with contextlib.ExitStack() as stack:
         return _tune(args, target_ms, stack)
 

@@ -358,6 +358,9 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
     with convert_os_errors(f"--model-repository: cannot read '{path}'"):
         if path.suffix == ".py" and path.is_file():
             raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
+        if path.is_file():
+            model = f"FOLDER/{path.stem}/1/model{path.suffix}"
+            raise InvalidArgument(f"'{path}' is a file: move it to {model}, and serve FOLDER")
         # A missing folder may be a volume that is mounted later. It is an error of the start, which
         # a server without --exit-on-error survives.
         may_miss = not parsed.values["exit-on-error"] and not path.exists()

@@ -83,9 +83,7 @@ class Caller:
         return Call(self._address, request)
 
     def statistics(self, model: str) -> Any:
-        """Return the statistics without times once they no longer change, since they are
-        updated after the responses.
-        """
+        """Return the statistics without times once they no longer change."""
         with grpc.InferenceServerClient(self._address) as client:
             previous: Any = None
             while True:
@@ -121,9 +119,7 @@ def _read_output(result: grpc.InferResult, output: Any) -> list[Any]:
 
 
 def _without_times(source: Any) -> Any:
-    """Return the counts without times, and without empty or zero fields, which protobuf may
-    omit.
-    """
+    """Return the counts without times and empty or zero fields, which protobuf may omit."""
     if isinstance(source, dict):
         counts = {
             key: _without_times(value) for key, value in source.items() if key not in _TIME_FIELDS

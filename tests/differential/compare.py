@@ -28,9 +28,7 @@ class Difference:
 
 
 def _format_value(path: str, value: Any) -> str:
-    """Return a value for the report. Batches of other sizes are shown as the ids of their
-    requests.
-    """
+    """Return a value for the report; batches of other sizes are shown as their requests' ids."""
     if path == "batches" and isinstance(value, list):
         value = [[entry["id"] or "-" for entry in batch["batch"]] for batch in value]
     return str(value)

@@ -22,11 +22,7 @@ _PENDING = re.compile(
 
 @dataclass
 class Record:
-    """The record of a script.
-
-    It has the executions in order, the responses by the request's label, and counts by model.
-    `unsettled` are the steps after which a request was in no known state.
-    """
+    """The record of a script; after the `unsettled` steps a request had no known state."""
 
     batches: list[dict[str, Any]] = field(default_factory=list)
     responses: dict[str, Any] = field(default_factory=dict)

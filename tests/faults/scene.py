@@ -1,6 +1,4 @@
-"""The scene of a fault test: a server, clients that send requests, and checks of both
-afterwards.
-"""
+"""The scene of a fault test: a server, clients, and checks of both afterwards."""
 
 from __future__ import annotations
 
@@ -41,11 +39,7 @@ def crime(command: str) -> dict:
 
 
 def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process]]:
-    """Let the model "crimes" start processes: a fork, a shell, and a child in another session.
-
-    Returns:
-        The model's worker, and the started processes.
-    """
+    """Let the model "crimes" start processes; return its worker, and the started processes."""
     worker = server.find_one("worker crimes.0")
     with server.http() as http:
         http.infer("crimes", crime("start")).ok()
@@ -160,10 +154,7 @@ def assert_is_as_it_was(server: Server, state_before: State, more_memory: int) -
 
 
 def assert_recovers(stage: Scene, fault_time: float, within_s: float = RECOVERY_S) -> None:
-    """Check that each client soon has a correct response to a request sent after `fault_time`.
-
-    No response may have been wrong.
-    """
+    """Check that each client soon has a correct response to a request sent after `fault_time`."""
     recovery_s = stage.load.wait_answered(
         fault_time, max(0.01, fault_time + within_s - time.monotonic())
     )

@@ -78,11 +78,7 @@ def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:
 
 
 def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
-    """The kernel sends SIGHUP to every process of the group.
-
-    Under `nohup` the supervisor and all other processes survive, and dead processes are still
-    replaced.
-    """
+    """Under `nohup` all processes survive the terminal's SIGHUP, and dead ones are replaced."""
     server = serve(prefix=("nohup",))
     members = server.tree()
     os.killpg(server.pid, signal.SIGHUP)
@@ -130,10 +126,7 @@ def test_hang_up_ends_a_server_whose_terminal_is_closed(serve: Callable[..., Ser
 
 
 def test_a_run_directory_that_a_killed_server_left(serve: Callable[..., Server]) -> None:
-    """All processes of the server are killed at once, so its files remain.
-
-    The next server starts in the same directory, on the same ports.
-    """
+    """The next server starts in the same directory and on the same ports."""
     first_server = serve("--gateways=2")
     members = first_server.tree()
     kill_together(members)
@@ -155,9 +148,7 @@ def test_a_run_directory_that_a_killed_server_left(serve: Callable[..., Server])
 
 
 def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
-    """A new server on the same run directory and ports waits until the children of the killed
-    one have exited. Repeated three times, because it is a race.
-    """
+    """The new server waits for the exit of the killed one's children (a race: three times)."""
     first_server = latest_server = serve()
     for _ in range(3):
         latest_server.kill()

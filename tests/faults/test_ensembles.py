@@ -1,7 +1,4 @@
-"""Processes of an ensemble die under load.
-
-Every response is correct, no resources are left, and readiness is correct within a second.
-"""
+"""Processes of an ensemble die under load: responses, resources and readiness stay correct."""
 
 from __future__ import annotations
 
@@ -76,9 +73,7 @@ def separate_server(repository: Path, load_lock: Path, start: Start) -> Server:
 
 
 class Asking:
-    """Clients that send requests to the ensemble continuously and record the times of correct
-    responses.
-    """
+    """Clients that ask the ensemble continuously and record the times of correct responses."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -134,10 +129,7 @@ class Asking:
     ],
 )
 def test_a_process_dies(server: Server, separate_server: Server, mode: str, victim: str) -> None:
-    """Its requests are retried, or their results are in memory that survives it.
-
-    No response is wrong.
-    """
+    """Requests are retried, or their results are in memory that survives; no response is wrong."""
     server = {"hosted": server, "separate": separate_server}[mode]
     with Asking(server):  # memory that the first requests allocate permanently is not a leak
         pass
@@ -158,10 +150,7 @@ def test_a_process_dies(server: Server, separate_server: Server, mode: str, vict
 def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
     server: Server, separate_server: Server, mode: str
 ) -> None:
-    """The output size of the last step is not known in advance, so the output is in the
-    worker's memory. The worker reuses this memory, but a slow client still reads the original
-    response.
-    """
+    """The worker reuses the memory of the output, but the client still reads the original."""
     server = {"hosted": server, "separate": separate_server}[mode]
     values = np.arange(SLOWLY_READ, dtype=np.float32)
 
@@ -192,10 +181,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
 
 
 def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
-    """Within a second, readiness reflects that a step's model cannot run, or can run again.
-
-    Requests wait meanwhile.
-    """
+    """Readiness reflects a step's state within a second; requests wait meanwhile."""
     ready = "/v2/models/pipe/ready"
     with open(load_lock) as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)

@@ -1,7 +1,4 @@
-"""A series of faults on a running server.
-
-After each, other requests were answered correctly, and all resources are as before.
-"""
+"""Faults on a running server: other requests are answered, and all resources are as before."""
 
 import json
 import os
@@ -45,10 +42,7 @@ NUMBERS = np.arange(65536, dtype=np.float32)
 
 @dataclass(frozen=True)
 class Crime:
-    """A fault, and the requests that it may fail.
-
-    With `connections`, clients of a killed gateway lose their connections.
-    """
+    """A fault, and the requests that it may fail, with or without their `connections`."""
 
     commit: Callable[[Scene], None]
     within_s: float = RECOVERY_S
@@ -135,10 +129,7 @@ def kill_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
 
 
 def kill_repeatedly(stage: Scene) -> None:
-    """Kill the same worker three times, each time as soon as it serves again.
-
-    A request during which two workers have died fails.
-    """
+    """Kill a worker three times, as soon as it serves; a request with two dead workers fails."""
     for _ in range(3):
         kill("worker simple.0")(stage)
         stage.load.wait_answered(time.monotonic())
@@ -216,11 +207,7 @@ def in_one_batch(stage: Scene, *commands: str) -> list[Reply]:
 
 
 def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
-    """Return a fault in which one request of a batch makes the model execute a command.
-
-    The other requests of the batch are answered correctly. `error` is the expected error, if the
-    failed request has a specific one.
-    """
+    """Return a fault in which one request of a batch makes the model execute a command."""
 
     def commit(stage: Scene) -> None:
         first_reply, bad_reply, second_reply = in_one_batch(stage, "ok", command, "ok")
@@ -237,9 +224,7 @@ def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
 
 
 def model_hangs(stage: Scene) -> None:
-    """Let the model hang; the log contains the stack of each killed process: the one with the
-    batch, and the one that retried the request alone.
-    """
+    """Let the model hang; the log contains the stack of each of the two killed processes."""
     model_does("hang")(stage)
     log = stage.server.log()
     stacks = r"its stacks: wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
@@ -413,9 +398,7 @@ def unlink_while_used(stage: Scene) -> None:
 
 
 def unregister_while_used(stage: Scene) -> None:
-    """Unregister a region in use: the call returns at once, and requests in flight use the
-    region to their end, even after its name is registered again.
-    """
+    """Unregister a region in use: its requests use it to their end, also if its name is reused."""
     with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other_object:
         shared_object.write(np.full(1024, 5, np.int32))
         stage.http.register("r", shared_object.key, 2 * 4096).ok()

@@ -1,7 +1,4 @@
-"""Replacement of a model's generation while processes die.
-
-Requests in flight are answered, and the published state of the model is correct.
-"""
+"""Replacement of a model's generation while processes die; its published state is correct."""
 
 import contextlib
 import os
@@ -70,11 +67,7 @@ def count_attached(server: Server) -> int:
 
 @contextlib.contextmanager
 def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
-    """Yield a function that waits until a change of a model awaits this client's acknowledgement.
-
-    The client acknowledges no changes, so the change waits for it for a while. The gateways know of
-    the change when the function returns.
-    """
+    """Yield a function that waits until a change awaits this client, which acknowledges none."""
     with contextlib.closing(Guest(server).hello()) as local_client:
 
         def wait(model: str) -> None:

@@ -1,6 +1,4 @@
-"""Processes that die at a bad moment: while a model loads or reloads, or while the server
-drains.
-"""
+"""Processes that die at a bad moment: while a model loads, or while the server drains."""
 
 import time
 from pathlib import Path
@@ -28,9 +26,7 @@ DRAINING_VICTIMS = (
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model that waits at the gate while loading, one that does not, and one for
-    requests.
-    """
+    """Write a model that waits at the gate while loading, one that does not, one for requests."""
     folder = tmp_path_factory.mktemp("moments") / "models"
     folder.mkdir()
     repositories.add_slow(folder, "slow")

@@ -52,10 +52,7 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
 
 
 def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None:
-    """A model can be loaded only once.
-
-    Its requests are rejected, and those of other models are answered.
-    """
+    """Requests of the model are rejected, and those of other models are answered."""
     repository = tmp_path / "models"
     repository.mkdir()
     folder = repositories.add_as(repository, "once", "gated")
@@ -98,10 +95,7 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 def test_a_model_that_crashes_on_every_request_becomes_unavailable(
     tmp_path: Path, mode: str
 ) -> None:
-    """After ten crashes in a row the model is unavailable, with a reason; other models serve.
-
-    The model returns when it is loaded again or its files change.
-    """
+    """After ten crashes in a row the model is unavailable until it is loaded again or changes."""
     repository = tmp_path / "models"
     repository.mkdir()
     folder = repositories.add_as(repository, "bad", "simple")

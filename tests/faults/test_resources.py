@@ -17,10 +17,7 @@ _REPETITIONS = 40
 
 
 def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> None:
-    """Every response is correct, nothing is cached, and no process grows.
-
-    A smaller response is cached afterwards.
-    """
+    """Responses are correct, and no process grows; a smaller response is cached afterwards."""
     repository = tmp_path / "models"
     add_model(
         repository,

@@ -1,6 +1,4 @@
-"""Faults in the middle of sequences: clients that lost their state are informed, others not
-affected.
-"""
+"""Faults in the middle of sequences: their clients are informed, others not affected."""
 
 from __future__ import annotations
 
@@ -112,9 +110,7 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
 
 
 def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.client.Server) -> None:
-    """Covers the causing sequence, the other one of the same instance, those of the other
-    instance, and new ones.
-    """
+    """This includes the sequences of both instances, and new ones."""
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert add(client, sequence, sequence, start=True) == sequence
     with pytest.raises(ShmserveError) as error_info:
@@ -150,10 +146,7 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
 
 
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
-    """Only it knew the slots of sequences.
-
-    Clients must restart their sequences, and can do so at once.
-    """
+    """Only the scheduler knew the slots, so clients must restart their sequences."""
     assert add(client, 80, 1, start=True) == 1
     victim = server.find_one("scheduler summing")
     victim.kill()

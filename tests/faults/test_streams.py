@@ -1,6 +1,4 @@
-"""Exits of processes in the middle of a stream: its requests fail with a clear error, others
-continue.
-"""
+"""Exits of processes in the middle of a stream: its requests fail, others continue."""
 
 import threading
 from collections.abc import Iterator

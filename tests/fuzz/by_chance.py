@@ -1,5 +1,4 @@
-"""Inputs by chance, without a look at which lines they reach: many more of them in the same time,
-for targets to which nearly all bytes mean something."""
+"""Inputs by chance, many more in the same time, for targets that read nearly all bytes."""
 
 import itertools
 import random

@@ -175,9 +175,7 @@ def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
 
 
 def _same_with_other_numbers(body: bytes) -> None:
-    """Check that a document like a known one is parsed to the same by its fingerprint, or not
-    at all.
-    """
+    """Check that a known fingerprint parses a document to the same, or not at all."""
     cache: Any = BoundedCache(1)
     fingerprint = Fingerprint(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
@@ -302,9 +300,7 @@ def _spans(drawn_bytes: _Bytes) -> None:
 
 
 def wire(data: bytes) -> None:
-    """Check that a frame, its request and its response are unpacked as they were packed, or
-    malformed.
-    """
+    """Check that a frame, its request and its response are unpacked as packed, or malformed."""
     kind, content = data[:1], data[1:]
     try:
         if kind == b"i":
@@ -396,9 +392,7 @@ def _check_decoding(drawn_bytes: _Bytes) -> None:
 
 
 def _check_local_request(submit: Submit) -> None:
-    """Check that the fields of a request do not change its inference, also after an equal
-    schema.
-    """
+    """Check that a request's fields do not change its inference, also after an equal schema."""
     for signature in _SIGNATURES:
         rules = LocalClientRules(_CAPABILITIES, signature)
         counted = []

@@ -1,6 +1,4 @@
-"""`python -m tests.generation CHECK [--size N] [--first SEED]`: a long check of text generation
-of any size.
-"""
+"""`python -m tests.generation CHECK [--size N] [--first SEED]`: a long check of any size."""
 
 import argparse
 import sys

@@ -160,9 +160,7 @@ def run_alone(
 
 @dataclass
 class Schedule:
-    """A random schedule: the settings and requests that a seed draws. `counts` counts its
-    events.
-    """
+    """A random schedule, drawn from a seed; `counts` counts its events."""
 
     seed: int
     counts: Counter[str] = field(default_factory=Counter)

@@ -1,6 +1,4 @@
-"""One server for all tests that only send requests, and a fixture that starts a server for one
-test.
-"""
+"""One server for the tests that only send requests, and a fixture that starts others."""
 
 import contextlib
 import shutil
@@ -27,9 +25,7 @@ SHARED_MODELS = (
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server that tests share. A test may send any request, and must leave the server
-    unchanged.
-    """
+    """Start a server that tests share and must leave unchanged."""
     repository = tmp_path_factory.mktemp("shared") / "models"
     repository.mkdir()
     repositories.add(repository, *SHARED_MODELS)
@@ -62,10 +58,7 @@ def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 @pytest.fixture(scope="module")
 def serve_models(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Server]]:
-    """Have the server of `empty_server` load all models of a repository, for the tests of a module.
-
-    It returns the server. None of those tests may use `empty_server`, which is empty after each.
-    """
+    """Load all models of a repository into the server of `empty_server`, for a module's tests."""
     server, folder = explicit_server
 
     def load(repository: Path) -> Server:
@@ -85,19 +78,14 @@ def serve_models(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Pat
 
 @pytest.fixture
 def empty_server(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
-    """Start a server that loads models only on request, with an empty repository.
-
-    Tests share the server, but not the models: each test adds models with names of its own.
-    """
+    """Start a server in explicit mode; its tests add models with names of their own."""
     yield explicit_server
     unload_all(*explicit_server)
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """Start servers that live as long as the test, ready on return:
-    `serve(repository, *flags, environment={...}, grpc=True)`.
-    """
+    """Start ready servers for a test: `serve(repository, *flags, environment={...}, grpc=True)`."""
     with contextlib.ExitStack() as stack:
 
         def start(repository: Path, *flags: str, **options: Any) -> Server:

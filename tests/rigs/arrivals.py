@@ -8,11 +8,7 @@ from shmserve.ipc.transport.zmtp import Dealer
 
 
 def receive_arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:
-    """Return the messages that `link` receives, as soon as there are any; [] after a timeout.
-
-    A socket also wakes up for handshakes. Messages that are already there are returned even after
-    the timeout.
-    """
+    """Return what `link` receives, as soon as there is any; [] after a timeout."""
     end = time.monotonic() + patience_s
     while link.wait(max(0.0, end - time.monotonic())):
         messages = list(link.receive())

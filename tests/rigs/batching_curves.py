@@ -40,9 +40,7 @@ class Curve:
     drift: float = 1.0
 
     def timer(self, seed: int, length_s: float) -> Callable[[int, int], float]:
-        """Return a function from batch size and time to execution time. A drift changes the middle
-        half of `length_s`.
-        """
+        """Return execution times by batch size and time; a drift changes the middle half."""
         rng = random.Random(seed)
         base = [ms * MS for ms in self.ms]
 
@@ -70,9 +68,7 @@ def scale_curve(ms: Callable[[int], float]) -> tuple[float, ...]:
 
 
 def step(limit_size: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
-    """Return a curve with `low_ms` up to `limit_size`, `high_ms` above it, and `each_ms` per
-    row.
-    """
+    """Return a curve with `low_ms` up to `limit_size`, `high_ms` above, and `each_ms` per row."""
     return scale_curve(lambda size: (low_ms if size <= limit_size else high_ms) + each_ms * size)
 
 
@@ -175,10 +171,7 @@ def outcome(run: Run) -> Outcome:
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison of the adaptive batcher with the best fixed one.
-
-    The best fixed batcher has the highest throughput of those that meet the target.
-    """
+    """A comparison with the fixed batcher of the highest throughput within the target."""
 
     name: str
     load: Load
@@ -202,9 +195,7 @@ class Compared:
 
 
 def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Compared:
-    """Run both batchers. Without a target, the target is 1.15 times the latency that the best fixed
-    batcher can meet.
-    """
+    """Run both batchers; the default target is 1.15 times the best latency of a fixed batcher."""
     fixed = [
         outcome(load.run_fixed(size, delay, curve, seed)) for size in SIZES for delay in DELAYS_MS
     ]

@@ -28,11 +28,7 @@ class Item:
 
 @dataclass(slots=True)
 class Run:
-    """The result of a simulation.
-
-    It has the latencies (ns) of the requests, the sizes of the batches and the reasons why they
-    were closed, and the duration (ns).
-    """
+    """The result of a simulation: latencies and duration (ns), batch sizes, reasons of closing."""
 
     latencies: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -44,9 +40,7 @@ class Run:
         return len(self.latencies) / (self.ended_ns / 1e9)
 
     def percentile_ms(self, percent: float) -> float:
-        """Return a percentile of the latencies without the first tenth, during which the batcher
-        learns.
-        """
+        """Return a percentile of the latencies after the first tenth, for learning."""
         steady_latencies = sorted(self.latencies[len(self.latencies) // 10 :])
         return (
             steady_latencies[
@@ -57,9 +51,7 @@ class Run:
 
 
 class Arriving:
-    """A heap of arrival times, of which some are `due`. Clients that wait for responses add their
-    next arrivals.
-    """
+    """A heap of arrival times; clients that wait for responses add their next arrivals."""
 
     def __init__(self) -> None:
         self.due: list[int] = []
@@ -186,10 +178,7 @@ class Simulation:
 def fixed_run(
     size: int, delay_ns: int, time_ns: Callable[[int, int], float], arrivals: Arriving
 ) -> Run:
-    """Return the result of a `DynamicBatcher` of this size and delay with one instance.
-
-    It equals the result of a `Simulation`, in a small part of the time.
-    """
+    """Return quickly what a `Simulation` of this `DynamicBatcher` with one instance returns."""
     run, free_ns = Run(), 0
     waiting: deque[int] = deque()
     due = arrivals.due
@@ -215,9 +204,7 @@ def fixed_run(
 def linear(
     setup_ms: float, each_ms: float, noise: float = 0.0, seed: int = 1
 ) -> Callable[[int, int], float]:
-    """Return a model that takes `setup_ms + each_ms * size`, plus noise of up to `noise` times
-    that.
-    """
+    """Return a model of `setup_ms + each_ms * size`, plus up to `noise` times that."""
     rng = random.Random(seed)
     return lambda size, _: (setup_ms + each_ms * size) * MS * (1 + noise * rng.random() ** 2)
 

@@ -25,9 +25,7 @@ CONFIG = model_config(
 
 
 class Peer:
-    """A bound socket. Received messages are taken in order; messages are sent to the last
-    sender.
-    """
+    """A bound socket: received messages in order; messages are sent to the last sender."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -59,9 +57,7 @@ class Peer:
 
 
 class CalledModels:
-    """The models that a model under test calls. They run in this thread, the model in another
-    one.
-    """
+    """The called models, which run in this thread, and the calling model in another one."""
 
     def __init__(self, folder: Path, control: Router):
         self._folder = folder

@@ -95,9 +95,7 @@ class Calls:
         gc.enable()
 
     def by_function(self) -> dict[str, float]:
-        """Return the calls per request by function; calls of C functions are counted at their
-        caller.
-        """
+        """Return the calls per request by function; C functions count at their caller."""
         counts: dict[str, float] = {}
         for entry in self._profile.getstats():
             code: CodeType | str = entry.code
@@ -112,11 +110,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request for one model.
-
-    `works` are the packed requests by step and request; `http` returns the same request of an HTTP
-    client; `batch` requests are executed together.
-    """
+    """One kind of request: `works` by step, the same over `http`; `batch` are executed together."""
 
     config: dict[str, Any]
     batch: int
@@ -289,11 +283,7 @@ def worker(folder: Path, case: Case) -> Calls:
 
 
 def scheduler(run_dir: Path, case: Case) -> Calls:
-    """Count the calls of the scheduler.
-
-    One turn reads the requests and sends the batch. Another one reads the end of each batch and
-    sends the responses.
-    """
+    """Count the scheduler's calls: a turn sends the batch, and one sends the responses."""
     calls = Calls()
     endpoints.local_client_folder(run_dir).mkdir()
     control = Router(endpoints.control(run_dir))
@@ -399,11 +389,7 @@ def _loop_turn() -> Generator[None]:
 
 
 def gateway(run_dir: Path, case: Case, region: worker_rig.Region, *, grpc: bool = False) -> Calls:
-    """Count the calls of the gateway for HTTP or gRPC, from the bytes of the requests to those of
-    the responses.
-
-    There are as many connections as requests.
-    """
+    """Count the calls of the gateway from the bytes of requests to those of responses."""
     return uvloop.run(_gateway(run_dir, case, region, grpc))
 
 

@@ -78,8 +78,7 @@ class StepsOutbox:
 
 
 class EnsembleRig:
-    """The ensemble "e" from IN to its `outputs`; `conditions`: the tensors that say whether steps
-    run, by their numbers."""
+    """The ensemble "e" from IN to `outputs`; `conditions`: condition tensors by step number."""
 
     def __init__(
         self,

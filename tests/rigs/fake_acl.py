@@ -21,11 +21,7 @@ def write(path: Path, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]
 
 
 class FakeAcl:
-    """A stand-in for the module `acl`.
-
-    `calls` are the names of the called functions in order, `alive` the objects that were created
-    and not destroyed, and `failing` the name of a function that fails with error 507.
-    """
+    """A stand-in for `acl`; `alive` are undestroyed objects, `failing` fails with error 507."""
 
     def __init__(self, failing: str = "") -> None:
         self.calls: list[str] = []

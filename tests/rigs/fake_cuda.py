@@ -54,9 +54,7 @@ class Exported:
 
 
 class FakeCuda:
-    """An implementation of `shmserve.ipc.memory.cuda_ipc.Cuda` with two devices. `calls` lists the
-    calls.
-    """
+    """A stand-in for `cuda_ipc.Cuda` with two devices; `calls` lists the calls."""
 
     def __init__(self) -> None:
         self._exported: dict[bytes, Exported] = {}
@@ -114,9 +112,7 @@ class FakeCuda:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
-        """Pin memory as `Cuda` does, and refuse empty memory, which breaks the driver's next
-        call.
-        """
+        """Pin memory, and refuse empty memory, which breaks the driver's next call."""
         assert byte_size and address not in self.pinned
         if self.is_broken:
             raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
@@ -137,9 +133,7 @@ class FakeCuda:
 
 
 class FakeExporting:
-    """An implementation of `shmserve.ipc.memory.cuda_ipc.CudaExporter` whose memory `cuda` can
-    open.
-    """
+    """A stand-in for `cuda_ipc.CudaExporter` whose memory `cuda` can open."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -178,9 +172,7 @@ def _as_tensor(allocation: Allocation) -> torch.Tensor:
 
 
 class FakeDevice(Device):
-    """A device whose memory seems separate to a worker. It counts the bytes copied through the
-    host.
-    """
+    """A device with separate memory; it counts the bytes copied through the host."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -93,18 +93,14 @@ class Forker:
 
 @functools.cache
 def forker(entry: str = GATEWAY) -> Forker:
-    """Return this process's forker for an entry point, "module:function"; start it at the first
-    use.
-    """
+    """Return this process's forker for an entry point, "module:function"."""
     new_forker = Forker(entry)
     atexit.register(new_forker.close)
     return new_forker
 
 
 def main(link_fd: int, entry: str) -> None:
-    """Import the entry point, and fork processes until the socket ends; then end the forked
-    ones.
-    """
+    """Import the entry point, and fork processes until the socket ends."""
     if entry == WORKER:
         with contextlib.suppress(ModuleNotFoundError):  # for models that need it, as a zygote
             importlib.import_module("torch")

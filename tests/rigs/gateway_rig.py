@@ -139,11 +139,7 @@ class Scheduler:
 
 
 class Rig:
-    """A gateway on free ports with its supervisor (`send`, `received`) and its schedulers.
-
-    `listener` is a listening socket other than one on 127.0.0.1. With `grpc` the gateway serves
-    gRPC on `port`.
-    """
+    """A gateway with its supervisor (`send`, `received`) and schedulers; `grpc` is on `port`."""
 
     def __init__(
         self,
@@ -218,9 +214,7 @@ class Rig:
         self._supervisor_thread.call(post_all)
 
     def apply(self, make: Callable[[int], Any]) -> None:
-        """Send a message of the supervisor that is acknowledged, and wait for the
-        acknowledgement.
-        """
+        """Send a message of the supervisor, and wait for its acknowledgement."""
         number = 1000 + len(self.received)
         self.send(make(number))
         until("it is acknowledged", lambda: Acknowledged(number) in self.received)
@@ -230,9 +224,7 @@ class Rig:
         return [message for message in self.received if type(message) is kind]
 
     def open(self, *, ready: bool = True) -> None:
-        """Send the supervisor's message that all models are known; the gateway then accepts
-        connections.
-        """
+        """Send that all models are known; the gateway then accepts connections."""
         self.send(HealthChanged(live=True, ready=ready, exiting=False))
 
     def scheduler(self, compute: Compute) -> Scheduler:

@@ -83,9 +83,7 @@ class Transport(asyncio.Transport):
 
 
 class Scene:
-    """A connection whose unary calls wait in `calls` with their messages. `serve` handles its
-    streams.
-    """
+    """A connection whose unary calls wait in `calls`; `serve` handles its streams."""
 
     def __init__(self, **settings: Any) -> None:
         self.calls: list[tuple[bytes, UnaryCall]] = []
@@ -151,9 +149,7 @@ class Scene:
         self.send(self.head(stream, UNARY, *headers) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
-        """Return how calls ended since the last call, by stream: the status and the fields after
-        it.
-        """
+        """Return the ends of calls since the last call by stream: status and further fields."""
         return {
             stream: payload.partition(b"grpc-status")[2][1:]
             for kind, flags, stream, payload in self.transport.frames()

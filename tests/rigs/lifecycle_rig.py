@@ -1,6 +1,4 @@
-"""The lifecycle of models without processes, files or time: its actions are pending until the test
-executes them.
-"""
+"""The lifecycle of models without processes, files or time; tests execute its actions."""
 
 from __future__ import annotations
 
@@ -78,10 +76,7 @@ class LifecycleRig:
         self._endpoints = itertools.count(1)
 
     def execute_pending(self, *kinds: str) -> None:
-        """Execute the pending actions of some kinds, and the actions that follow from them.
-
-        With the kind "known" the gateway acknowledges every publication.
-        """
+        """Execute pending actions of some kinds ("known": acknowledge all), and what follows."""
         while True:
             has_unacknowledged = (
                 "known" in kinds and self.acknowledged_number < self.publication_count

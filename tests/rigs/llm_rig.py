@@ -1,5 +1,4 @@
-"""A generative worker in one process, and a scheduler that the test plays: greedy admission, one
-step at a time, and blocks that the test chooses."""
+"""A generative worker, and a scheduler that the test plays, one step at a time."""
 
 import itertools
 import json
@@ -35,9 +34,7 @@ ALL_OUTPUTS = (
 
 
 def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> Work:
-    """Return a request. Arguments that are inputs of the model are tensors, all others
-    parameters.
-    """
+    """Return a request; arguments that are inputs of the model are tensors, others parameters."""
     inputs: list[TensorRef] = [
         tensor(name, np.array([fields.pop(name).encode()], object))
         for name in ("text_input", "messages")
@@ -83,8 +80,7 @@ class Running:
 
 @dataclass(eq=False)
 class Scheduler:
-    """The scheduler's end of the link. A step has `chunk` tokens of a prompt, and `draft` proposed
-    tokens. Blocks are taken from a free list, which `shuffle` puts into random order."""
+    """The scheduler's end: steps of `chunk` prompt tokens and `draft` proposed ones."""
 
     rig: Rig
     blocks: int
@@ -273,11 +269,7 @@ class Scheduler:
         self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 
     def _wait(self, condition_text: str, is_true: Callable[[], bool]) -> None:
-        """Take the worker's messages until a condition holds.
-
-        Raises:
-            AssertionError: The condition does not hold within `DEADLINE_S` seconds.
-        """
+        """Take the worker's messages until a condition holds, for at most `DEADLINE_S`."""
         deadline = time.monotonic() + DEADLINE_S
         while not is_true():
             assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {condition_text}"

@@ -35,11 +35,7 @@ def steps(*parts: tuple[float, float]) -> Shape:
 
 @dataclass
 class Run:
-    """The result of a load.
-
-    It has the times and sizes of changes of the instance count, and the arrival and latency of each
-    request in seconds.
-    """
+    """The result of a load: changes of the instance count, arrivals and latencies (s)."""
 
     counts: list[tuple[float, int]]
     durations: list[tuple[float, float]] = field(default_factory=list)
@@ -61,9 +57,7 @@ class Run:
 
 @dataclass
 class Host:
-    """The queue and instances of a model. `executions(random)` returns an execution time in
-    seconds.
-    """
+    """The queue and instances of a model; `executions(random)` is an execution time (s)."""
 
     policy: ScalingPolicy
     executions: Callable[[Random], float]

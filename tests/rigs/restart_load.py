@@ -52,9 +52,7 @@ _RETRIED_ERRORS = {
 
 
 def retry(send: Callable[[], T]) -> T:
-    """Return the result of a call; repeat it on a new connection if a killed server closed the old
-    one.
-    """
+    """Return the result of a call; repeat it if a killed server closed the connection."""
     for _ in range(2):
         with contextlib.suppress(*_DISCONNECT_ERRORS):
             return send()
@@ -62,11 +60,7 @@ def retry(send: Callable[[], T]) -> T:
 
 
 def send_over_http(port: int, shared: bool) -> Iterator[SendRequest]:
-    """Send requests on one connection.
-
-    Like every HTTP client, it repeats a request on a new connection if the used connection was
-    closed. A region is registered once.
-    """
+    """Send requests on one connection, and repeat one if the used connection was closed."""
     connection = Http(port, _PATIENCE_S)
     infer_through = InferInMemory(connection) if shared else infer_simple
 
@@ -81,10 +75,7 @@ def send_over_http(port: int, shared: bool) -> Iterator[SendRequest]:
 
 
 def registering(port: int) -> Iterator[SendRequest]:
-    """Register, use and unregister a region on several connections in turn.
-
-    Every connection must see the changes of the others.
-    """
+    """Register, use and unregister a region on several connections in turn."""
     connections = [Http(port, _PATIENCE_S) for _ in range(2)]
 
     def send_request(number: int) -> str:

@@ -65,11 +65,7 @@ class ControlOutbox(Outbox):
 
 
 class Rig:
-    """A model "m" with batches up to `max_batch_size`.
-
-    Without `dynamic` it has the default scheduler. A `decoupled` model sends any number of
-    responses.
-    """
+    """A model "m"; without `dynamic` with the default scheduler."""
 
     def __init__(
         self,
@@ -219,9 +215,7 @@ class Rig:
         self.worker(peer, m.ExecutionResponded(key=key, **{**defaults, **fields}))
 
     def report_returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
-        """Report that `execute` of a decoupled model returned; all requests but `ended`
-        continue.
-        """
+        """Report that a decoupled `execute` returned; all requests but `ended` continue."""
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, list(replies)))
 
@@ -269,9 +263,7 @@ def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
 
 
 def pack_response(response: bytes | Packed) -> Packed:
-    """Return the schema and data of a response; an opaque response, which no test reads, is
-    both.
-    """
+    """Return schema and data of a response; an opaque one, which no test reads, is both."""
     if isinstance(response, tuple):
         return response
     return response, [response] if response else []

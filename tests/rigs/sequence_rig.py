@@ -12,10 +12,7 @@ START, END = SEQUENCE_START, SEQUENCE_END
 
 
 class SequenceRig(Rig):
-    """A model with sequences, with `instances` and batches of at most `rows`.
-
-    `strategy` and the other settings are parts of its `sequence_batching`.
-    """
+    """A model with sequences; `strategy` and other settings are of its `sequence_batching`."""
 
     def __init__(
         self,
@@ -42,10 +39,7 @@ class SequenceRig(Rig):
         return number
 
     def batches(self) -> dict[int, list[Any]]:
-        """Return the batches sent to each instance since the last call.
-
-        A batch is the sequence of each row, with None for a null row.
-        """
+        """Return the new batches of each instance: the sequence of each row, None for null rows."""
         self._take()
         batches, self._batches = self._batches, {}
         return batches

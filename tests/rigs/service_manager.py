@@ -1,6 +1,4 @@
-"""The service manager's side of a server: received notifications, stored descriptors and passed
-sockets.
-"""
+"""The service manager's side of a server: notifications, descriptors, passed sockets."""
 
 import contextlib
 import fcntl
@@ -20,9 +18,7 @@ _OWN_LINE, _END_LINE = "TOLD_BY_ITSELF=1", "ENDS=1"
 
 
 class Manager:
-    """A service manager that reads notifications all the time, one per datagram, and stores
-    descriptors.
-    """
+    """A service manager that reads all notifications and stores descriptors."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self._sock = sock

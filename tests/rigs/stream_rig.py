@@ -21,9 +21,7 @@ from tests.support.waiting import until
 
 
 class Streams:
-    """Requests to the model that `rig` serves, with input `x` and output `y`, and their
-    responses.
-    """
+    """Requests with input `x` and output `y` to the model of `rig`, and their responses."""
 
     def __init__(self, rig: Rig, x: str = "X", y: str = "Y", rows: bool = False) -> None:
         self.rig = rig
@@ -46,9 +44,7 @@ class Streams:
         self.rig.execute(work_items)
 
     def responses(self, key: int, count: int = 0) -> list[Any]:
-        """Return the responses to a request (values, errors, "end") up to its end, or the first
-        ones.
-        """
+        """Return the responses (values, errors, "end") to a request up to its end, or the first."""
         events: list[Any] = []
 
         def has_expected_events() -> bool:

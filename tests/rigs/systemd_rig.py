@@ -56,9 +56,7 @@ class Systemd:
         self.pid = pid
 
     def run(self, *words: str | Path, user: int = 0, groups: str = "") -> str:
-        """Return stdout and stderr of a command, without the last newlines; the last line is
-        "status N" if it failed.
-        """
+        """Return a command's output without last newlines, and "status N" if it failed."""
         start = ["nsenter", f"--target={self.pid}", "--all"]
         if user:
             groups_of = f"--groups={groups}" if groups else "--clear-groups"

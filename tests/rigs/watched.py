@@ -1,5 +1,4 @@
-"""A server to watch: a model of every kind, all of them asked again and again; and its feed of
-figures, as a program reads it."""
+"""A server with a model of every kind under load, and its feed of figures."""
 
 from __future__ import annotations
 
@@ -26,9 +25,7 @@ FEW_MODELS = ("simple", "cached", "pipeline", "half", "crimes", "sums")
 
 
 def add_models(repository: Path, *, generative: bool = False) -> None:
-    """Add FEW, the model "broken", which does not load, and with `generative` the text model
-    "tiny".
-    """
+    """Add FEW, the broken model "broken", and with `generative` the text model "tiny"."""
     repositories.add(repository, "simple", "crimes")
     cached = "response_cache { enable: true }"
     repositories.add_as(repository, "cached", "simple", cached)

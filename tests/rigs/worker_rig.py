@@ -211,9 +211,7 @@ class Rig:
         ]
 
     def execute(self, work_items: Sequence[Work]) -> None:
-        """Run a batch of these requests up to its end in the worker, before its replies are
-        sent.
-        """
+        """Run a batch of these requests in the worker, without sending its replies."""
         self._batches += 1
         command = self.instance.link.open_requests(Execute(self._batches, list(work_items)))
         self.finished = self.instance._executor.execute(*command)

@@ -1,6 +1,4 @@
-"""A simulated client, like a gateway: it submits and cancels requests, reads responses, and
-exits.
-"""
+"""A simulated client, like a gateway: it submits, cancels, reads responses, and exits."""
 
 from __future__ import annotations
 
@@ -108,10 +106,7 @@ class ClientLinks:
 
 
 class Client(Process):
-    """A process that submits requests to the endpoints of its models.
-
-    With `is_slow`, it reads responses and releases their memory late.
-    """
+    """A process that submits requests; with `is_slow`, it releases responses late."""
 
     def __init__(
         self,

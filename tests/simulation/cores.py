@@ -1,7 +1,4 @@
-"""The construction and inspection of the cores under test.
-
-No other module of the simulation depends on their internals.
-"""
+"""The construction and inspection of the tested cores; no other module knows their internals."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ _MAX_ENTRIES = {
     "SequenceDispatch._slots": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
-    "GenerativeDispatch._engines": 64,
     "BlockPool.references": 1 << 10,
     "BlockPool._length_by_start": 1 << 10,
     "BlockPool._start_by_end": 1 << 10,
@@ -77,10 +73,7 @@ _STATIC_CLASSES = ("LruCache", "Graph", "Plan", "PlannedStep", "Target", "Signat
 
 
 class Scheduler:
-    """A scheduler like in its process: the front, and behind it the core of a model version.
-
-    `outboxes` lead to clients, to workers or steps, and to the supervisor.
-    """
+    """A scheduler like in its process; `outboxes`: clients, workers or steps, supervisor."""
 
     def __init__(
         self,
@@ -177,9 +170,7 @@ def _simulate_lent_memory(model: Model, process: Process, memory: SimulatedMemor
 
 
 def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
-    """Yield each container of a scheduler: its path, its length, and the maximum length when
-    idle.
-    """
+    """Yield each container of a scheduler: its path, length, and maximum length when idle."""
     seen_ids: set[int] = set()
     stack: list[Any] = [scheduler.front]
     while stack:

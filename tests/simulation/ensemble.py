@@ -1,6 +1,4 @@
-"""The simulated process of an ensemble: the real core, which is a client of its steps'
-schedulers.
-"""
+"""The simulated process of an ensemble: the real core, a client of its steps' schedulers."""
 
 from __future__ import annotations
 
@@ -14,11 +12,7 @@ from tests.simulation.world import Link
 
 
 class StepLinks:
-    """The links of an ensemble to its steps' schedulers; those in its own process are called
-    directly.
-
-    `hosts` contains the schedulers by endpoint.
-    """
+    """The links to the steps' schedulers in `hosts`; those in the same process are called."""
 
     def __init__(self, process: SchedulerProcess, take: Callable[[str, Any], None]) -> None:
         self._process = process

@@ -68,11 +68,7 @@ class CountedPool(BlockPool):
 
 @dataclass
 class EngineRig:
-    """An engine with its worker, and the results of its requests.
-
-    `ended` contains the tokens and the end reason by key and sample; `found` contains the results
-    of beam searches by key.
-    """
+    """An engine with its worker; `ended` has tokens and end reason, `found` beam searches."""
 
     settings: EngineSettings
     proposals: int = 1
@@ -164,9 +160,7 @@ class EngineRig:
     def _check_preemptions(
         self, statuses_before: dict[Sequence[None], SequenceStatus], step: Step
     ) -> None:
-        """Check that a step that preempts a sequence admits no other, unless nothing else could
-        run.
-        """
+        """Check that a preempting step admits no sequence, unless nothing else could run."""
         changes = [
             (status_before, sequence)
             for sequence, status_before in statuses_before.items()

@@ -1,7 +1,4 @@
-"""A simulated worker of a generative model: token histories replace keys and values.
-
-Texts are produced in a thread of their own.
-"""
+"""A simulated generative worker: token histories, and texts in a thread of their own."""
 
 from array import array
 from collections import deque
@@ -22,9 +19,7 @@ from tests.support.generative_worker import GenerativeWorker
 
 
 class Sample:
-    """The text of a sample: `pieces` of its tokens were sent; it is `open` until its end was
-    sent.
-    """
+    """The text of a sample: `pieces` were sent; `open` until its end was sent."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -33,9 +28,7 @@ class Sample:
         self.open = True
 
     def add(self, tokens: list[int], reason: str) -> bool:
-        """Append tokens and, if the sequence has ended, the reason; return whether its text has
-        ended it.
-        """
+        """Append tokens and maybe the end reason; return whether the text has ended the sample."""
         for index, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token == STOP_TOKEN:
@@ -62,9 +55,7 @@ class Answer(Stream):
 
 
 class Generator(Worker):
-    """An instance of a generative model, which runs one step at a time, and one text job beside
-    it.
-    """
+    """A generative instance, which runs one step at a time, and one text job beside it."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

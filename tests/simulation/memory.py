@@ -1,8 +1,4 @@
-"""Simulated shared memory: arenas in which each block has an owner and a reader.
-
-The allocator is the real one. The bytes are stored by block, so that a use after free, a double
-release and a leak are always detected.
-"""
+"""Simulated shared memory with the real allocator: use after free, double free, leaks."""
 
 from __future__ import annotations
 
@@ -82,10 +78,7 @@ class SimulatedMemory:
 
 
 class SimulatedArena:
-    """A fake of `ipc.memory.arena.Arena` without an object.
-
-    `blocks` contains the bytes by offset. While the arena is `is_full`, every allocation fails.
-    """
+    """A fake `Arena` without an object: `blocks` by offset; if `is_full`, allocations fail."""
 
     def __init__(self, number: int, owner: Process, capacity: int) -> None:
         self.owner = owner

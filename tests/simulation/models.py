@@ -110,9 +110,7 @@ class Model:
 
     @cached_property
     def padding(self) -> Padding | None:
-        """Return the padding rules, or None if requests of different lengths do not share a
-        batch.
-        """
+        """Return the padding rules; None if requests of different lengths do not share a batch."""
         return ModelSpec.of(self.config).padding
 
     @property
@@ -133,9 +131,7 @@ class Model:
         return bool(content.rstrip(b"_")[-1] % 2)
 
     def skipped_steps(self, content: bytes) -> set[int]:
-        """Return the steps that do not run for this input: the conditional step and its
-        dependents.
-        """
+        """Return the steps that do not run: the conditional step and its dependents."""
         if self.condition < 0 or self.runs_step(content):
             return set()
         conditions = {self.condition}
@@ -158,11 +154,7 @@ class Model:
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
     def source(self, output_bytes: bytes, model_name: bytes) -> bytes | None:
-        """Return the input of OUT, or None if OUT is no valid response of this model.
-
-        The input is followed by the index of the response of a decoupled step from which OUT
-        results.
-        """
+        """Return the input of OUT, with the index of a decoupled response; None if invalid."""
         values = {"OUT": output_bytes}
         step_mark = b""
         for step, maps in reversed(list(zip(self.steps or (self,), self.tensor_maps, strict=True))):

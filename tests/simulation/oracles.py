@@ -58,9 +58,7 @@ class Request:
     client: Any = None
 
     def is_skipped(self, outputs: dict[str, bytes]) -> bool:
-        """Return whether a condition skipped all outputs; raise Violation if the wrong steps
-        have run.
-        """
+        """Return whether a condition skipped all outputs; raise Violation for wrong steps."""
         model = self.model
         skipped_steps = model.skipped_steps(self.content)
         if bool(outputs) == (len(model.steps) - 1 in skipped_steps):
@@ -75,11 +73,7 @@ class Request:
         return not outputs
 
     def expected_source(self, source: bytes, number: int) -> bytes:
-        """Return the expected input of the response with this number.
-
-        Raises:
-            Violation: The sequence cannot have the state in `source`.
-        """
+        """Return the expected input of this response; raise Violation for an impossible state."""
         if self.model.is_generative:
             packed = source.rpartition(b"#")[2]
             problem = texts.problem(self.content, self.received, packed)
@@ -121,10 +115,7 @@ class Request:
 
 
 class Ledger:
-    """All requests of a run by uid.
-
-    `unloaded` contains the models that were not served for a while.
-    """
+    """All requests of a run by uid; `unloaded` models were not served for a while."""
 
     def __init__(self, world: World) -> None:
         self.requests: dict[str, Request] = {}
@@ -192,9 +183,7 @@ class Ledger:
                 request.fail(f"has {request.responses} responses of {request.expected}")
 
     def open(self) -> list[Request]:
-        """Return the requests of live clients that have not ended or whose memory is still in
-        use.
-        """
+        """Return requests of live clients that have not ended or whose memory is in use."""
         return [
             request
             for request in self.requests.values()
@@ -473,11 +462,7 @@ class SchedulerTrace:
         return len({peer for peer, _ in self.batches})
 
     def check_before_stop(self) -> None:
-        """Check the state before the scheduler handles `Stop`.
-
-        No request may be left, except later requests of open sequences and requests that are
-        retried elsewhere.
-        """
+        """Check that no request is left at `Stop`, except of open sequences and those retried."""
         if self.model.has_sequences or self.succeeded_by_another:
             return
         for entry in self.entries.values():
@@ -512,10 +497,6 @@ class SchedulerTrace:
 
 
 def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:
-    """Return the client and the id of a request.
-
-    The requests that an ensemble makes for the responses of one step share an id, so their inputs
-    distinguish them.
-    """
+    """Return a request's client and id, and for requests of an ensemble its input."""
     data = [datum if isinstance(datum, bytes) else tuple(datum) for datum in request.data]
     return pid, request.request_id, repr(data)

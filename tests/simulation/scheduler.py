@@ -22,10 +22,7 @@ from tests.simulation.world import US, Link, Process, Violation, World
 
 
 class Host(Process):
-    """A process that hosts one scheduler, or those of an ensemble and its steps (`neighbours`).
-
-    The schedulers in `due_schedulers` have the next turn.
-    """
+    """A process of schedulers (`neighbours`); the `due_schedulers` have the next turn."""
 
     def __init__(self, world: World, title: str) -> None:
         super().__init__(world, title)
@@ -34,9 +31,7 @@ class Host(Process):
         self.due_schedulers: dict[SchedulerProcess, None] = {}
 
     def run_turns(self) -> None:
-        """Run the turns of a real loop: schedulers tick until none of them sends a message to
-        another.
-        """
+        """Run turns until none of the schedulers sends a message to another."""
         while self.due_schedulers or self.neighbours.queued_messages:
             self.neighbours.deliver()
             touched, self.due_schedulers = list(self.due_schedulers), {}
@@ -45,10 +40,7 @@ class Host(Process):
 
 
 class Outbox:
-    """The outbox of a core at `endpoint`; some peers are `neighbours`.
-
-    `on_post` checks each message.
-    """
+    """The outbox of a core; some peers are `neighbours`, and `on_post` checks each message."""
 
     malformed_messages = 0
 
@@ -74,10 +66,7 @@ class Outbox:
 
 
 class SchedulerProcess(Process):
-    """The scheduler of a model version at its own endpoint, in a process that may have others.
-
-    `control` is its link to the supervisor; `hosts` contains all schedulers by endpoint.
-    """
+    """The scheduler of a version at its endpoint; `control` is its link to the supervisor."""
 
     def __init__(
         self,
@@ -135,9 +124,7 @@ class SchedulerProcess(Process):
     # --- links ------------------------------------------------------------------------------------
 
     def connect_client(self, peer: bytes, client: Process, on_message: Callable[..., None]) -> Link:
-        """Return a client's link to this scheduler; `on_message(messages)` receives its
-        messages.
-        """
+        """Return a client's link to this scheduler; `on_message` receives its messages."""
         self._clients.links[peer] = Link(self.world, client, on_message)
         return Link(self.world, self, lambda messages: self._from_clients(peer, messages))
 

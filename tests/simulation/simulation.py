@@ -131,10 +131,7 @@ class Simulation:
         length: int,
         endpoint: str,
     ) -> None:
-        """Submit the next request of a sequence, and later the following ones, whatever its result.
-
-        All requests of the sequence go to the endpoint of the first.
-        """
+        """Submit a sequence's next request and, whatever its result, later the following ones."""
         random, step = self._random, len(earlier_requests)
         if step == 0:
             self._sequences += 1

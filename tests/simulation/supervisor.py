@@ -228,9 +228,7 @@ class Supervisor(Process):
     def _once_received(
         self, former: SchedulerProcess | None, callback: Callable[..., None], *arguments: Any
     ) -> None:
-        """Call a function once all peers know the new endpoint, and earlier messages have
-        arrived.
-        """
+        """Call a function once all peers know the new endpoint and old messages have arrived."""
         clients: list[Client | SchedulerProcess] = [*self.clients, *self._ensembles()]
         links = [link for client in clients for link in client.links() if link.target is former]
         links += [
@@ -242,9 +240,7 @@ class Supervisor(Process):
             callback(*arguments)
 
     def _supersede(self, version: Version, reporter: SchedulerProcess | None = None) -> None:
-        """Retire a version once all peers know its replacement, and earlier messages have
-        arrived.
-        """
+        """Retire a version once all peers know its replacement and old messages have arrived."""
         scheduler = version.scheduler
         if reporter is scheduler:
             self._retire(version)

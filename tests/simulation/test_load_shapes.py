@@ -1,6 +1,4 @@
-"""Autoscaling under twenty load shapes, in virtual time: capacity follows the load without
-thrashing.
-"""
+"""Autoscaling under twenty load shapes: capacity follows the load without thrashing."""
 
 import math
 from collections.abc import Callable
@@ -61,11 +59,7 @@ def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: 
 @pytest.mark.parametrize("times", EXECUTION_TIMES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_instances_do_not_oscillate(name: str, times: str) -> None:
-    """An instance is removed and added again within a minute no more often than the load rises.
-
-    With a constant load this happens never, or once if execution times vary. A regular pattern is
-    anticipated after a few periods.
-    """
+    """With a constant load, never or once; regular patterns are anticipated in the end."""
     shape, max_regrets = SHAPES[name]
     for seed in range(2):
         result = run(shape, times, seed=seed)

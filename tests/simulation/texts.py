@@ -35,9 +35,7 @@ class TextRequest(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a sample's text: the index of its first token, its tokens, and the end reason
-    if any.
-    """
+    """A part of a sample's text: the index of its first token, tokens, end reason."""
 
     sample: int
     begin: int
@@ -98,11 +96,7 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
 
 
 def problem(content: bytes, received_positions: set[tuple[int, int]], packed: bytes) -> str:
-    """Return the error in a response, or "".
-
-    `received_positions` contains (sample, index of token) of earlier responses, with -1 for the
-    end of a sample. The entries of this response are added.
-    """
+    """Return the error in a response, or ""; its entries join `received_positions`."""
     for piece in pieces(packed):
         tokens, reason = texts(content)[piece.sample]
         end = piece.begin + len(piece.tokens)

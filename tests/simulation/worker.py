@@ -1,6 +1,4 @@
-"""A simulated worker: it reads inputs, takes some time, and returns outputs that can be
-verified.
-"""
+"""A simulated worker: it reads inputs, takes time, and returns verifiable outputs."""
 
 import contextlib
 from collections import deque
@@ -52,9 +50,7 @@ class Stream:
 
 
 class Worker(Process):
-    """Instance `index` of a model version, which executes one batch at a time in order of
-    arrival.
-    """
+    """Instance `index` of a version, which executes batches in order of arrival."""
 
     def __init__(
         self,
@@ -123,10 +119,7 @@ class Worker(Process):
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
-        """Register with a scheduler.
-
-        Work of the predecessor is discarded, except its releases in transit.
-        """
+        """Register with a scheduler; discard the predecessor's work except releases in transit."""
         for message in self._take_last_messages():
             if isinstance(message, m.ReleaseOutputs | m.ReaderExited):
                 self._handle(message)

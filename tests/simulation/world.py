@@ -22,11 +22,7 @@ class Violation(AssertionError):
 
 
 class World:
-    """An event queue in virtual time, in ns.
-
-    `trace` contains the last events, `faults` the number of faults by kind, and `skew_ns` the total
-    jump of the wall clock.
-    """
+    """An event queue in virtual time (ns), with a `trace` and the `faults` by kind."""
 
     def __init__(self, seed: int, traced: int = TRACED_EVENTS) -> None:
         self.random = random.Random(seed)

@@ -31,10 +31,7 @@ _NEW_KEY_ARGUMENTS = (
 
 
 def make(folder: Path) -> Path:
-    """Create NAME.key and NAME.pem for ca, server, client and stranger; return the folder.
-
-    The certificate of the stranger is not signed by ca.
-    """
+    """Create keys and certificates of ca, server, client and stranger (not signed by ca)."""
     (folder / "openssl.cnf").write_text(_CONFIGURATION)
     for name in ("ca", "stranger"):
         _make(folder, name, "-extensions", "ca")

@@ -49,14 +49,7 @@ def holding(gate: Gate) -> Iterator[Callable[[], None]]:
 
 
 class Visit:
-    """An execution that waits at a gate.
-
-    Attributes:
-        message: The message of the execution.
-        batch: The first value of each request's INPUT0.
-        rows: The batch size of each request.
-        pid: The process of the execution.
-    """
+    """An execution that waits at a gate: values of INPUT0, rows of requests, pid."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -84,11 +77,7 @@ class Gate:
         self._visits: list[Visit] = []
 
     def next(self, within_s: float = DEADLINE_S) -> Visit:
-        """Return the next execution that arrives.
-
-        Raises:
-            TimeoutError: No execution arrives within `within_s` seconds.
-        """
+        """Return the next execution that arrives; raise TimeoutError after `within_s`."""
         self._listener.settimeout(within_s)
         connection, _ = self._listener.accept()
         visit = Visit(connection)
@@ -116,11 +105,7 @@ class Gate:
             self.next(for_s).release()
 
     def close(self) -> None:
-        """Release all executions, now and later.
-
-        Connections in the listener's backlog are accepted before it is closed, because the close
-        would reset them.
-        """
+        """Release all executions, now and later, also those in the listener's backlog."""
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError, ValueError):  # raised once no connection remains
             while True:

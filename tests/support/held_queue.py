@@ -9,9 +9,7 @@ from tests.support.servers import Server
 
 
 class Queue:
-    """A model whose only instance is held at the gate by request 0, so that later requests
-    queue up.
-    """
+    """A model whose only instance is held by request 0, so that later requests queue up."""
 
     def __init__(self, server: Server, pool: RequestPool, model: str) -> None:
         self.server, self.pool, self.model = server, pool, model
@@ -25,9 +23,7 @@ class Queue:
         self.wait_queued()
 
     def call(self, send_request: Callable[[], Any]) -> Future[Any]:
-        """Call a function that sends a request in another way, and wait until the request is
-        queued.
-        """
+        """Call a function that sends a request in another way, and wait until it is queued."""
         pending = self.pool.call(send_request)
         self.wait_queued()
         return pending
@@ -37,9 +33,7 @@ class Queue:
         self.server.wait_pending(self.model, self.queued_count)
 
     def batches(self, count: int) -> list[list[int]]:
-        """Release request 0 and the next `count` executions one by one; return the values of
-        each batch.
-        """
+        """Release request 0 and `count` executions one by one; return the values of each batch."""
         self.holding_visit.release()
         requests = []
         for _ in range(count):

@@ -1,6 +1,4 @@
-"""The leak guard: a test must leave /dev/shm, processes, descriptors and sockets as it found
-them.
-"""
+"""The leak guard for /dev/shm, processes, descriptors and sockets."""
 
 from __future__ import annotations
 

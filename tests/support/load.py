@@ -25,9 +25,7 @@ _PATIENCE_S = 20.0
 
 @dataclass(frozen=True)
 class Answer:
-    """A completed request: its start and end (monotonic seconds), and "" or the difference from
-    the expected response.
-    """
+    """A completed request: start and end (s), and "" or the difference from its expectation."""
 
     client: int
     started_at: float
@@ -63,9 +61,7 @@ def infer_simple(http: Http, number: int) -> str:
 
 
 class InferInMemory:
-    """Requests for the model "identity" (FP32) through one region of `count` numbers for input
-    and output.
-    """
+    """Requests for "identity" (FP32) through one region for input and output."""
 
     def __init__(self, http: Http, count: int = 4096) -> None:
         self.count = count
@@ -152,14 +148,7 @@ class Load:
                 self._stop.wait(_BREATH_S)
 
     def wait_answered(self, start_time: float, within_s: float = 10.0) -> float:
-        """Wait until each client has a correct response to a request begun after `start_time`.
-
-        Returns:
-            The elapsed seconds since `start_time`.
-
-        Raises:
-            AssertionError: The wait takes longer than `within_s` from now.
-        """
+        """Return the seconds from `start_time` until each client has a correct later response."""
         waiting = set(range(len(self._kinds)))
         answer_count = 0
 

@@ -14,9 +14,7 @@ FLOAT = int(TensorProto.FLOAT)
 def save(
     folder: Path, nodes: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Write `model.onnx`; a node is (operator, inputs, outputs[, attributes]) with names
-    separated by spaces.
-    """
+    """Write `model.onnx`; a node is (operator, inputs, outputs[, attributes])."""
     onnx_model = [
         helper.make_node(kind, input_names.split(), output_names.split(), **dict(*attributes))
         for kind, input_names, output_names, *attributes in nodes

@@ -11,10 +11,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """An OTLP endpoint.
-
-    `spans` are the received spans in order, and `resources` the attributes of their senders.
-    """
+    """An OTLP endpoint: the received `spans` in order, and their senders' attributes."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/traces"

@@ -1,7 +1,4 @@
-"""A table of all processes of this host and their parents.
-
-One scan answers many queries, whereas psutil scans all processes for each query.
-"""
+"""A table of all processes of this host and their parents; one scan for many queries."""
 
 import contextlib
 import os
@@ -11,10 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A process.
-
-    `started` (clock ticks since the boot) distinguishes processes with the same pid.
-    """
+    """A process; `started` (clock ticks) distinguishes processes with the same pid."""
 
     pid: int
     parent: int

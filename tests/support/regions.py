@@ -21,9 +21,7 @@ _TOKEN = secrets.token_hex(4)
 
 
 class SharedObject:
-    """An object of `byte_size` bytes that exists within the with block; `key` is its name for a
-    server.
-    """
+    """An object of `byte_size` bytes within the with block; `key` is its name for a server."""
 
     def __init__(self, byte_size: int) -> None:
         self.name = f"test-{os.getpid()}-{_TOKEN}-{next(_numbers)}"

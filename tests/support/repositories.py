@@ -31,10 +31,7 @@ def add(repository: Path, *names: str, config: str = "") -> None:
 
 
 def add_as(repository: Path, name: str, source: str, config: str = "") -> Path:
-    """Copy the model `source` as `name`; return its folder.
-
-    `config` is appended to its config.pbtxt.
-    """
+    """Copy the model `source` as `name` with more `config`; return its folder."""
     folder = repository / name
     shutil.copytree(MODELS / source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "config.pbtxt"
@@ -73,9 +70,7 @@ def identity_config(
     inputs: int = 1,
     settings: str = "",
 ) -> str:
-    """Return the config.pbtxt of a Python model whose OUTPUTn has the datatype and dims of
-    INPUTn.
-    """
+    """Return the configuration of a Python model with OUTPUTn like INPUTn."""
     kind = DATATYPES[datatype]
     shape = ", ".join(map(str, dims))
 

@@ -47,9 +47,7 @@ class RequestPool:
     def number(
         self, model: str, value: int, rows: int = 1, columns: int = 1, **parameters: Any
     ) -> Future[Reply]:
-        """Send an INT32 INPUT0 [rows, columns] filled with `value`, the input of the model
-        "gated".
-        """
+        """Send an INT32 INPUT0 [rows, columns] filled with `value`, as "gated" takes it."""
         request: dict[str, Any] = {
             "inputs": [json_input("INPUT0", np.full((rows, columns), value, np.int32))]
         }

@@ -8,12 +8,7 @@ def control(name: str, kind: str, values: str) -> str:
 
 
 def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:
-    """Return all four control inputs.
-
-    Args:
-        id_type: The datatype of the correlation id.
-        pair: The datatype of the other three; by default each has another one.
-    """
+    """Return all four control inputs; `pair` is the datatype of all but the id."""
     pairs = [pair] * 3 if pair else ["int32", "fp32", "bool"]
     controls = [
         control(kind, kind, f"{values}_false_true: [ {TRUTH[values]} ]")

@@ -141,11 +141,7 @@ class Server:
     # --- waiting ---
 
     def wait_ready(self, path: str = "/v2/health/ready", within_s: float = DEADLINE_S) -> Server:
-        """Wait until `path` returns 200.
-
-        Raises:
-            AssertionError: The server exits or takes too long; the error contains its log.
-        """
+        """Wait until `path` returns 200; raise AssertionError with the log otherwise."""
         deadline = time.monotonic() + within_s
         while not self.answers(path):
             if self.wait_exit(0.02) is not None:
@@ -176,10 +172,7 @@ class Server:
         until(f"gRPC listens:\n{self.log()}", accepts_connections)
 
     def wait_named(self) -> None:
-        """Wait until each process has its own title, by which the leak guard identifies it.
-
-        A server may be ready before all of its gateways and its zygote have started.
-        """
+        """Wait until each process has its own title, by which the leak guard identifies it."""
         # A process forked by a zygote has the zygote's title for a moment.
         own_titles = [
             prefix + title
@@ -252,9 +245,7 @@ class Server:
     # --- ending ---
 
     def stop(self, within_s: float = _STOP_S) -> None:
-        """Send SIGTERM, check that the server exits with 0 and leaves nothing, and remove its
-        folder.
-        """
+        """Stop the server by SIGTERM; check its status and what it leaves; remove its folder."""
         members = self.tree()
         try:
             if self.process.poll() is None:
@@ -304,10 +295,7 @@ http_client_error = http.client.HTTPException
 
 
 def without_short_lived(titles: Counter[str]) -> Counter[str]:
-    """Return the counts without short-lived processes.
-
-    Excluded are zombies, and processes that a zygote has just forked and that have no title yet.
-    """
+    """Return the counts without zombies and just forked processes without a title."""
     return Counter(
         {
             title: 1 if title.endswith("zygote") else count
@@ -373,9 +361,7 @@ def port_of(port_socket: socket.socket) -> int:
 
 
 def unload_all(server: Server, repository: Path) -> None:
-    """Unload every model of a server in explicit mode, empty its repository, and wait for its
-    processes.
-    """
+    """Unload every model of a server, empty its repository, and wait for its processes."""
     with server.http() as http:
         for model in http.post("/v2/repository/index").ok().json():
             http.unload(model["name"]).ok()
@@ -394,10 +380,7 @@ def running(
     gpu: bool = False,
     **options: Any,
 ) -> Iterator[Server]:
-    """Yield a ready server that is stopped at the end of the with block.
-
-    With `grpc` it also has that listener, and with `gpu` it may use the host's GPUs.
-    """
+    """Yield a ready server, with `grpc` and `gpu` if asked, that is stopped at the end."""
     repositories = [repository] if isinstance(repository, Path) else repository
     server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, **options)
     try:

@@ -38,22 +38,14 @@ def until(
 
 
 async def until_async(condition: Callable[[], object], within_s: float = DEADLINE_S) -> None:
-    """Return once a condition holds; the tasks of this event loop run meanwhile.
-
-    Raises:
-        TimeoutError: The condition does not hold within `within_s` seconds.
-    """
+    """Return once a condition holds, while this loop runs; raise TimeoutError otherwise."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 def run_and_count_turns(call: Coroutine[Any, Any, T]) -> tuple[T, int]:
-    """Run a coroutine in a new event loop.
-
-    Returns:
-        The result, and how often the loop ran another task meanwhile.
-    """
+    """Run a coroutine in a new loop; return its result, and the turns of another task."""
     turn_count = 0
 
     async def count_turns() -> None:

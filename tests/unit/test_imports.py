@@ -1,6 +1,4 @@
-"""The import rules: rooms depend on each other in one direction, and no heavy library is loaded
-by accident.
-"""
+"""The import rules: one direction between rooms, and no accidental heavy library."""
 
 import ast
 import importlib

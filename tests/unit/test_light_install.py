@@ -43,6 +43,7 @@ def test_classes_and_onnx_need_no_torch() -> None:
     [
         ("pytorch", "torch", "pip install 'shmserve[torch]', or for the CPU only first: pip"),
         ("llm", "", "pip install 'shmserve[llm]'"),
+        ("vllm", "", "pip install 'shmserve[vllm]'"),
     ],
 )
 def test_a_backend_without_its_packages_names_the_command(

@@ -39,7 +39,7 @@ _BUILT_IN = {
     "vllm": "shmserve.workers.backends.vllm:VllmBackend",
 }
 # The extras of shmserve that install the packages of a backend.
-_EXTRAS = {"llm": "llm", "pytorch": "torch"}
+_EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}
 # The backends of Triton's older `platform` field.
 _PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
 

@@ -113,8 +113,6 @@ class GenerativeDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Engines by the address of their worker.
-        self._engines: dict[bytes, Engine[AssignedRequest]] = {}
         self._assigned_requests: dict[
             int, AssignedRequest
         ] = {}  # requests at instances by their key
@@ -139,13 +137,12 @@ class GenerativeDispatch(Dispatcher):
         them.
         """
         max_sequences = self._engine_settings.max_batch_size
-        engines = [self._engines.get(slot.peer) for slot in self._pool.ready()]
-        capacity = sum(
-            max(max_sequences - engine.live_sequences, 0) if engine is not None else max_sequences
-            for engine in engines
+        engines = [self._engine(slot) for slot in self._pool.ready()]
+        capacity = sum(max(max_sequences - engine.live_sequences, 0) for engine in engines)
+        unprepared = sum(
+            assigned.generation is None for assigned in self._assigned_requests.values()
         )
-        unprepared = sum(engine.generation is None for engine in self._assigned_requests.values())
-        waiting_count = sum(engine.waiting for engine in self._engines.values())
+        waiting_count = sum(engine.waiting for engine in engines)
         return max(len(self._queue) + unprepared - capacity, 0) + waiting_count
 
     def flush(self) -> None:
@@ -169,15 +166,15 @@ class GenerativeDispatch(Dispatcher):
         return NEVER
 
     def _engine(self, slot: Slot) -> Engine[AssignedRequest]:
-        engine = self._engines.get(slot.peer)
-        if engine is None:
-            engine = self._engines[slot.peer] = Engine(
+        if slot.engine is None:
+            slot.engine = Engine(
                 self._engine_settings,
                 self._counts,
                 self._numbers,
                 self._on_sequence_end,
                 self._on_search_end,
             )
+        engine: Engine[AssignedRequest] = slot.engine
         return engine
 
     def _sweep(self, now_ns: int) -> None:
@@ -191,8 +188,8 @@ class GenerativeDispatch(Dispatcher):
             if slot is None:
                 self._unassigned_requests.remove(assigned)
                 self._close(assigned.request, now_ns)
-            elif generation is not None and slot.peer in self._engines:
-                engine = self._engines[slot.peer]
+            elif generation is not None:
+                engine = self._engine(slot)
                 if engine.is_running(generation):
                     continue  # its last tokens are counted at the end of the step
                 engine.cancel(generation)
@@ -348,9 +345,7 @@ class GenerativeDispatch(Dispatcher):
     # --- counts
 
     def gauges(self) -> dict[str, Any]:
-        engines = [
-            self._engines[slot.peer] for slot in self._pool.ready() if slot.peer in self._engines
-        ]
+        engines = [self._engine(slot) for slot in self._pool.ready()]
         by_status = {
             str(status): sum(engine.count(status) for engine in engines)
             for status in SequenceStatus
@@ -371,9 +366,6 @@ class GenerativeDispatch(Dispatcher):
     # --- deaths
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
-        # A process with the same address may follow, whose blocks are empty.
-        ready_peers = {slot.peer for slot in self._pool.ready()}
-        self._engines = {peer: slot for peer, slot in self._engines.items() if peer in ready_peers}
         removed_requests: list[ScheduledRequest] = []
         for request in lost_work.open:
             assigned = self._assigned_requests.get(request.key)

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.batchers.dynamic import CloseReason
@@ -105,6 +105,7 @@ class Slot:
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     retiring: bool = False
     has_served: bool = False  # its process has completed an execution
+    engine: Any = None  # the engine of its process, if the model is generative
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
@@ -353,6 +354,7 @@ class Pool:
         if slot.awaited_pid == slot.pid:
             slot.awaited_pid = 0
         slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
+        slot.engine = None  # its successor's memory is empty, also if it has the same pid
         if slot.retiring:
             self.retiring.remove(slot)
             del self._slots[slot.index]

@@ -1,6 +1,4 @@
-"""Clients that cancel a request: a waiting one, an executing one, one in a stream, and one in
-an ensemble.
-"""
+"""Clients that cancel a request: waiting, executing, in a stream, or in an ensemble."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""Schedulers that start when a number of requests wait, by Triton's test variables.
-
-Batches are then equal even where no policy keeps Triton from forming them early.
-"""
+"""Schedulers that start when a number of requests wait, so that batches are equal."""
 
 from tests.differential.script import Drain, Group, Script, Send, Step, recorder
 from tests.differential.scripts.sequences import SequenceRequests, model

@@ -14,9 +14,7 @@ from tests.differential.script import (
 
 
 def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -> Model:
-    """Return a model whose instances need these resources, each NAME:COUNT, or
-    NAME:COUNT:global.
-    """
+    """Return a model whose instances need resources, each NAME:COUNT or NAME:COUNT:global."""
     resources_needed = []
     for description in resources:
         resource, count, *scope = description.split(":")

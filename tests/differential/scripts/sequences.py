@@ -58,9 +58,7 @@ class SequenceRequests:
 
 
 def direct_two_instances() -> Script:
-    """Sequences 1 to 6 on 2 instances with 2 slots each; 4 ends and 5 takes its slot, then 2
-    and 6 follow.
-    """
+    """Sequences 1 to 6 on 2 instances of 2 slots: 4 ends, 5 takes its slot, then 2 and 6 follow."""
     name = "direct_two_instances"
     send = SequenceRequests(name)
     steps: list[Step] = [send(number, start=True) for number in range(1, 7)]
@@ -130,9 +128,7 @@ def restarted_after_its_end(name: str, strategy: str, size: int = 2) -> Script:
 
 
 def backlog() -> Script:
-    """Two slots and four sequences; a complete one is in the backlog. The order is that of
-    arrival.
-    """
+    """Two slots and four sequences in order of arrival; a complete one is in the backlog."""
     name = "backlog"
     send = SequenceRequests(name)
     steps: list[Step] = [send(1, start=True), send(2, start=True)]

@@ -1,6 +1,4 @@
-"""Waiting sequences: idle ones, delays and minimum slot utilization, and ids that are reused in
-the backlog.
-"""
+"""Waiting sequences: idle ones, delays, minimum slot utilization, ids reused in the backlog."""
 
 from tests.differential.script import Cancel, Drain, Elapse, Group, Known, Script, Send, Step
 from tests.differential.scripts.sequences import (

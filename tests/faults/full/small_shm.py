@@ -72,11 +72,7 @@ print(json.dumps(results))
 
 
 def fill_shared_memory(repository: Path) -> None:
-    """Check that an object without free pages is rejected when it is registered.
-
-    Registered objects remain usable, and other clients are served. The repository has "identity"
-    and "simple".
-    """
+    """Check that an object without free pages is rejected at its registration, and no other."""
     prefix = ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, "sh"]
     with running(repository, prefix=prefix) as server, scene(server, regions=0) as stage:
         enter = ["nsenter", "-t", str(server.pid), "-m", sys.executable, "-c", _PROGRAM]

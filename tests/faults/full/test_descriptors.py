@@ -1,6 +1,4 @@
-"""Connections up to the descriptor limit: new clients are served or rejected, and no process
-spins.
-"""
+"""Connections up to the descriptor limit: clients are served or rejected, no process spins."""
 
 import contextlib
 import socket
@@ -113,10 +111,7 @@ def test_grpc_connections_leave_some(server: Server) -> None:
 
 
 def test_registrations_leave_some(server: Server) -> None:
-    """Regions and local clients with memory use all descriptors.
-
-    Dead processes are still replaced.
-    """
+    """Regions and local clients use all descriptors; dead processes are still replaced."""
     with (
         scene(server) as stage,
         SharedObject(4096) as shared_object,

@@ -55,11 +55,7 @@ def test_a_full_run_directory_at_the_start(repository: Path, folder: Path, inode
 
 
 def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path) -> None:
-    """Other models are served.
-
-    The affected model is not ready until there is space again, and its requests do not wait for
-    that.
-    """
+    """The affected model is not ready until there is space, and its requests do not wait."""
     with Server(
         [repository], run_dir=folder / "run", prefix=small_mount_command(folder, 60)
     ) as server:

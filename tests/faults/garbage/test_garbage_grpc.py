@@ -1,6 +1,4 @@
-"""Malformed gRPC traffic: its sender receives an error or is disconnected; others are not
-affected.
-"""
+"""Malformed gRPC traffic: its sender receives an error, and other clients are not affected."""
 
 import contextlib
 import random
@@ -98,9 +96,7 @@ def test_streams(server: Server, name: str) -> None:
 
 
 def test_incomplete_messages(server: Server) -> None:
-    """A hundred calls whose messages arrive byte by byte block no other call and leave no
-    state.
-    """
+    """A hundred calls whose messages arrive byte by byte block no call and leave no state."""
     partial_request = (
         CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
     )
@@ -151,9 +147,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
 @pytest.mark.parametrize("name", FLOODS)
 @pytest.mark.usefixtures("state_before")
 def test_floods(server: Server, name: str) -> None:
-    """However many calls one client begins, no other client is rejected, during the flood or
-    afterwards.
-    """
+    """However many calls one client begins, no other client is rejected."""
     with scene(server, 2 * _GRPC_BYTES) as stage:
         with flood(server.grpc_port, FLOODS[name]), flood(server.grpc_port, FLOODS[name]):
             with stub(server) as old_stub:
@@ -260,9 +254,7 @@ def test_bombs(server: Server) -> None:
 
 
 def test_streams_that_are_not_read(tmp_path: Path) -> None:
-    """The server reads a limited number of requests from a client that reads no responses, and
-    disconnects it after a while.
-    """
+    """The server reads few requests of such a client, and disconnects it after a while."""
     large_request = request_of("identity", np.zeros(250_000, np.float32), "FP32")
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
     received_count = 0

@@ -1,6 +1,4 @@
-"""Malformed HTTP traffic: its sender receives an error or is disconnected; others are not
-affected.
-"""
+"""Malformed HTTP traffic: its sender receives an error, and other clients are not affected."""
 
 import contextlib
 import http.client
@@ -216,9 +214,7 @@ def test_many_silent_connections(server: Server) -> None:
 def test_a_client_that_reads_no_responses_is_not_read_from(
     server: Server, request_bytes: bytes
 ) -> None:
-    """A client pipelines requests without reading responses; the server reads a limited number
-    of them.
-    """
+    """The client pipelines requests; the server reads a limited number of them."""
     flood = request_bytes * (1 + 65536 // len(request_bytes))
     with scene(server) as stage, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -104,9 +104,7 @@ def test_garbage_at_the_handover(server: Server, garbage: bytes) -> None:
 
 
 def send_as_successor(server: Server, garbage: bytes) -> bool:
-    """Send bytes in the place of a successor server; return whether a successor could have
-    taken over.
-    """
+    """Send bytes in place of a successor server; return whether it could have taken over."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.settimeout(5)
         link.connect(str(server.run_dir / "handover"))
@@ -132,10 +130,7 @@ STREAM_ENDINGS = (
     [*(OUR_OWN, None, b"x", b"gateway.0.1", b"worker.1.0.1", b"0.1", b"99999.abc"), b"\xff" * 200],
 )
 def test_frames(server: Server, identity: bytes | None) -> None:
-    """Malformed frames of a peer with its own pid are dropped one by one.
-
-    Any other peer is disconnected within two seconds.
-    """
+    """Malformed frames are dropped one by one; a peer with another pid is disconnected."""
     context = zmq.Context()
     dropped = server.metric("shmserve_malformed")
     min_count, patience_ms = (len(TAGS), 2000) if identity == OUR_OWN else (0, 300)
@@ -179,9 +174,7 @@ def test_other_kinds_of_sockets(server: Server, kind: int) -> None:
 
 
 def test_a_stolen_identity(server: Server) -> None:
-    """A peer with the identity of a connected process is rejected, and that process stays
-    connected.
-    """
+    """The peer is rejected, and the connected process stays connected."""
     context = zmq.Context()
     pids = [process.pid for process in server.tree()]
     with scene(server) as stage:
@@ -204,11 +197,7 @@ def has_ended(link: Dealer) -> bool:
 
 
 def test_model_code_cannot_impersonate_a_server_process(server: Server) -> None:
-    """Models run foreign code as the server's user.
-
-    This code may connect to the server's internal sockets, but is not accepted as a gateway or a
-    worker under any identity.
-    """
+    """Code of a model may connect to internal sockets, but not as a gateway or another worker."""
     with scene(server) as stage, SharedObject(4096) as shared_object:
         stage.http.register("kept", shared_object.key, 4096).ok()
         for path, process in itertools.product(sockets(server), server.tree()):

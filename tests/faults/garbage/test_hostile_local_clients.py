@@ -170,9 +170,7 @@ def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
 
 
 def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
-    """Send millions of messages, or invalid elements, in one frame; other clients are served
-    meanwhile.
-    """
+    """Send millions of messages, or invalid elements, in one frame; others are served meanwhile."""
     cpu_before = cpu_seconds(stage.server)["scheduler identity"]
     message = msgpack.packb(["Cancel", 1])
     nested_arrays = b"".join(
@@ -402,9 +400,7 @@ def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
 
 
 def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
-    """Seal memory against writing, before or after it is shared; the client receives an error,
-    and no worker exits.
-    """
+    """Seal memory against writing, before or after it is shared; no worker exits."""
     link = local_client.link("identity")
     log_length = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
@@ -444,9 +440,7 @@ def many_memories(local_client: Guest, stage: Scene) -> None:
 
 
 def many_descriptors_at_the_listener(local_client: Guest, stage: Scene) -> None:
-    """Send more descriptors than requested, with messages that need none, and with malformed
-    data.
-    """
+    """Send more descriptors than requested, and some with malformed data."""
     with memfd() as fd:
         for count in (0, 2, 4, 5, 50, 250):
             other_client = Guest(stage.server).hello()

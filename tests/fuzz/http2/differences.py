@@ -1,6 +1,4 @@
-"""The explained differences between the engines: both are valid by the RFC, or the other
-engine's choice. Any other difference is a finding.
-"""
+"""The explained differences between the engines; any other difference is a finding."""
 
 import re
 from typing import NamedTuple

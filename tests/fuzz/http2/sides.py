@@ -31,11 +31,7 @@ class Request:
 
 @dataclass
 class EngineView:
-    """The result of a conversation so far in an engine.
-
-    It has the reason why the connection ended (`end_reason`), the open requests, the reset
-    streams, and the acknowledgements.
-    """
+    """The result of a conversation in an engine: requests, resets, acknowledgements, end."""
 
     end_reason: str = ""
     last_reset: int | None = None  # the code of a reset in the last step
@@ -127,9 +123,7 @@ class OwnSide:
 
     @property
     def in_block(self) -> bool:
-        """Return whether the rest of a header block is missing; other engines have begun to
-        decode it.
-        """
+        """Return whether the rest of a header block is missing; other engines decode it already."""
         return self._engine.http2._block is not None
 
     def is_open(self, stream: int) -> bool:

@@ -1,6 +1,4 @@
-"""Text generation on a real device: the texts equal those of transformers, also beside other
-requests.
-"""
+"""Text generation on a real device: the texts equal those of transformers."""
 
 import json
 import urllib.request

@@ -1,7 +1,4 @@
-"""CUDA shared memory on a real device, with tritonclient as users have it.
-
-The exporting process is this one or a child of it. CUDA requires another process than the worker.
-"""
+"""CUDA shared memory on a real device with tritonclient; the exporter is another process."""
 
 import base64
 import importlib
@@ -135,9 +132,7 @@ def second_half(shm: Any, region: Any) -> np.ndarray:
 
 
 def copied_bytes(server: Server) -> float:
-    """Return the number of copied input bytes. An output is copied to its region from device to
-    device.
-    """
+    """Return the number of copied input bytes; an output is copied on the device."""
     return server.metric("shmserve_copied_bytes_total", direction="in")
 
 
@@ -247,9 +242,7 @@ def test_an_exporter_that_is_killed(
     region: Any,
     exporter: Callable[[int], Child],
 ) -> None:
-    """Whatever the requests with its region return, all other clients are served, possibly by a
-    new worker.
-    """
+    """All other clients are served, possibly by a new worker."""
     child = exporter(SIZE)
     client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
     client.register_cuda_shared_memory("mine", shm.get_raw_handle(region), 0, 2 * SIZE)

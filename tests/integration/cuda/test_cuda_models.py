@@ -1,6 +1,4 @@
-"""Models on a real device, with their clients' tensors there: batches that are gathered and
-scattered on it, every kind of backend, the order of streams, and models that fail on it.
-"""
+"""Models and their clients' tensors on a real device: batches, backends, streams, failures."""
 
 import gc
 import importlib
@@ -309,9 +307,7 @@ def test_a_full_device_fails_the_request_alone(client: shmserve.client.Server) -
 def test_a_device_that_fails_costs_one_worker(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """An invalid access breaks CUDA for good in the process of the kernel. No other client
-    notices.
-    """
+    """An invalid access breaks CUDA for good in its process; no other client notices."""
     with client.allocate(forms(), device="cuda:0") as region:
         region["x"].fill(batch())
         client.infer("fragile", region)

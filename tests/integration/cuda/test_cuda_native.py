@@ -1,7 +1,4 @@
-"""The native client's memory on a real device, and host memory that is pinned for one.
-
-The program that allocates is this process, or a child of it; workers are others, as CUDA wants it.
-"""
+"""The native client's memory on a real device, and pinned host memory."""
 
 import asyncio
 import gc

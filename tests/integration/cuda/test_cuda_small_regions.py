@@ -114,10 +114,7 @@ def infer(
 
 @pytest.mark.parametrize("model", ["gpu", "host"])
 def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
-    """The driver puts small regions, as in tritonclient's examples, into one block.
-
-    Each region has its own bytes, also when other regions of the block are unregistered.
-    """
+    """The driver puts small regions into one block; each region has its own bytes."""
     regions = [shm.create_shared_memory_region(f"r{k}", N * 4, 0) for k in range(8)]
     handles = [shm.get_raw_handle(region) for region in regions]
     try:
@@ -156,11 +153,7 @@ def test_an_exporter_that_is_stopped(client: Any, exporter: subprocess.Popen[str
 def test_memory_that_is_freed_and_allocated_again(
     server: Server, client: Any, shm: Any, exporter: subprocess.Popen[str]
 ) -> None:
-    """Memory is freed while it is registered, and allocated again at the same address.
-
-    The handle may be the same. A client that registers the new memory reads and writes the new
-    memory.
-    """
+    """The handle may be the same; a new client reads and writes the new memory."""
     assert exporter.stdout and exporter.stdin
     own_region = shm.create_shared_memory_region("mine", 4096, 0)
     worker_before = server.find_one("worker gpu")
@@ -184,10 +177,7 @@ def test_memory_that_is_freed_and_allocated_again(
 
 
 def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
-    """A CPU model's worker that has not used the device yet has no memory for its context.
-
-    The response is a 503 with the reason, and later requests succeed when there is memory.
-    """
+    """A worker without memory for its context responds 503; later requests succeed."""
     region = shm.create_shared_memory_region("r", 4096, 0)
     shm.set_shared_memory_region(region, [np.full(1024, 5, np.int32)])
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 4096)

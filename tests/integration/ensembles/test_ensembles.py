@@ -126,10 +126,7 @@ def test_an_optional_input_of_the_ensemble(server: Server) -> None:
 
 
 def test_a_step_with_a_condition(server: Server) -> None:
-    """If the condition is false in all rows, the step and its dependents are skipped.
-
-    Other outputs are returned.
-    """
+    """If all rows are false, the step and its dependents are skipped; other outputs remain."""
     assert outputs(server, "conditional", IN=floats(-1, -2)) == {"ALWAYS": [0, -1]}
     assert outputs(server, "conditional", IN=floats(-1, 2)) == {
         "SOMETIMES": [1, 4],
@@ -210,10 +207,7 @@ def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None
 
 
 def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
-    """A step reads a decoupled tensor and a tensor that exists once per request.
-
-    Triton rejects such a graph.
-    """
+    """A step reads a decoupled tensor and a single one; Triton rejects such a graph."""
     assert sorted(stream(server, "counts_meets", IN=floats(3))) == [[3], [4], [5]]
 
 
@@ -256,9 +250,7 @@ def test_a_local_client(server: Server) -> None:
 
 
 def test_statistics_are_sums_of_steps(server: Server) -> None:
-    """Compute times are the sums of the steps; each request is one
-    execution.
-    """
+    """Compute times are sums of the steps; each request is one execution."""
     client = triton.InferenceServerClient(server.url)
 
     def stats(model: str) -> Any:

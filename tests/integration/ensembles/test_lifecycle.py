@@ -52,10 +52,7 @@ def infer_one(http: Http, model: str) -> Any:
 
 
 def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> None:
-    """Loading an ensemble loads its step models.
-
-    Unloading a step model unloads the ensemble, and loading the model again restores it.
-    """
+    """An unloaded step model unloads the ensemble; loading the model restores both."""
     http.load("outer").ok()
     assert states(http) == dict.fromkeys(MODEL_NAMES, "READY")
     assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
@@ -70,10 +67,7 @@ def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> No
 
 
 def test_unload_dependents(http: Http) -> None:
-    """Without `unload_dependents` the step models stay loaded.
-
-    With it, models that were loaded only for the ensemble are unloaded.
-    """
+    """With it, models that were loaded only for the ensemble are unloaded, too."""
     http.load("other").ok()
     http.load("inner").ok()
     http.unload("inner").ok()
@@ -86,9 +80,7 @@ def test_unload_dependents(http: Http) -> None:
 
 
 def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
-    """After a step's model is reloaded, the ensemble uses it, or is unavailable if it no longer
-    fits.
-    """
+    """The ensemble uses the reloaded model, or is unavailable if the model no longer fits."""
     http.load("inner").ok()
     code = repository / "add" / "1" / "model.py"
     code.write_text(code.read_text().replace("+ 1", "+ 10"))
@@ -132,9 +124,7 @@ def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
 def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(
     tmp_path: Path,
 ) -> None:
-    """The next steps and the calls begin after the drain has begun, including those of nested
-    ensembles.
-    """
+    """Steps and calls begin after the drain has begun, including those of nested ensembles."""
     add_model(tmp_path, "add", RETURN_INCREMENT)
     add_model(tmp_path, "slow", f"wait()\n{RETURN_INCREMENT}")
     add_model(tmp_path, "caller", CALLING_METHOD)

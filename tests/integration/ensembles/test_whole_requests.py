@@ -1,7 +1,4 @@
-"""Properties of an ensemble's request across all of its processes.
-
-The properties are its timeout, cancellation and limits, and the sequence parameters of its steps.
-"""
+"""An ensemble's request across processes: timeout, cancellation, limits, sequence parameters."""
 
 import ast
 import contextlib
@@ -130,9 +127,7 @@ def _add_gated_models(repository: Path) -> None:
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
     server: Server, model: str, expected: list[Any]
 ) -> None:
-    """The `sequence_*` parameters of a step's response override the request's
-    flags for all later steps, and are part of the response.
-    """
+    """A step's `sequence_*` parameters override the request's flags and are in the response."""
     seen_fields, parameters = ask_sequence(server, model)
     assert seen_fields == expected
     assert parameters == {
@@ -149,9 +144,7 @@ def test_sequence_parameters_of_a_step_do_not_reach_parallel_steps(server: Serve
 
 
 def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
-    """Begin sequence 7; return the fields that the last step received, and the response's
-    parameters.
-    """
+    """Begin sequence 7; return the fields of the last step, and the response's parameters."""
     request = {
         "parameters": {"sequence_id": 7, "sequence_start": True},
         "inputs": [json_input("IN", floats(1))],
@@ -222,9 +215,7 @@ def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iter
 def test_the_requests_in_flight_of_a_step_are_limited(
     server: Server, model: str, max_requests: int
 ) -> None:
-    """`max_inflight_requests`: limits the concurrent requests of a step for all
-    requests of the ensemble together, also after a decoupled step.
-    """
+    """`max_inflight_requests` limits a step for all requests, also after a decoupled step."""
     with ThreadPoolExecutor() as pool:
         futures = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
         visits = [server.gate.next() for _ in range(max_requests)]

@@ -97,9 +97,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """Return a function for transformers' continuation of a prompt: tokens, and their decoded
-    text.
-    """
+    """Return a function for transformers' continuation of a prompt: tokens and text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

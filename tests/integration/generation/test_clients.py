@@ -1,7 +1,4 @@
-"""Minimal programs with real clients: chats with tools, and the Responses API.
-
-`make clients` installs missing clients; without them, their tests are skipped with this hint.
-"""
+"""Minimal programs with real clients (`make clients` installs them): chats, tools, Responses."""
 
 import shutil
 import sys
@@ -32,9 +29,7 @@ QUIET_ENVIRONMENT = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISA
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the URL of two models that call a tool, one of which generates a text before the
-    call.
-    """
+    """Yield the URL of two models that call a tool, one of which generates text before."""
     repository = tmp_path_factory.mktemp("scripted") / "models"
     write_scripted(repository / "scripted" / "1", {CALLED: CALL, ANSWERS: ANSWER})
     write_scripted(repository / "direct" / "1", {CALLED: (*CALL[:5], *CALL[6:])})

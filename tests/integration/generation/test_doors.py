@@ -1,6 +1,4 @@
-"""Text generation over every protocol: OpenAI's client, generate, gRPC streams, the native
-client.
-"""
+"""Text generation over every protocol: OpenAI, generate, gRPC streams, the native client."""
 
 import json
 import math

@@ -51,10 +51,7 @@ def complete_texts(server: Server, samples: int = 1, **fields: Any) -> list[str]
 
 
 def count_begun(server: Server) -> float:
-    """Return the number of sequences that have had a first token.
-
-    Short generations may begin and end between two reads of a gauge.
-    """
+    """Return the number of sequences that have had a first token, ended ones included."""
     return server.metric("shmserve_llm_time_to_first_token_seconds_count", model="tiny")
 
 

@@ -67,9 +67,7 @@ LAST_ANSWERS = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server with a model for each script, and one that reasons before it generates
-    JSON.
-    """
+    """Yield a server with a model for each script, and one that reasons before JSON."""
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
         template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")

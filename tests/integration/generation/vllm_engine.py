@@ -309,11 +309,7 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
 def test_reasoning_is_split_as_by_vllm_s_server(
     server: Server, vllm_port: int, stream: bool
 ) -> None:
-    """Some texts contain the end tag, which a bias makes more likely.
-
-    If the characters before the tag are incomplete, a later token completes its text. In that case
-    vLLM's parser assigns it to the content.
-    """
+    """An end tag that completes incomplete characters is content, as in vLLM's parser."""
     messages_by_server = []
     for port in (server.http_port, vllm_port):
         messages = []
@@ -385,10 +381,7 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
 
 
 def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server) -> None:
-    """As in vLLM, the lowest number is first.
-
-    Metrics are reported twice a second, so the requests must wait for longer than that.
-    """
+    """As in vLLM, the lowest number is first. The wait is longer than two reports of metrics."""
     ended_priorities: list[int] = []
 
     def send_request(priority: int) -> None:

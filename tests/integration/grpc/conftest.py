@@ -1,6 +1,4 @@
-"""The ways to the gRPC listener that every client is tried on: TCP, TLS and a unix socket, each
-with bytes as they are sent, and cut at random places.
-"""
+"""The ways to the gRPC listener: TCP, TLS and a unix socket, each also cut at random places."""
 
 import contextlib
 import shutil
@@ -24,8 +22,7 @@ _SEED = 20260
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A way to a server: `target` as gRPC's clients take it, and the certificate that they trust,
-    if there is TLS."""
+    """A way to a server: `target` for gRPC's clients, and with TLS the trusted certificate."""
 
     server: Server
     target: str

@@ -116,9 +116,7 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
 
 
 async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
-    """The further calls wait at the client; none is refused, however fast calls follow each
-    other.
-    """
+    """The further calls wait at the client; none is refused."""
     async with grpc.aio.insecure_channel(server.grpc_url) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 

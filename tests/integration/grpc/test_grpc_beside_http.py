@@ -397,9 +397,7 @@ def test_a_restricted_protocol_needs_its_header(
 def test_other_hosts_have_no_regions(
     guarded_server: Server, tokenless_client: triton.InferenceServerClient
 ) -> None:
-    """A listener for other hosts has no regions, not even for a client that has some over
-    HTTP.
-    """
+    """There are no regions even for a client that has some over HTTP."""
     headers = bearer(TOKEN)
     with SharedObject(2 * SIZE) as shared_object, guarded_server.http() as http:
         code, text = refused(

@@ -158,10 +158,7 @@ def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
 def test_compressed_responses(
     tls_server: Server, keys: Path, accepted_encodings: bytes, compressed: bool
 ) -> None:
-    """Responses are compressed only for a client that accepts it.
-
-    The sizes on the wire are compared, because no client library reports them.
-    """
+    """Only clients that accept compression receive it; the sizes on the wire are compared."""
     array = np.zeros((1, 10_000), np.int32)
     request = request_of("gated", array, "INT32")
     tls_server.gate.close()
@@ -220,9 +217,7 @@ def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
 
 
 def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
-    """The error is reported at the start; otherwise gRPC would report it in each replaced
-    gateway.
-    """
+    """The error is reported at the start, not in each replaced gateway."""
     cert, key = f"{keys}/server.pem", f"{keys}/client.key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
     run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
@@ -256,10 +251,7 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
-    """The next gateway reads the files again.
-
-    If they are invalid, it logs one line, and serves as soon as they are valid.
-    """
+    """The next gateway reads the files; it serves as soon as they are valid."""
     cert, key = tmp_path / "cert", tmp_path / "key"
 
     def install(name: str) -> None:

@@ -240,9 +240,7 @@ def is_open(sock: socket.socket) -> bool:
 
 
 def until_said(sock: socket.socket, text: bytes) -> None:
-    """Read until the server sends these bytes; raise TimeoutError or AssertionError if it does
-    not.
-    """
+    """Read until the server sends these bytes; raise an error if it does not."""
     received_bytes = b""
     while text not in received_bytes:
         piece = sock.recv(65536)
@@ -252,9 +250,7 @@ def until_said(sock: socket.socket, text: bytes) -> None:
 
 @contextlib.contextmanager
 def run_throttling_proxy(port: int, rate: int) -> Iterator[str]:
-    """Yield a port that forwards one connection to `port` at a limited number of bytes per
-    second.
-    """
+    """Yield a port that forwards one connection to `port` at a limited rate in bytes/s."""
 
     def carry(source: socket.socket, destination: socket.socket, size: int, pause_s: float) -> None:
         with contextlib.suppress(OSError):

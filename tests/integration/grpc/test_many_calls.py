@@ -1,7 +1,4 @@
-"""Large numbers over gRPC: calls on a connection, connections, stream messages, and large messages.
-
-Metadata and the services beside Triton's are tested here, too.
-"""
+"""Large numbers over gRPC: calls, connections, stream messages, large messages, metadata."""
 
 from __future__ import annotations
 

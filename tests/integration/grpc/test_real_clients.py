@@ -1,6 +1,4 @@
-"""Clients of gRPC as programs have them, over every way to the server: Python's, Triton's and
-grpcio's own, Go's, Node's, C++'s in Triton's perf_analyzer, and grpcurl.
-"""
+"""Programs' gRPC clients over every way: Python, Triton, grpcio, Go, Node, C++, grpcurl."""
 
 from __future__ import annotations
 

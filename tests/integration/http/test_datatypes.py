@@ -1,6 +1,4 @@
-"""All 14 datatypes, their extreme values and no values at all, through a model that returns what
-it gets.
-"""
+"""All 14 datatypes, extreme and empty, through a model that returns its inputs."""
 
 from typing import Any
 

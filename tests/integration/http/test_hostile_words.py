@@ -1,6 +1,4 @@
-"""Texts of clients with control characters, or longer than allowed, in every field that they can
-set. Such a text forges no log line and ends no process.
-"""
+"""Clients' texts with control characters, or too long: no line is forged, no process ends."""
 
 import base64
 import contextlib
@@ -60,9 +58,7 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(autouse=True)
 def log_stays_ours(server: Server) -> Iterator[None]:
-    """Each line that a test adds to the log has the server's format, is printable and not
-    too long.
-    """
+    """Check that the lines of a test in the log have the server's format, printable and short."""
     log_length = len(server.log())
     yield
     with server.http() as http:
@@ -115,9 +111,7 @@ def test_hostile_text_in_outputs_and_errors_of_a_model(
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])
 def test_hostile_bytes_that_are_not_text(server: Server, request_id: str) -> None:
-    """The model writes half a character to stderr. The log shows it escaped, and no worker
-    exits.
-    """
+    """The model writes half a character to stderr; the log shows it escaped."""
     request = pb.ModelInferRequest(model_name="shouter", id=request_id)
     request.inputs.add(name="INPUT0", datatype="BYTES", shape=[1])
     request.raw_input_contents.append(b"\3\0\0\0a\xffb")

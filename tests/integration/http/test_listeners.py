@@ -1,6 +1,4 @@
-"""Listeners and their access rules: a Unix socket, addresses for other hosts, tokens and
-restricted APIs.
-"""
+"""Listeners and their access rules: Unix socket, other hosts, tokens, restricted APIs."""
 
 import contextlib
 import os

@@ -1,7 +1,4 @@
-"""The OpenAPI description is true: a running server's responses, errors included, match it.
-
-Requests are generated from the description. The page that shows it is tested, too.
-"""
+"""The OpenAPI description: responses to requests generated from it match it; its page."""
 
 import json
 import re

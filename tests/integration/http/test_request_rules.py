@@ -1,6 +1,4 @@
-"""Invalid requests: each is answered with the status and text of the protocol, and the
-connection stays open.
-"""
+"""Invalid requests: each has the protocol's status and text; the connection stays open."""
 
 import json
 from typing import Any

@@ -1,6 +1,4 @@
-"""Requirements for a server with untrusted clients, tested over both listeners where no other
-test covers them.
-"""
+"""Requirements for servers with untrusted clients, as far as no other test covers them."""
 
 import base64
 import contextlib
@@ -118,9 +116,7 @@ HEADERS = {
 
 
 def test_headers_only_become_parameters(http: Http, call: Any) -> None:
-    """A header that matches the pattern becomes a parameter. A reserved parameter name is
-    refused, and other headers are ignored.
-    """
+    """A matching header becomes a parameter; reserved names are refused, others ignored."""
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
     body = {**CONSTANT_BODY, "parameters": {"mine": 1}}
@@ -152,8 +148,7 @@ RESERVED_NAMES = [
 
 @pytest.mark.parametrize("key", RESERVED_NAMES)
 def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
-    """Names that start with triton_ are reserved, except for one that gRPC clients may
-    send."""
+    """Names that start with triton_ are reserved, except one of gRPC clients."""
     reply = http.infer("echo_request", {**CONSTANT_BODY, "parameters": {key: True}})
     assert reply.status == 400
     assert "parameter keys starting with 'triton_' are reserved" in reply.error
@@ -278,8 +273,7 @@ def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
 
 
 def test_no_secret_is_seen_anywhere(folder: Path) -> None:
-    """Not in the log, a command line, an environment, the run directory, or an answer; and
-    not when processes start again."""
+    """Logs, command lines, environments, the run directory and answers, also after a restart."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"
     tokens.write_text(f"{TOKEN}\n{SCRAPER_TOKEN} metrics\n")

@@ -1,6 +1,4 @@
-"""Models written for this server: a class with an annotated `predict`, served with no
-configuration.
-"""
+"""Classes with an annotated `predict`, served without configuration."""
 
 import numpy as np
 import pytest

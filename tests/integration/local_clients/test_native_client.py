@@ -338,9 +338,7 @@ def test_timeouts_of_answered_requests_are_removed(client) -> None:
 
 
 def test_finished_calls_keep_no_memory(client) -> None:
-    """Holds without garbage collection, too: no reference cycle contains results, errors or
-    regions.
-    """
+    """Without garbage collection, too: no cycle contains results, errors or regions."""
     x = frames()
     gc.collect()
     gc.disable()

@@ -119,9 +119,7 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 
 def test_a_program_that_has_no_descriptor_left(gated_server: Server) -> None:
-    """A thread's requests use the open connection. A call that needs a new descriptor raises an
-    error.
-    """
+    """Requests use the thread's open connection; a call that needs a descriptor raises an error."""
     run = run_python("-c", _WITHOUT_DESCRIPTORS, gated_server.run_dir)
     assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
 
@@ -206,8 +204,7 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated_server: Server)
 def test_memory_of_requests_in_flight_is_kept(
     gated_server: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
 ) -> None:
-    """This includes a request whose program has only a plain view of the memory, and deletes the
-    view."""
+    """This includes a request whose program deletes its only, plain view of the memory."""
     x = np.arange(ROW, dtype=np.float32)
     blocking_future = client.infer_async("large", INPUT0=x)
     visit = gated_server.gate.next()
@@ -401,9 +398,7 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
 def test_memory_is_taken_back_though_the_connection_is_interrupted(
     client: shmserve.client.Server,
 ) -> None:
-    """The connection's own thread takes it back without waiting for a lock that the interrupted
-    thread holds.
-    """
+    """The connection's thread waits for no lock that the interrupted thread holds."""
     memories = client._session.memories
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})
     with client._session.connection()._lock:
@@ -442,8 +437,7 @@ def test_a_callback_may_close_the_client(gated_server: Server) -> None:
 
 @pytest.mark.parametrize("ending", ["the client", "the server"])
 def test_requests_fail_when_the_connection_ends_first(gated_server: Server, ending: str) -> None:
-    """Threads see the schedulers' links end before, or though, the connection's own thread sees
-    that of the listener."""
+    """Threads may see their schedulers' links end before the listener's ends."""
     client = shmserve.client.connect(gated_server.run_dir)
     connection = client._session.connection()
     outcome = concurrent.futures.Future[object]()

@@ -1,6 +1,4 @@
-"""Access rules of local clients, and limits on them: the sockets behind shmserve.client, used
-by hand.
-"""
+"""Access rules and limits of local clients: the sockets behind shmserve.client, by hand."""
 
 import contextlib
 import os

@@ -329,9 +329,7 @@ def test_more_threads_than_links(client: shmserve.client.Server) -> None:
 def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that receives every response and releases none is refused more memory; other
-    clients are not.
-    """
+    """This client is refused more memory; other clients are not."""
     repository = tmp_path / "models"
     repositories.write(repository, "steps", CONFIG, MODEL)
     size = np.array([1 << 18], np.int32)  # a MiB a response

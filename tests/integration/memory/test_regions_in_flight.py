@@ -109,9 +109,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
 
 
 def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
-    """After the region was unregistered and its requests have ended, no process holds the
-    object.
-    """
+    """No process holds the object after the last request of an unregistered region."""
     with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("held", shared_object.key, 4096).ok()
         pending = pool.infer("gated", gated_request(1, "held", 0))

@@ -1,6 +1,4 @@
-"""System shared memory: registration, status, inputs and outputs in regions, and all their
-errors.
-"""
+"""System shared memory: registration, status, inputs and outputs in regions, errors."""
 
 import os
 from collections.abc import Iterator
@@ -290,9 +288,7 @@ def test_the_same_again_is_fine_and_another_is_not(http: Http, region: SharedObj
 
 
 def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -> None:
-    """The old object was unlinked, and a new object with the same name is registered without
-    error.
-    """
+    """The object is new, with the same name."""
     http.register("r", region.key, 2 * SIZE).ok()
     region.unlink()
     region.create()

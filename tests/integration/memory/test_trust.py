@@ -159,10 +159,7 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
 
 @needs_users
 def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http: Http) -> None:
-    """The server checks the regions of a request before it waits for a large body.
-
-    Otherwise a client could keep other users' regions in use for any time.
-    """
+    """The server checks the regions of a request before it waits for a large body."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region("ours", SIZE)}]
     parameters = {"binary_data_size": 4 * 65536}
     tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": parameters}
@@ -225,9 +222,7 @@ def maps(worker: psutil.Process) -> str:
 def test_memory_that_others_can_truncate_is_never_mapped(
     server: Server, folder: Path, http: Http
 ) -> None:
-    """Memory of untrusted users is read and written by system calls; memory of the server's
-    user is mapped.
-    """
+    """Memory of the server's user is mapped; others' is accessed by system calls."""
     alice = User(server, folder, "unix", ALICE)
     worker = server.find_one("worker identity.0")
     with alice.object() as alices_object, SharedObject(2 * SIZE) as own_object:
@@ -260,10 +255,7 @@ def chaos(shared: SharedObject, size: int, stop: threading.Event) -> None:
 
 @needs_users
 def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folder: Path) -> None:
-    """During 200 requests, the client truncates, extends and punches the object.
-
-    Requests fail or succeed, and no process exits.
-    """
+    """The client truncates, extends and punches the object during 200 requests."""
     alice = User(server, folder, "unix", ALICE)
     pids_before = {process.pid for process in server.tree()}
     size = 64 * 1024
@@ -294,9 +286,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
 def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
     server: Server, http: Http
 ) -> None:
-    """A trusted client that truncates its object kills a worker, and possibly the worker of
-    the retry. Both are replaced, and the region is unregistered as the cause.
-    """
+    """Truncation may kill the worker and that of the retry; the region is unregistered."""
     other_pids = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
     size = 64 * 1024
     with SharedObject(2 * size) as shared_object:
@@ -325,10 +315,7 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
 
 
 def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
-    """Pages that the server must allocate count until the object is removed.
-
-    Pages that the client has allocated do not count.
-    """
+    """Pages that the server must allocate count until removal; pages of the client do not."""
     with (
         SharedObject(4 * SPARSE_BYTES) as large_object,
         SharedObject(SPARSE_BYTES // 2) as small_object,
@@ -365,10 +352,7 @@ def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def test_registrations_have_a_limit(server: Server, http: Http) -> None:
-    """Of ten thousand registrations, those beyond the limit fail with 400.
-
-    No descriptor and no object in /dev/shm is leaked.
-    """
+    """Of ten thousand registrations, those beyond the limit fail; nothing is leaked."""
     with SharedObject(SIZE) as shared_object:
         shared_object.write(VALUES)
         for number in range(MAX_REGIONS):
@@ -395,10 +379,7 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
 
 
 def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
-    """Row 18: the second concurrent writer of a range fails, also with another name of the object.
-
-    The first request succeeds.
-    """
+    """The second writer of a range fails, also with another name of the object."""
     with SharedObject(4096) as shared_object, request_pool(server) as pool:
         http.register("a", shared_object.key, 4096).ok()
         http.register("b", shared_object.key, 2048, 1024).ok()
@@ -429,10 +410,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
 
 
 def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> None:
-    """Another thread rewrites the length prefixes of BYTES.
-
-    Each request succeeds with consistent lengths or fails.
-    """
+    """Another thread rewrites the prefixes; each request is consistent or fails."""
     good_bytes, bad_bytes = join_bytes([b"ab", b"cd"]), (1 << 31).to_bytes(4, "little")
     with SharedObject(4096) as shared_object:
         shared_object.write(good_bytes)

@@ -1,7 +1,4 @@
-"""Autoscaling: the number of instances follows the load within the configured bounds.
-
-Instances are added soon and removed when idle, and no request is lost.
-"""
+"""Autoscaling: instances follow the load within their bounds, and no request is lost."""
 
 import threading
 import time
@@ -37,9 +34,7 @@ BASE_RATE = 10.0
 
 
 class Clients:
-    """Open-loop load: requests are sent without waiting for earlier ones, and responses are
-    verified.
-    """
+    """Open-loop load, whose responses are verified."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -1,7 +1,4 @@
-"""A model's code runs as the server's user and may connect to the sockets of workers.
-
-Such code can affect only its own model.
-"""
+"""A model's code may connect to workers' sockets, but can affect only its own model."""
 
 import json
 from collections.abc import Iterator

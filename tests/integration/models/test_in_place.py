@@ -113,11 +113,7 @@ class TritonPythonModel:
 
 
 def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> None:
-    """The count is changed in the repository and by an override.
-
-    The scheduler and the remaining instance keep their processes, the statistics continue, and no
-    request fails.
-    """
+    """The scheduler and the remaining instance keep their processes and statistics."""
     server, repository = empty_server
     folder = add_simple(repository)
     with server.http() as http:
@@ -149,9 +145,7 @@ def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> 
 
 @pytest.mark.parametrize("change", ["code", "config", "nothing"])
 def test_other_changes_start_another_deployment(empty_server: Explicit, change: str) -> None:
-    """A changed file of the model, another changed field, or no change at all replaces all
-    processes.
-    """
+    """A changed file, another field, or no change at all replaces all processes."""
     server, repository = empty_server
     folder = add_simple(repository)
     with server.http() as http:
@@ -171,10 +165,7 @@ def test_other_changes_start_another_deployment(empty_server: Explicit, change: 
 
 @pytest.mark.parametrize("limiter", ["off", "execution_count"])
 def test_a_load_without_changed_instances_restarts_nothing(repository: Path, limiter: str) -> None:
-    """An equivalent configuration changes nothing.
-
-    Another count adds or removes just the difference.
-    """
+    """An equivalent configuration changes nothing; another count changes the difference."""
     folder = add_simple(repository)
     rate_limiter = "rate_limiter { resources { name: 'R' count: 1 } }"
     config = folder / "config.pbtxt"

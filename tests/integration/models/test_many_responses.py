@@ -147,9 +147,7 @@ def test_closing_an_event_stream_cancels_its_request(server: Server) -> None:
 
 
 def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
-    """A client that has received responses also receives the reason for their end, over any
-    protocol.
-    """
+    """A client that has received responses also receives the reason for their end."""
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client, server.http() as http:
         client.start_stream(lambda result, error: answers.put((result, error)))

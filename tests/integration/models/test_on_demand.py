@@ -1,6 +1,4 @@
-"""Models on demand: loaded by the first request over any protocol, and unloaded when idle or
-when memory exceeds the limit.
-"""
+"""Models on demand: loaded by the first request, unloaded when idle or for other models."""
 
 import asyncio
 import shutil
@@ -102,10 +100,7 @@ def grpc_input() -> list[triton_grpc.InferInput]:
 
 
 def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
-    """The server and the unloaded model are ready, also in the repository index.
-
-    Readiness checks load nothing.
-    """
+    """The index lists the model as ready, too; readiness checks load nothing."""
     with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as client:
         assert http.get("/v2/health/ready").status == 200
         assert http.get("/v2/models/index/ready").status == 200
@@ -245,10 +240,7 @@ def test_a_model_that_an_operator_unloads_stays_unloaded(http: Http) -> None:
 
 
 def test_idle_models_are_unloaded_and_loaded_again(tmp_path: Path) -> None:
-    """The limit is a flag of the server or a parameter of the model.
-
-    Explicitly loaded models remain.
-    """
+    """The limit is a flag or a parameter of the model; explicitly loaded models remain."""
     never_idle = 'parameters { key: "idle_unload_secs" value { string_value: "0" } }'
     for name, config in (("goes", ""), ("stays", never_idle), ("kept", ""), ("first", "")):
         repositories.add_as(tmp_path, name, "constant", config)

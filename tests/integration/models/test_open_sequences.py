@@ -20,10 +20,7 @@ _LONG_S, _SHORT_S = 600, 2
 
 @contextmanager
 def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
-    """Yield a terminating server with an open sequence, 1, of its model "sums".
-
-    The server must have exited at the end of the block.
-    """
+    """Yield a terminating server with the open sequence 1 of its model "sums"."""
     idle = f"max_sequence_idle_microseconds: {idle_s * 1_000_000}"
     config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
     repositories.add_as(repository, "sums", "sequencer", config)
@@ -101,10 +98,7 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
 
 
 def test_a_successor_server_takes_over(tmp_path: Path) -> None:
-    """The successor accepts no clients before the old sequences have ended.
-
-    One server is always ready.
-    """
+    """The successor accepts clients once the old sequences end; one server is always ready."""
     idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
     config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
     repositories.add_as(tmp_path, "sums", "sequencer", config)
@@ -130,9 +124,7 @@ def test_a_successor_server_takes_over(tmp_path: Path) -> None:
 
 @contextmanager
 def always_ready(server: Server) -> Iterator[None]:
-    """Check readiness continuously during the block, on one connection as long as it remains
-    open.
-    """
+    """Check readiness continuously during the block, on one connection if possible."""
     stop, outcomes = threading.Event(), Counter[int]()
 
     def ask_again() -> None:

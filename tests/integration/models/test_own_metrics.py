@@ -80,9 +80,7 @@ class TritonPythonModel:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Start a server of "metering" (two instances), a copy "other" (one instance), and
-    "ticking".
-    """
+    """Start a server of "metering" (two instances), its copy "other" (one), and "ticking"."""
     repositories.add(models, "metering")
     other_dir = repositories.add_as(models, "other", "metering")
     config = other_dir / "config.pbtxt"

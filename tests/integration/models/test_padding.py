@@ -1,7 +1,4 @@
-"""Padded batches with a real client and server: images of 224 and 336 in one batch.
-
-`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are queued.
-"""
+"""Padded batches with a real server; models wait until three requests are queued."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -52,9 +49,7 @@ def add(repository: Any, name: str, **buckets: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Start a server of the model without a limit to padding, with a limit that only equal
-    shapes meet, and without batches.
-    """
+    """Start a server of a model with any padding, one with equal shapes only, one unbatched."""
     add(models, "together")
     add(models, "strict", max_waste=0.1)
     path = models / "alone" / "config.pbtxt"

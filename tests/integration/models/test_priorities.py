@@ -61,9 +61,7 @@ LATENCY_TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000"
 
 @pytest.fixture(scope="module")
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
-    """Start a server of models with priority levels and strategies, and a model that calls
-    another one with a priority.
-    """
+    """Start a server of models with levels and strategies, and one that calls with a priority."""
     path = repositories.add_as(models, "levels", "gated", PRIORITY_LEVELS) / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 1"))
     repositories.write(models, "caller", CALLER, CALLER_MODEL)

@@ -1,6 +1,4 @@
-"""Unmodified Python models of Triton: errors, exceptions, calls of other models, coroutines,
-auto-complete.
-"""
+"""Unmodified Python models of Triton: errors, calls, coroutines, auto-complete."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -316,10 +314,7 @@ class TritonPythonModel:
 
 
 def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
-    """Triton's clients receive a response without the output, and the native client an error.
-
-    The destination of the output no longer contains the earlier result.
-    """
+    """Triton's clients get no output, the native client an error; the old result is erased."""
     server, repository = empty_server
     config = repositories.identity_config("partial", "INT32", [-1])
     repositories.write(repository, "partial", config, PARTIAL_MODEL)

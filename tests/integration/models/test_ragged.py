@@ -1,7 +1,4 @@
-"""Ragged batches and optional inputs with a real client and server.
-
-`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are queued.
-"""
+"""Ragged batches and optional inputs; models wait until three requests are queued."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,10 +111,7 @@ def test_a_python_model_gets_each_requests_own_tensor(server: Server) -> None:
 
 
 def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None:
-    """3.6: a batch needs identical sets of supplied inputs.
-
-    A missing input is None for the model.
-    """
+    """3.6: a batch needs identical sets of inputs; a missing input is None."""
     first_inputs, second_inputs, third = inputs_of_sizes(2, 2, 2)
     second_inputs["BIAS"] = np.ones((1, 1), np.float32)
     answers = ask_all(server, "mixed", [first_inputs, second_inputs, third])

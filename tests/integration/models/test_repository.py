@@ -153,10 +153,7 @@ def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> Non
 
 
 def test_a_model_may_have_any_name_of_a_folder(tmp_path: Path) -> None:
-    """Both protocols find such a model.
-
-    Metrics, the process table and the log contain its name unchanged.
-    """
+    """Both protocols, metrics, the process table and the log have the name unchanged."""
     names = (".a..b", "é: x", "m" * 255)
     for name in names:
         repositories.add_as(tmp_path, name, "constant")
@@ -403,9 +400,7 @@ def test_loading_a_missing_model(empty_server: Explicit, name: str) -> None:
 
 
 def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explicit) -> None:
-    """Invalid content of a load request does not change the state of an existing model, nor of
-    one that was removed.
-    """
+    """This holds for an existing model, and for one that was removed."""
     server, repository = empty_server
     repositories.add_as(repository, "wronged", "constant")
     with server.http() as http:
@@ -793,9 +788,7 @@ def test_poll_mode_waits_for_no_model(
 def test_a_model_that_appears_in_two_repositories(
     tmp_path: Path, empty_polling: tuple[Server, Path, Path]
 ) -> None:
-    """Polling unloads the ambiguous model without making the server unready, and loads it when
-    one copy is removed.
-    """
+    """Polling unloads the model, and loads it when one copy is removed."""
     server, first_repository, second_repository = empty_polling
     repositories.add_as(tmp_path, "twice", "constant").rename(first_repository / "twice")
     with server.http() as http:

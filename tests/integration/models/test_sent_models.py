@@ -46,10 +46,7 @@ def over_grpc(config: str) -> pb.RepositoryModelLoadRequest:
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["insecure", "tokens"])
 def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
-    """If other hosts can connect without a token: no client.
-
-    With tokens: clients with the scope.
-    """
+    """Without tokens and with other hosts: no client. With tokens: clients with the scope."""
     repositories.add(tmp_path / "models", "constant")
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{TOKEN} model-repository,inference\n{INFERENCE_TOKEN} inference,metadata\n")
@@ -150,8 +147,7 @@ def server_and_socket() -> Iterator[tuple[Server, Path]]:
 def test_which_users_may_send_a_model(
     server_and_socket: tuple[Server, Path], listener: str
 ) -> None:
-    """On this host, only the server's user may send a model. Other users may load only models of
-    the repository."""
+    """Only the server's user may send a model; others load those of the repository."""
     server, socket = server_and_socket
     with server.http() as http:
 

@@ -277,9 +277,7 @@ def test_an_iterative_sequence_may_stream_responses(server: Server) -> None:
 
 
 def test_generate_takes_the_parameters_of_a_sequence(http: Http) -> None:
-    """In Triton these parameters of /generate are passed to the model, so such a model cannot
-    be used.
-    """
+    """Triton passes these parameters to the model, so such a model cannot be used."""
     sums = []
     for flags in ({"sequence_start": True}, {}, {"sequence_end": True}):
         body = {"INPUT0": 4, "parameters": {"sequence_id": "generated", **flags}}

@@ -125,11 +125,7 @@ def test_direct_strategy_with_two_instances_of_two_slots(server: Server, pool: R
 
 
 def test_direct_strategy_with_one_instance(server: Server, pool: RequestPool) -> None:
-    """A lone first request runs at once.
-
-    Then the instance is idle, and the next request of slot 0 and the first of slot 1 run as one
-    batch.
-    """
+    """A lone first request runs at once; then the next of slot 0 and the first of slot 1 join."""
     send_step, gate = step_sender(pool, "single"), server.gate
     waiting_reply = send_step(1, start=True)
     visit = gate.next()
@@ -157,11 +153,7 @@ def test_direct_strategy_with_one_instance(server: Server, pool: RequestPool) ->
 def test_direct_strategy_with_requests_beside_an_idle_sequence(
     server: Server, pool: RequestPool
 ) -> None:
-    """Both slots have had a request.
-
-    A lone request in slot 0 is one row, without a row for the idle slot 1, even if it starts
-    another sequence. A request in slot 1 is preceded by a null row.
-    """
+    """A lone request in slot 0 is one row; one in slot 1 is preceded by a null row."""
     send_step, gate = step_sender(pool, "single"), server.gate
 
     def controls_of(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:

@@ -1,6 +1,4 @@
-"""`shmserve perf` with a real server: all protocols, shared memory, open loops, sequences, and
-error messages.
-"""
+"""`shmserve perf` with a real server: protocols, shared memory, loads, sequences, errors."""
 
 import json
 import re
@@ -268,6 +266,7 @@ def test_a_report_is_written_drawn_and_compared(
         ("http", ["simple", "--window=0"], 2, "--window: 0 is not more than 0"),
         ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
         ("native", ["simple", "--openai=chat"], 2, "--openai requires --url http://HOST:PORT"),
+        ("native", ["simple", "--plot=a.png"], 2, "--plot: 'a.png' does not end in .svg"),
         (
             "grpc",
             ["identity", "--shape=INPUT0:99999", "--shared-memory=system"],

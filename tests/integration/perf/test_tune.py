@@ -73,8 +73,9 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     assert ET.parse(tmp_path / "tried.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
-    server: Server, tmp_path: Path
+    server: Server, number: signal.Signals
 ) -> None:
     config_before = effective_config(server)
     command = ["tune", "slow", "--p99=60s", f"--url=http://{server.url}", "--window=0.2", "--apply"]
@@ -88,7 +89,7 @@ def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
         assert process.stderr is not None
         assert process.stderr.readline().startswith("1. ")
         assert process.stderr.readline().startswith("2. ")  # the first run is recorded
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "# interrupted after" in output and "max_batch_size: 8" in output
@@ -118,6 +119,8 @@ def test_tune_writes_its_recommendation_to_the_given_file(
     [
         (("--p99=soon",), "--p99: 'soon' is not a time (30ms, 1.5s, 800us)"),
         (("--p99=0",), "--p99: '0' is not a time"),
+        (("--p99=3", "--plot=a.png"), "--plot: 'a.png' does not end in .svg, the only format"),
+        (("--p99=3", "--write=/nowhere/a"), "--write: cannot write '/nowhere/a'"),
         (("--p99=3", "--runs=0"), "--runs: 0 is less than 1"),
         (("--p99=3", f"--window={math.inf}"), "--window: inf is not more than 0"),
         (("--p99=3", "--openai=chat"), "--openai: the settings of generative models"),

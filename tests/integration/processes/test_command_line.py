@@ -1,6 +1,4 @@
-"""The command line: help, one-line errors, the flags of a `tritonserver` command, other
-commands.
-"""
+"""The command line: help, errors, the flags of a `tritonserver` command, other commands."""
 
 import contextlib
 import json
@@ -385,8 +383,7 @@ def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
 
 
 def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The verbs act and print the same over every protocol, with flags before or after the
-    command."""
+    """The verbs act and print the same over every protocol, with flags before or after."""
     printed_outputs = []
     for connection in connection_flags.values():
         assert run_client(capsys, connection, "unload", "halves") == (0, [], "")

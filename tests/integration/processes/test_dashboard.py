@@ -176,9 +176,7 @@ def test_a_browser_shows_the_figures_of_the_metrics(server: Server, page: Page) 
 
 @needs_chromium
 def test_a_new_page_shows_the_history(server: Server, page: Page) -> None:
-    """The server stores ten minutes of history, so charts include events before the page was
-    opened.
-    """
+    """Charts include events of ten minutes before the page was opened."""
     with watched.send_under_load(server):
         until("all are asked", lambda: success_count(server, "simple") > 8)
         until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
@@ -331,10 +329,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
 
 @needs_chromium
 def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, page: Page) -> None:
-    """Tests each "Try" button, and each command line in a shell.
-
-    A model on demand shows its inputs once loaded.
-    """
+    """Tests each "Try" button and each command line; a model on demand shows inputs once loaded."""
     repository = tmp_path / "models"
     watched.add_models(repository, generative=True)
     repositories.add(repository, "repeat", "types", "constant")

@@ -53,9 +53,7 @@ def read_until(events: EventReader, is_last: Callable[[Any], bool]) -> list[Any]
 def follow_events(
     server: Server, *flags: str
 ) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
-    """Run `shmserve events --follow`; yield the process and a function that returns its next
-    line.
-    """
+    """Run `shmserve events --follow`; yield the process and a function for its next line."""
     command = [sys.executable, "-m", "shmserve", "events", "--follow", *flags]
     with subprocess.Popen(
         [*command, f"--run-dir={server.run_dir}"], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -140,9 +138,7 @@ def test_regions(server: Server, events: EventReader) -> None:
 
 
 def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
-    """A local client's memory is reported, listed and counted like a region, but requests
-    cannot name it.
-    """
+    """The memory is listed and counted like a region, but requests cannot name it."""
     name = f"shmserve.client {os.getpid()}."
     with shmserve.client.connect(server.run_dir) as program, server.http() as http:
         region = program.allocate({"x": ((16,), "INT32")})

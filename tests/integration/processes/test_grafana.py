@@ -1,8 +1,4 @@
-"""`shmserve grafana`: every query of the dashboard and the alerts, with a real Prometheus and
-server.
-
-The names in the queries are compared with the server's metrics.
-"""
+"""`shmserve grafana`: every query of dashboard and alerts, with a real Prometheus."""
 
 import contextlib
 import json

@@ -1,8 +1,4 @@
-"""Each page of the guide, executed from top to bottom.
-
-The test writes the files of the page, starts its servers, runs its programs, and compares their
-output with the output on the page.
-"""
+"""Each page of the guide, executed: its files, servers, programs and their output."""
 
 import os
 import re

@@ -231,9 +231,7 @@ def test_tritons_clients(server: Server, http: Http) -> None:
 
 
 def lines(server: Server, role: str, pid: int | None = None) -> list[str]:
-    """Return the log lines of processes whose role has this prefix, in the default format
-    without the role.
-    """
+    """Return the log lines of processes with this prefix of the role, without the role."""
     number = r"\d+" if pid is None else str(pid)
     start = rf"(?m)^([DIWE]) \S+ {re.escape(role)}[^\[\n]*\[{number}\] (.*)$"
     return [" ".join(match) for match in re.findall(start, server.log())]

@@ -80,9 +80,7 @@ def test_nothing_of_the_server_has_a_name_in_shared_memory(server: Server) -> No
 
 
 def test_two_gateways_share_the_port(server: Server) -> None:
-    """The kernel assigns each connection to a random gateway, so the test connects until both
-    have some.
-    """
+    """The kernel assigns connections at random, so the test connects until both have some."""
     gateways = server.find("gateway http")
     assert len(gateways) == 2
     with contextlib.ExitStack() as connections, Load(server, simple=6, memory=3) as load:
@@ -160,9 +158,7 @@ def test_sigterm_under_load(repository: Path) -> None:
 
 @pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals) -> None:
-    """A second signal that follows at once is ignored: timeout(1) signals its child, and then
-    the whole group.
-    """
+    """A second signal is ignored at once: timeout(1) signals its child, then the group."""
     repositories.add(repository, "gated")
     with Server([repository]) as server:
         server.wait_ready()

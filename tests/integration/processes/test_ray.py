@@ -1,6 +1,4 @@
-"""`shmserve.ray`: one server per node of a real Ray cluster, one of whose nodes is killed; and
-a node's server without Ray.
-"""
+"""`shmserve.ray`: a server per node of a Ray cluster, one of which is killed."""
 
 import asyncio
 import contextlib
@@ -91,9 +89,7 @@ def folder() -> Iterator[Path]:
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
-    """Return the processes whose temporary files are in a folder; a supervisor hides its
-    environment.
-    """
+    """Return the processes whose temporary files are in a folder."""
     events = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -185,11 +181,7 @@ class Stream:
         return [str(json.loads(event)["NODE"]) for event in events]
 
     def rest(self) -> list[str]:
-        """Return the responses after the first.
-
-        Raises:
-            http.client.IncompleteRead: The stream was cut off.
-        """
+        """Return the responses after the first; raise IncompleteRead if the stream was cut off."""
         with contextlib.closing(self._connection):
             return self._nodes(self._response.read())
 

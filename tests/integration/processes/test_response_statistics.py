@@ -21,9 +21,7 @@ model_metrics {{ metric_control {{
 
 @pytest.fixture(scope="module")
 def repeating_server(models: Path, start: Start) -> Server:
-    """Start a server with models that repeat each input element as a response, one for each
-    test.
-    """
+    """Start a server with models that repeat each input element as a response."""
     repositories.add(models, "repeat", config=BUCKETS)
     for name in ("standard", "cancelled", "killed"):
         repositories.add_as(models, name, "repeat")

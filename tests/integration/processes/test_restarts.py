@@ -1,7 +1,4 @@
-"""Restarts without failed requests: load over every protocol while servers are replaced.
-
-`SHMSERVE_RESTARTS` sets the number of restarts of each kind.
-"""
+"""Restarts under load over every protocol; SHMSERVE_RESTARTS sets their number."""
 
 import contextlib
 import json
@@ -129,9 +126,7 @@ def test_restarts_at_lent_sockets(manager: Manager, folder: Path, number: signal
 
 
 def test_restarts_by_takeover(folder: Path) -> None:
-    """Each server is started while its predecessor runs, without a service manager for the
-    sockets.
-    """
+    """Each server starts while its predecessor runs, without a service manager."""
     run_dir = folder / "run"
     server = Server([folder / "models"], run_dir=run_dir, grpc=True)
     first_server, load = server, None

@@ -218,10 +218,7 @@ def test_a_scheduler_has_a_title_and_ends_only_on_request(stage: Stage) -> None:
 
 
 def test_a_drain_accepts_earlier_requests(stage: Stage) -> None:
-    """A gateway acknowledges the successor after its last request.
-
-    A busy scheduler may not have read this request yet when the drain begins.
-    """
+    """A busy scheduler may not have read a gateway's last request when the drain begins."""
     stage.submit()
     stage.next(stage.worker)
     stage.process.send_signal(signal.SIGSTOP)
@@ -261,9 +258,7 @@ def test_a_deadline_holds_while_the_worker_is_silent(stage: Stage) -> None:
 
 
 def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
-    """No delay is shorter than 100 us, and one below a millisecond proves that delays are not
-    rounded up. The benchmarks measure the durations.
-    """
+    """A delay below a millisecond proves that delays are not rounded up."""
     for _ in range(300):
         stage.submit()
         batch = stage.next(stage.worker)

@@ -118,9 +118,7 @@ def wait_restarts(systemd: Systemd, count: int) -> None:
 
 
 def status_of(systemd: Systemd, *curl_options: str, groups: str) -> str:
-    """Return the HTTP status for a client with these groups at the Unix socket, or 000 if it
-    cannot connect.
-    """
+    """Return the status for a client with these groups at the Unix socket; 000 if unreachable."""
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *curl_options)
     endpoint_arguments = (
         "--unix-socket",

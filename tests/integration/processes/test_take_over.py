@@ -1,7 +1,4 @@
-"""Failures while a server takes over from a running one, which must then continue.
-
-For uninterrupted clients see test_restarts.py.
-"""
+"""Failures while a server takes over; for uninterrupted clients see test_restarts.py."""
 
 import contextlib
 import signal
@@ -123,10 +120,7 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
 def test_a_successor_that_fails_before_it_is_ready(
     repository: Path, slow_models: Path, run_dir: Path
 ) -> None:
-    """The successor is killed, terminated, or has no model.
-
-    The first server continues and can still be replaced.
-    """
+    """The successor is killed, terminated, or has no model; another one can still take over."""
     with first(repository, run_dir) as server, server.http() as http:
         infer_in_memory = InferInMemory(http)
         for number in (signal.SIGKILL, signal.SIGTERM):

@@ -123,6 +123,9 @@ def test_top_continues_after_a_restart(tmp_path: Path) -> None:
             second_server.wait_ready()
             second_server.wait_named()
             opened_terminal.wait("1 of 1 ready")
+            opened_terminal.process.terminate()
+            assert opened_terminal.process.wait(10) == 130
+            assert termios.tcgetattr(opened_terminal._theirs) == opened_terminal._modes
         finally:
             first_server.discard()
             second_server.stop()

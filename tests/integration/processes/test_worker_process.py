@@ -308,9 +308,7 @@ def test_a_successor_scheduler_takes_over(worker: Worker, is_late: bool) -> None
 
 
 def test_a_scheduler_announced_twice_receives_its_batches(worker: Worker) -> None:
-    """The instance was loaded while its scheduler was replaced, so it has registered with the
-    successor before.
-    """
+    """The instance was loaded while its scheduler was replaced, and knows the successor."""
     worker.start()
     worker.load()
     os.kill(worker.pid, signal.SIGSTOP)  # the worker receives both messages at once

@@ -223,10 +223,7 @@ def wait_for_signal(start: bytes) -> None:
 
 
 def test_more_requests_than_a_zygotes_socket_buffers(tmp_path: object) -> None:
-    """A server with hundreds of instances starts them all at once.
-
-    If the load of one fails, processes that are no longer needed are ended.
-    """
+    """Hundreds of instances start at once; if a load fails, the others are ended."""
     assert output(_CROWD_PROGRAM, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
 
 

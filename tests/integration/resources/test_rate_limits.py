@@ -54,11 +54,7 @@ def limiting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 @pytest.fixture
 def empty_server(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
-    """Start a server with a rate limit of three for the resource R, which loads models only on
-    request.
-
-    Its repository is empty.
-    """
+    """Start a server in explicit mode with a rate limit of three for the resource R."""
     yield limiting_server
     unload_all(*limiting_server)
 
@@ -72,9 +68,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def test_models_that_need_the_same_take_turns(
     empty_server: tuple[Server, Path], pool: ThreadPoolExecutor
 ) -> None:
-    """Two instances of each of two models share the resources for one; a third model is not
-    limited.
-    """
+    """Two models of two instances share resources for one; a third is not limited."""
     server, repository = empty_server
     for name in ("one", "two"):
         add(repository, name, limited(2))
@@ -135,10 +129,7 @@ def test_models_that_could_never_run_do_not_load(empty_server: tuple[Server, Pat
 
 
 def test_other_instances_in_place(empty_server: tuple[Server, Path]) -> None:
-    """A reload changes the number of instances, or their needs.
-
-    The scheduler stays, and new instances take part in the rate limit.
-    """
+    """The scheduler stays, and new instances take part in the rate limit."""
     server, repository = empty_server
     folder = repositories.add_as(repository, "simple", "simple")
     config = folder / "config.pbtxt"

@@ -120,9 +120,7 @@ def test_a_model_without_the_setting_is_not_cached(server: Server, http: Http) -
 
 
 def test_requests_with_regions_bypass_the_cache(http: Http) -> None:
-    """A client may write to its region at any time, so the hashed bytes may differ from the
-    executed ones.
-    """
+    """A client may write to its region at any time, after the hash or before execution."""
     array = np.full(4, 3, np.float32)
     with SharedObject(64) as shared_object:
         shared_object.write(array, 0)
@@ -143,9 +141,7 @@ def test_requests_with_regions_bypass_the_cache(http: Http) -> None:
 
 
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:
-    """The scheduler hashes tensors in the message. Tensors in the client's memory are not
-    cached.
-    """
+    """Tensors in messages are cached, those in the client's memory are not."""
     with shmserve.client.connect(server.run_dir) as client:
         small_array = np.full(4, 5, np.float32)
         first_output, second_output = (client.infer("native", X=small_array)["Y"] for _ in range(2))

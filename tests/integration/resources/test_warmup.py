@@ -61,9 +61,7 @@ def add(
     max_batch_size: int = 4,
     **files: bytes,
 ) -> None:
-    """Add a model that records the requests it receives; `files` are written to its folder
-    "warmup".
-    """
+    """Add a model that records its requests; `files` are in its folder "warmup"."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text(_MODEL)

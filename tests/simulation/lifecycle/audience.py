@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class SimulatedPeer:
-    """A process that receives publications in order.
-
-    `publications` has the current endpoint of each version, and `latest_publications` that of
-    each model.
-    """
+    """A receiver of publications, with the current endpoint of each version and model."""
 
     ensemble: ObservedVersion | None = None
     publications: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
@@ -33,10 +29,7 @@ class SimulatedPeer:
     busy_until_ns: int = 0
 
     def receives(self, update: Publication) -> bool:
-        """Return whether the peer receives a publication.
-
-        Ensembles finish their requests at a withdrawn model.
-        """
+        """Return whether the peer receives a publication; ensembles keep withdrawn models."""
         if self.ensemble is None:
             return True
         return isinstance(update, ModelPublished) and self.ensemble.uses(update.name)
@@ -55,10 +48,7 @@ class SimulatedPeer:
 
 
 class SimulatedAudience:
-    """A fake `SupervisorContext` for `Publications`, with all gateways and ensembles as receivers.
-
-    `last_publications` has the last publication of each version.
-    """
+    """A fake `SupervisorContext` for `Publications`, with all gateways and ensembles."""
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self._world = world

@@ -64,10 +64,7 @@ def do_nothing(*_: Any) -> None:
 
 
 class SimulatedExecutor(LifecycleExecutor):
-    """A `LifecycleExecutor` in virtual time.
-
-    `live_versions` contains the versions that may have a process.
-    """
+    """A `LifecycleExecutor` in virtual time; `live_versions` may have a process."""
 
     def __init__(self, world: World, loop: SimulatedLoop, shares_hosts: bool) -> None:
         self.world = world

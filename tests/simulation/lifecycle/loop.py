@@ -15,10 +15,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """An event loop whose callbacks are events of the world.
-
-    Exceptions are passed to `report_violation`.
-    """
+    """An event loop of world events; exceptions are passed to `report_violation`."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

@@ -74,11 +74,7 @@ class RecordedLifecycle(Lifecycle):
 
 
 class LifecycleOracles:
-    """The state observed so far.
-
-    A violation is stored, because the core would catch an exception; `check` raises it after the
-    event.
-    """
+    """The state observed so far; `check` raises a violation after its event."""
 
     def __init__(self, executor: SimulatedExecutor) -> None:
         self._executor = executor
@@ -369,9 +365,7 @@ class LifecycleOracles:
     # --- processes
 
     def _check_instances(self) -> None:
-        """Check that each worker belongs to one instance, unless it is about to exit, and that
-        each ready instance has a process.
-        """
+        """Check that each worker belongs to one instance, and each ready instance has a process."""
         instance_counts = Counter(
             instance.child
             for version in self._executor.live_versions

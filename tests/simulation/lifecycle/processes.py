@@ -1,7 +1,4 @@
-"""Simulated processes, the zygotes that start them, and the control socket.
-
-Messages on the control socket may be late or missing.
-"""
+"""Simulated processes, zygotes, and a control socket with late or missing messages."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ _TEMPORARY_FAILURE = m.LoadFailed(Unavailable.code, "there is no memory")
 
 
 class SimulatedChild(Child):
-    """A process of a `version`, or a host of schedulers (None).
-
-    `expected_pids` contains the processes that this scheduler expects, by instance index.
-    """
+    """A process of a `version`, or a host of schedulers (None), which expects these pids."""
 
     def __init__(
         self, processes: SimulatedProcesses, title: str, version: ObservedVersion | None, fate: str

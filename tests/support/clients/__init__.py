@@ -1,7 +1,4 @@
-"""Clients in other languages and of other packages.
-
-`make clients` installs missing clients; without them, their tests are skipped with this hint.
-"""
+"""Clients in other languages and packages, which `make clients` installs."""
 
 import os
 import shutil

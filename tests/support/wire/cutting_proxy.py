@@ -1,7 +1,4 @@
-"""A proxy that forwards bytes in both directions in pieces of random sizes.
-
-A receiver must not depend on the sizes of the sender's writes.
-"""
+"""A proxy that forwards bytes in pieces of random sizes."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ _SIZES = (1, 2, 3, 5, 9, 40, 300, 1400, 9000, 16384)  # sizes of the forwarded p
 
 
 class CuttingProxy:
-    """A proxy that listens at `port` of 127.0.0.1 within the with block.
-
-    `connect` opens the connection to the server. `sent` and `received` count bytes from the
-    client's view.
-    """
+    """A proxy at `port` within the with block; `sent` and `received` count bytes."""
 
     def __init__(self, connect: Callable[[], socket.socket], seed: int) -> None:
         self._connect = connect

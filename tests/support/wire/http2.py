@@ -57,11 +57,7 @@ CLIENT_OPENING = PREFACE + frame(SETTINGS, 0, 0)
 
 @contextlib.contextmanager
 def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
-    """Send `make(stream)` for successive streams during the with block.
-
-    Received SETTINGS and PINGs are acknowledged, as by a correct client. If the server closes the
-    connection, the next one is opened.
-    """
+    """Send `make(stream)` for successive streams, on further connections if necessary."""
     has_finished = threading.Event()
 
     def flood_until_finished() -> None:

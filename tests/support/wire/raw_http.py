@@ -65,9 +65,7 @@ class Reply:
         return self
 
     def tensors(self) -> dict[str, Any]:
-        """Return the outputs by name: numpy arrays, lists of bytes for BYTES, None for outputs
-        in regions.
-        """
+        """Return outputs by name: arrays, lists of bytes for BYTES, None for those in regions."""
         assert self.status == 200, (self.status, self.body)
         size = self.headers.get("Inference-Header-Content-Length")
         json_size = len(self.body) if size is None else int(size)
@@ -152,10 +150,7 @@ def in_region(region: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
 def binary_request(
     inputs: Sequence[tuple[str, str, Sequence[int], bytes]], **members: Any
 ) -> tuple[bytes, dict[str, str]]:
-    """Return the body and headers of a request with binary tensors (name, datatype, shape, data).
-
-    `members` are further members of the JSON object.
-    """
+    """Return body and headers of a request with tensors (name, datatype, shape, data)."""
     tensor_members = [
         {
             "name": name,

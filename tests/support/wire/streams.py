@@ -29,11 +29,7 @@ def send_repeat(
     delay_ms: int = 0,
     model: str = "repeat",
 ) -> None:
-    """Send a request to a model like "repeat", which sends each value as a response at intervals of
-    `delay_ms`.
-
-    The end of the request is reported even if it arrives without outputs.
-    """
+    """Send a request to a model like "repeat", which sends values at intervals of `delay_ms`."""
     arrays = {
         "IN": np.array(values, np.int32),
         "DELAY": np.full(len(values), delay_ms, np.uint32),

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +28,19 @@ def test_a_profile_without_steps_is_valid() -> None:
     assert "m: 0 steps in 1.0 s: the model generated nothing" in table
     assert "--url http://HOST:PORT" in table
     assert "shmserve perf m --openai chat" in table and "ms per step" not in table
+
+
+def test_an_interrupt_prints_the_profile_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = iter([{"tokens_generated_total": 3.0}, {"tokens_generated_total": 9.0}])
+    monkeypatch.setattr(profile, "_scrape", lambda *_: next(samples) | {"batch_size_count": 1.0})
+    monkeypatch.setattr("time.sleep", Mock(side_effect=KeyboardInterrupt))
+    request = argparse.Namespace(
+        model="m", seconds=60.0, metrics_url="http://127.0.0.1:9", token_file=None, plot=None
+    )
+    assert profile.run(request) == 130
+    assert capsys.readouterr().out.startswith("m: 0 steps in 0.0 s")
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

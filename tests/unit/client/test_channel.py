@@ -1,6 +1,4 @@
-"""A channel that waits for responses receives all events, also those that arrive while it
-handles others.
-"""
+"""A channel that waits for responses receives all events, also those of other callers."""
 
 from __future__ import annotations
 

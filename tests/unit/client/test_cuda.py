@@ -1,6 +1,4 @@
-"""The native client's memory on a device, on a stand-in for CUDA: the client's own code, the
-listener, a scheduler's checks and a worker, with a socket between them.
-"""
+"""The native client's memory on a stand-in for CUDA, with listener, scheduler and worker."""
 
 import asyncio
 import ctypes

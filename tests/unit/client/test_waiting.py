@@ -50,9 +50,7 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
 def open_stream(
     request_channel: Any, tmp_path: Path, ended_ids: list[str], options: Options = PLAIN
 ) -> ResponseStream:
-    """Return a stream of a model whose scheduler is the test; `ended_ids` records when its memory
-    is free.
-    """
+    """Return a stream at a played scheduler; `ended_ids` records when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)

@@ -77,10 +77,7 @@ def test_another_user_of_a_loopback_connection() -> None:
 @needs_users
 @pytest.mark.usefixtures("implementation")
 def test_a_closed_socket_belongs_to_no_user() -> None:
-    """The kernel reports a closed socket as root's.
-
-    A client must not become root by disconnecting.
-    """
+    """The kernel reports such a socket as root's; a client must not become root."""
     with tcp_pair(uid=ALICE) as (server_socket, client_socket):
         client_socket.close()
         assert find_peer(server_socket) is None
@@ -184,10 +181,7 @@ def test_which_listeners_have_shared_memory(
 
 
 def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
-    """Any user can disconnect.
-
-    As a remote client it would have access to the server user's objects.
-    """
+    """This client must not have access to the server user's objects."""
     with tcp_pair() as (server_socket, client_socket):
         client_socket.close()
         for allows_shm in (None, True):

@@ -1,6 +1,4 @@
-"""Common mistakes in configurations, and the parts of each message: position, key, found value,
-allowed values, nearest name.
-"""
+"""Common mistakes in configurations: position, key, value, allowed values, nearest name."""
 
 import bdb
 import sys
@@ -153,6 +151,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "choice": (("--rate-limit=execution", "."), ("off, execution_count", "'execution_count'?")),
     "no repository": ((), ("--model-repository: at least one is needed",)),
     "a file, no class": ((__file__,), ("is a file: name the class to serve",)),
+    "a file of weights": (("/etc/passwd",), ("move it to FOLDER/passwd/1/model, and serve",)),
     "truth": (("--exit-on-error=maybe", "."), ("'maybe' is not a boolean (true or false)",)),
     "scope": (("--http-restricted-api=infer:k=v", "."), ("'infer'", "allowed:", "inference")),
     "metrics": (("--metrics-config=sumary_latencies=1", "."), ("'sumary_latencies'", "allowed")),

@@ -200,6 +200,57 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "exit_timeout_s": 120,
         WITHOUT_EFFECT: ("model-load-thread-count",),
     },
+    # --- the containers of charts and serving platforms
+    "tritonserver --model-repository=M --model-control-mode=explicit --strict-model-config=false "
+    "--strict-readiness=false --allow-http=true --allow-sagemaker=false": {
+        "strict_readiness": False,
+        WITHOUT_EFFECT: ("allow-sagemaker",),
+    },
+    "--allow-sagemaker=true --sagemaker-port 8080 --allow-grpc=false --allow-http=false "
+    "--allow-metrics=false --model-control-mode=explicit --model-repository=M": {
+        "grpc": None,
+        "http.allow": False,
+        WITHOUT_EFFECT: ("allow-sagemaker", "sagemaker-port"),
+    },
+    "--model-repository=M --allow-vertex-ai=true --vertex-ai-port=8080 "
+    "--vertex-ai-default-model=m": {
+        WITHOUT_EFFECT: ("allow-vertex-ai", "vertex-ai-port", "vertex-ai-default-model")
+    },
+    "/usr/bin/tritonserver --grpc-port=9500 --http-port=9000 --model-repository M": {
+        "grpc.port": 9500
+    },
+    "tritonserver --model-store=M --allow-gpu-metrics=True --allow-cpu-metrics false": {
+        WITHOUT_EFFECT: ("allow-gpu-metrics", "allow-cpu-metrics")
+    },
+    "--model-repository=M --disable-auto-complete-config --backend-config=python,"
+    "shm-region-prefix-name=prefix0_ --model-load-retry-count=2": {
+        "backend_config": (("python", "shm-region-prefix-name", "prefix0_"),),
+        "auto_complete": False,
+        WITHOUT_EFFECT: ("model-load-retry-count",),
+    },
+    "--model-repository=M --http-address=:: --grpc-address=:: --metrics-address ::": {
+        "http.address": "::"
+    },
+    "--model-repository=M --allow-client-shm=true --model-namespacing=false": {
+        WITHOUT_EFFECT: ("model-namespacing",)
+    },
+    "--model-repository=M --grpc-max-connection-age=60000 --grpc-max-connection-age-grace 1000": {
+        "grpc.settings.max_connection_age_ms": 60000
+    },
+    "--model-repository=M --cache-config local,size=0 --exit-on-error 0": {
+        "cache_byte_size": 0,
+        "exit_on_error": False,
+    },
+    "--allow-http --allow-grpc --strict-readiness --model-repository=M": {"http.allow": True},
+    "--model-repository M --rate-limit off --buffer-manager-thread-count 4": {
+        "rate_limit": "off",
+        WITHOUT_EFFECT: ("buffer-manager-thread-count",),
+    },
+    "--model-repository=M --cuda-virtual-address-size=0:34359738368 --load-model *": (
+        "--load-model: needs --model-control-mode=explicit"
+    ),
+    "--model-repository M,M": ",M' is not a folder",
+    "sh -c 'exec tritonserver --model-repository=M'": "unknown flag -c",  # the guide has a remedy
     # --- mistakes
     "--model-repository=M --log=1": "--log is ambiguous: --log-info, --log-warning, --log-er",
     "--model-repository=M --grpc_port=1": "unknown flag --grpc_port, did you mean --grpc-port?",

@@ -548,9 +548,7 @@ def test_metrics_omit_a_malformed_report(
 
 
 def test_each_model_has_an_example(simple_scheduler: Scheduler) -> None:
-    """The example has the required inputs. Values without a JSON form are binary, and long
-    values are abbreviated.
-    """
+    """The example has the required inputs, binary where JSON has no form, and abbreviated."""
     dynamic_input, half_type = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (

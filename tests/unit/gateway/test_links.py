@@ -1,6 +1,4 @@
-"""Requests that no client waits for: the memory of their responses is released, also of late
-ones.
-"""
+"""Requests that no client waits for: the memory of their responses is released."""
 
 from __future__ import annotations
 
@@ -230,9 +228,7 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: st
 
 @pytest.mark.parametrize("inflight", [False, True])
 def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: bool) -> None:
-    """The link is closed when no request uses it. The supervisor reports the fate of the
-    scheduler.
-    """
+    """The link is closed when no request uses it."""
 
     async def scenario(rig: Rig) -> None:
         request = rig.send_request(1) if inflight else None

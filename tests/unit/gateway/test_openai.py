@@ -31,6 +31,7 @@ from shmserve.gateway.http.openai import bodies, generation, models
 from shmserve.gateway.http.openai.bodies import (
     RequestTooLarge,
     TooManyRequests,
+    UnsupportedMediaType,
     encode_openai_error,
 )
 from shmserve.gateway.http.openai.generation import CHAT_FORMAT, COMPLETION_FORMAT, Choices, Delta
@@ -182,6 +183,7 @@ def test_errors_have_a_type_and_the_field() -> None:
         (NoRoute("x"), "invalid_request_error", "unknown_url"),
         (MethodNotAllowed("x"), "invalid_request_error", "method_not_allowed"),
         (RequestTooLarge("x"), "invalid_request_error", "request_too_large"),
+        (UnsupportedMediaType("x"), "invalid_request_error", "unsupported_media_type"),
         (MisdirectedHost("x"), "invalid_request_error", "misdirected_request"),
         (TooManyRequests("x"), "rate_limit_error", "rate_limit_exceeded"),
         (Unsupported("x"), "invalid_request_error", "unsupported"),
@@ -249,6 +251,12 @@ def test_a_body_may_be_compressed(encoding: str, pack: Any) -> None:
 def test_a_body_is_a_json_object(raw: bytes) -> None:
     with pytest.raises(InvalidArgument, match="JSON"):
         read_body(raw, Content_Length=str(len(raw)))
+
+
+def test_the_refusal_of_an_encoding_names_the_supported_ones() -> None:
+    with pytest.raises(UnsupportedMediaType, match="use gzip, deflate or identity") as caught:
+        read_body(b"{}", Content_Length="2", Content_Encoding="zstd")
+    assert caught.value.status == 415  # OpenAI's clients retry requests after a status above 499
 
 
 @pytest.mark.parametrize(("count", "is_packed"), [(4095, False), (4096, True)])

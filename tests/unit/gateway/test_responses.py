@@ -228,6 +228,7 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     assert [(item["name"], item.get("namespace")) for item in added_items] == [
         *[("f", None), ("f", "n")],
     ]
+    assert response_object._calls is response_object._calls  # large tools are parsed once
     output = events_out[-1]["response"]["output"]
     (message,) = convert_chat(input=output)["messages"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]

@@ -17,11 +17,7 @@ SUCCESS = real.CUresult.CUDA_SUCCESS
 
 
 class Recorder:
-    """A fake of the module `driver` of cuda-bindings.
-
-    It has the package's own types, and functions that record their calls and return typical
-    results.
-    """
+    """A fake of cuda-bindings' `driver`, with its types, that records calls."""
 
     CUresult = real.CUresult
     CUipcMemHandle = real.CUipcMemHandle

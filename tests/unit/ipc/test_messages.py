@@ -115,9 +115,7 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 
 
 def test_corrupted_frames_are_refused() -> None:
-    """A message, schema or memory with changed or missing bytes is a different one, or
-    malformed.
-    """
+    """Changed or missing bytes make another message or schema, or a malformed one."""
     rng = random.Random(3)
     memory_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (

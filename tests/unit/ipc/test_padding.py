@@ -109,9 +109,7 @@ def test_waste_is_bounded(
     max_waste: float,
     buckets: list[tuple[int, int]],
 ) -> None:
-    """At most `max_waste` of a batch is padding, unless its requests would need as much padding
-    alone. Every request fits into the batch, and the counts are exact.
-    """
+    """At most `max_waste` of a batch is padding, unless its requests alone need as much."""
     listed_buckets = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
     pad = padding({"max_waste": max_waste, "buckets": listed_buckets}, (-1, -1))
     batch = pad.batch()

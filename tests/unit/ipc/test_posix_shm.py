@@ -109,11 +109,7 @@ def hold_lease(path: str) -> Iterator[None]:
 
 
 def test_opening_does_not_wait_for_a_lease(sparse: str) -> None:
-    """Any user who may register an object may hold a lease on it.
-
-    Without O_NONBLOCK, the registrations of all clients would wait until the kernel breaks the
-    lease after 45 s.
-    """
+    """Without O_NONBLOCK all registrations would wait up to 45 s for any user's lease."""
     with hold_lease(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
         posix_shm.open_object(sparse)
 

@@ -1,7 +1,4 @@
-"""The states of a request between its submission and the last message of a scheduler.
-
-Each message is handled once, and requests of a lost scheduler are resubmitted or fail.
-"""
+"""The states of a request: each message is handled once, lost schedulers resubmit or fail."""
 
 from __future__ import annotations
 
@@ -86,11 +83,7 @@ class Client(SchedulerClient["Request"]):
 
 
 class Request(InflightRequest):
-    """A request that records its messages.
-
-    With `awaits_response`, a client waits for the response. With `repeats`, its response cannot be
-    read, so the request is submitted again.
-    """
+    """A request that records messages; with `repeats` its response cannot be read."""
 
     def __init__(self, client: Client, endpoint: str = OLD, **of_submit: Any) -> None:
         super().__init__(submit(**of_submit))
@@ -290,9 +283,7 @@ def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
 def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
     client: Client, successor: str
 ) -> None:
-    """A request moves to the successor, unless it has a response, may have lost its inputs, or
-    is no longer awaited. Requests at other schedulers are not affected.
-    """
+    """A request fails that has a response, may have lost its inputs, or is not awaited."""
     (
         fresh_request,
         begun_request,

@@ -1,6 +1,4 @@
-"""Serialised BYTES tensors, memory ranges, and the comparison of requests with a model's
-signature.
-"""
+"""Serialised BYTES, memory ranges, and the check of requests by a model's signature."""
 
 import contextlib
 from typing import Any

@@ -20,9 +20,7 @@ TRACE, CALLER_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 def span(span_id: str, parent_id: str, began_us: int = 0, **fields: Any) -> Span:
-    """Return a span that is submitted and enqueued at once, and whose other times are 10 us
-    apart.
-    """
+    """Return a span that is enqueued at once, and whose other times are 10 us apart."""
     times_ns = [us * 1000 for us in range(began_us, began_us + 60, 10)]
     template = Span._make([span_id, parent_id, "m", "1", "", times_ns[0], *times_ns, 4, "full"])
     return template._replace(**fields)

@@ -33,9 +33,7 @@ def dealer(router: Router) -> Iterator[Dealer]:
 
 
 def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Path) -> None:
-    """This happens if a server's run directory was removed and another server has created it
-    again.
-    """
+    """Another server may have created a removed run directory again."""
     endpoint = f"ipc://{tmp_path}/both"
     first_router, second_router = Router(endpoint), Router(endpoint)
     first_router.close()

@@ -193,9 +193,7 @@ def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None
 
 
 def test_many_inputs_and_outputs_take_linear_time() -> None:
-    """The supervisor is blocked meanwhile, so the time is compared with that of parsing the
-    model's answer.
-    """
+    """The supervisor is blocked meanwhile; the time is compared with parsing."""
     config = parse_pbtxt(identity_config("m", "FP32", [1], inputs=4000))
     completed = to_dict(config)
     start_s = process_time()

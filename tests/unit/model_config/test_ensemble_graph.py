@@ -1,6 +1,4 @@
-"""The load-time checks of an ensemble's graph and its step models, with Triton's
-texts.
-"""
+"""The load-time checks of an ensemble's graph and step models, with Triton's texts."""
 
 import re
 
@@ -179,8 +177,5 @@ def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool, fields
 
 
 def test_decoupled_and_single_tensors_may_be_joined() -> None:
-    """A decoupled tensor may meet tensors that exist once per request.
-
-    Triton rejects this, because it counts the ensemble's inputs as another stream.
-    """
+    """Triton rejects this, because it counts the ensemble's inputs as another stream."""
     build_ensemble(step("dec", "X=IN", "Y=m"), step("two", "X=m Z=IN", "Y=OUT"))

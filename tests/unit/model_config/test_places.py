@@ -1,6 +1,4 @@
-"""The positions in error messages about a configuration, and errors that unreadable fields
-suppress.
-"""
+"""The positions in errors of a configuration, and errors that unreadable fields suppress."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Schedules and sweeps; loads on fake lanes: closed and open loops, waiting requests, errors,
-silence."""
+"""Schedules, sweeps and loads on fake lanes: closed and open, errors, silence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The search for the best configuration, on models whose best can be computed; a candidate as a
-configuration, and back."""
+"""The search for the best configuration, on models whose best can be computed."""
 
 import random
 import xml.etree.ElementTree as ET
@@ -28,10 +27,7 @@ START_CANDIDATE = Candidate(1, 8, "prefer_latency")
 def model(
     a: float, b: float, cores: int, noise: float = 0.0, seed: int = 0
 ) -> Callable[[Candidate], Trial]:
-    """Return the throughput and latency of a model that takes a + b * rows ms.
-
-    The model has a number of processors, and a batch may wait until it is full.
-    """
+    """Return throughput and latency of a model of a + b * rows ms on some processors."""
     rng = random.Random(seed)
 
     def measure(candidate: Candidate) -> Trial:

@@ -99,9 +99,7 @@ def test_an_unexplained_difference_is_a_finding() -> None:
 @pytest.mark.parametrize("name", targets.TARGETS)
 @given(st.binary(max_size=300))
 def test_any_bytes(name: str, data: bytes) -> None:
-    """Any bytes are refused with a text for clients, or parsed to what was
-    sent.
-    """
+    """Bytes are refused with a text for clients, or parsed to the sent message."""
     targets.TARGETS[name](data)
 
 

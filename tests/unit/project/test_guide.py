@@ -1,6 +1,4 @@
-"""The README and the pages of the guide: how long, where their links lead, and whether the flags,
-verbs and configurations that they show are there.
-"""
+"""README and guide: lengths, links, and the flags, verbs and configurations they show."""
 
 import io
 import re

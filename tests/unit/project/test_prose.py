@@ -168,9 +168,7 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
 
 
 def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> None:
-    """Ruff requires docstrings of overriding methods, too, which would only repeat those of the
-    base class.
-    """
+    """Ruff would require docstrings that only repeat those of the base class."""
     classes: dict[str, list[ast.ClassDef]] = {}
     class_paths: dict[ast.ClassDef, Path] = {}
     for path in files(CODE_FOLDERS, ".py"):
@@ -268,9 +266,7 @@ def template(node: ast.expr) -> str:
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Return the message templates of a module: errors, log lines and help texts that contain a
-    space.
-    """
+    """Return the message templates of a module: errors, log lines and help with a space."""
     for node in ast.walk(tree(path)):
         match node:
             case ast.Call():

@@ -1,7 +1,4 @@
-"""Ceilings of the function calls, in Python and in C, that a request costs each process.
-
-The ceilings may only fall. `python -m bench.counts` counts the calls of a server under load.
-"""
+"""Ceilings of function calls that a request costs each process; they may only fall."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def test_weights_are_loaded_as_weights_only(folder: str) -> None:
 
 
 def test_the_server_fetches_nothing() -> None:
-    """Only the command and its protocol clients send HTTP requests, and Ray's replica, which
-    asks its own server."""
+    """Only the command, its protocol clients, and Ray's replica send HTTP requests."""
     for folder in ("shmserve", "workers", "ipc"):
         for path, _, names in os.walk(ROOT / folder):
             if any(f"/shmserve/{package}" in path for package in ("cli", "protocols", "ray")):
@@ -64,9 +63,7 @@ def test_the_server_fetches_nothing() -> None:
 
 
 def test_requests_are_parsed_by_the_strict_parser() -> None:
-    """Requests are parsed by aiohttp's parser in C, because most smuggling was possible in
-    its Python fallback.
-    """
+    """Requests are parsed by aiohttp's C parser; its Python fallback allows smuggling."""
     assert HttpRequestParser is not HttpRequestParserPy
 
 

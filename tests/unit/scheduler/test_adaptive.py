@@ -193,11 +193,7 @@ def test_the_better_choice_may_change() -> None:
 def learn_load(
     target_ms: float, delay_ms: float = 0, gap_ms: float = 1
 ) -> tuple[AdaptiveBatcher, int]:
-    """Return a batcher that has learned a model and its load, and the time at the end of a batch.
-
-    The model takes 10 ms, and 1 ms per request. Requests arrive in bursts of 16 at this interval.
-    The queue is empty.
-    """
+    """Return a batcher that has learned 10 ms + 1 ms per request and bursts of 16."""
     batcher = adaptive_batcher(target_ms, delay_ms=delay_ms)
     clock, now_ns = random.Random(3), 0
     for _ in range(60):
@@ -264,9 +260,7 @@ def test_a_deadline_and_a_drain_end_the_wait() -> None:
 
 
 def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
-    """The model takes 10 ms and 1 ms per request: 12 requests take 22 ms; 9 take 19 ms, and the
-    other 3 take 13 ms.
-    """
+    """Of 10 ms + 1 ms per request: 12 requests take 22 ms; 9 take 19, the other 3 take 13."""
     batcher, now_ns = learn_load(42, gap_ms=0.1)
     older_items = [Item(now_ns - 22 * MS) for _ in range(4)]
     new_items = [Item(now_ns) for _ in range(8)]

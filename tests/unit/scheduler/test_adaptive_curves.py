@@ -1,6 +1,4 @@
-"""The adaptive batcher on models with non-linear batch durations, compared with the best fixed
-rules.
-"""
+"""The adaptive batcher on non-linear curves, compared with the best fixed rules."""
 
 from dataclasses import replace
 
@@ -123,10 +121,7 @@ def test_a_cliff_within_the_target() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 6, 7])
 def test_an_early_slowdown_does_not_exclude_the_best_size(seed: int) -> None:
-    """Every batch takes 3 times as long for the first 1.5 s, including the first batch of 8.
-
-    Batches of 32 just keep up with the load, so that nothing else causes another trial of 8.
-    """
+    """The first 1.5 s are 3 times slower; batches of 32 just keep up with the load."""
     timer, run_counts = replace(CURVES["step at 8"], jitter=0.05).timer(seed, 1.0), [0] * 33
 
     def time_ns(size: int, now_ns: int) -> float:
@@ -141,10 +136,7 @@ def test_an_early_slowdown_does_not_exclude_the_best_size(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 8])
 def test_an_overload_from_a_wrong_best_size_ends(seed: int) -> None:
-    """An instance keeps up with batches of 7, but not with larger ones.
-
-    Noise hides this difference.
-    """
+    """Batches of 7 keep up, larger ones do not; noise hides this difference."""
     rate = 0.85 * SCATTERED_CURVE.most_per_second
     rules = Batching(32, frozenset({32}), 0, 400 * MS)
     simulation = Load(rate, requests=8000).run(AdaptiveBatcher(rules), SCATTERED_CURVE, seed)

@@ -27,11 +27,7 @@ def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
 
 
 def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
-    """A batch of 9 takes 100 ms: 9 requests are late in it.
-
-    During the lost 47.5 ms, 0.25 requests arrive per ms; with 3/8 idle time, 32 requests are late
-    after it.
-    """
+    """9 late in the trial of 100 ms; 47.5 ms lost, 0.25/ms arrive, 3/8 idle: 32 late after it."""
     for credit, is_allowed in ((40.0, False), (42.0, True)):
         account = Account()
         account.credit = credit

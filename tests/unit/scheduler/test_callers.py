@@ -51,10 +51,7 @@ def test_a_call_waits_while_an_instance_may_become_free() -> None:
 
 
 def test_two_callers_that_wait_for_each_other() -> None:
-    """Each caller occupies one of two instances.
-
-    The second call fails, so that the first can continue.
-    """
+    """Each occupies an instance; the second call fails, so that the first continues."""
     caller_rig = rig(2)
     (_, first_batch), (_, second_batch) = (
         caller_rig.submit_and_take_batch(),

@@ -217,11 +217,7 @@ def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
 
 
 def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
-    """Clients may learn of a successor before its instances are announced.
-
-    Releases for unknown pids are kept up to a limit, without displacing those for announced
-    instances.
-    """
+    """Releases for unknown pids are bounded, and displace none of announced instances."""
     rig = Rig()
     rig.client(m.Release(100, [64]))
     rig.supervisor(InstanceExpected(0, 100), InstanceExpected(1, 101))
@@ -253,9 +249,7 @@ def test_a_ready_worker_receives_the_messages_from_before_its_announcement() -> 
 
 
 def test_an_unregistered_worker_is_notified_of_a_readers_exit() -> None:
-    """The worker still executes requests of a predecessor, and has lent memory to the exited
-    client.
-    """
+    """The worker still executes requests of a predecessor for the exited client."""
     rig = Rig()
     first_worker = rig.start(0, 100)
     rig.supervisor(InstanceExpected(1, 101), ProcessExited(7000, ""))
@@ -456,10 +450,7 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
 def test_a_single_instance_receives_its_next_batch_while_it_computes(
     busy_ns: int, instances: int, expected_count: int
 ) -> None:
-    """A batch is sent ahead if the running one ends soon.
-
-    Several instances have one ahead only if messages take as long as executions.
-    """
+    """Several instances have one ahead only if messages take as long as executions."""
     rig = Rig({}, max_batch_size=1)
     for index in range(instances):
         rig.start(index, 100 + index)

@@ -1,7 +1,4 @@
-"""Several responses to one request.
-
-The worker's slot becomes free independently of the end of the request.
-"""
+"""Several responses to one request; the worker's slot is free independently of its end."""
 
 from typing import Any
 

@@ -104,10 +104,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, 
 def test_padded_shapes_share_a_batch_up_to_their_bound(
     lengths_and_units: list[tuple[int, int]], most_waste: float, max_batch_size: int
 ) -> None:
-    """A batch has the first requests that fit and may be padded together, in order.
-
-    The request that would make it wasteful closes the batch.
-    """
+    """A batch has the first requests that fit, until one would make it wasteful."""
     padding = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
     queued_items = [
         Item(min(units, max_batch_size), shape_key=padding.key(b"", {"X": (length,)}))

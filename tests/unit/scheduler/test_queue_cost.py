@@ -35,9 +35,7 @@ def calls_per_request(queued_count: int, config: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("parameters", [{}, _PARAMETERS], ids=["prefer_batch", "adaptive"])
 def test_a_request_costs_no_more_with_many_queued(parameters: dict[str, Any]) -> None:
-    """Covers priorities, timeouts that reject and delay, and cancellations in the middle of the
-    queue.
-    """
+    """Priorities, timeouts that reject and delay, and cancellations in the queue."""
     config = {**CONFIG, "parameters": parameters}
     few_cost, many_cost = (
         calls_per_request(queued_count, config) for queued_count in (100, 20_000)

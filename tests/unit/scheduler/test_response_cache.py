@@ -415,9 +415,7 @@ STEPS = st.lists(
 def test_the_cache_keeps_the_last_used_entries_within_its_bound(
     steps: list[tuple[str, int, int]],
 ) -> None:
-    """The size in bytes is bounded, the least recently used entry is evicted, and
-    no entry is larger than the cache.
-    """
+    """The least recently used entry is evicted; no entry is larger than the cache."""
     cache: LruCache[int] = LruCache(50)
     bound = 50
     entry_sizes: dict[bytes, int] = {}  # least recently used first

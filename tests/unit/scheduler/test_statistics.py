@@ -89,9 +89,7 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
 
 
 def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
-    """The results of several batches may arrive together after the worker has executed them in
-    a row.
-    """
+    """Results of several batches may arrive together."""
     rig, peer = ready_rig()
     for _ in range(50):  # executions so short that a worker may have more than one
         rig.submit()

@@ -11,9 +11,7 @@ ADAPTIVE_BATCHING = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
 def take_messages(rig: Rig) -> list[Any]:
-    """Return the messages to the supervisor since the last call: requests and returns of
-    tickets.
-    """
+    """Return the new messages to the supervisor: requests and returns of tickets."""
     kinds = (m.AskTicket, m.TicketReturned)
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
@@ -72,10 +70,7 @@ def test_no_ticket_is_held_while_a_batch_is_delayed() -> None:
 
 
 def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
-    """The batcher decides again at each arrival and at the ticket.
-
-    This must not restart the wait.
-    """
+    """The batcher decides again at each arrival and at the ticket."""
     rig = limited_rig({}, max_batch_size=64, parameters=ADAPTIVE_BATCHING)
 
     def grant_ticket() -> None:

@@ -22,9 +22,7 @@ async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
 
 
 async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
-    """A started gateway receives the current state, then opens its ports, and reports that it
-    accepts connections.
-    """
+    """A gateway receives the current state, opens its ports, and reports it."""
     processes = Processes()
     records: list[Any] = []
     gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])

@@ -1,6 +1,4 @@
-"""The listener for local clients: its limit of connections, and the release of what clients
-leave.
-"""
+"""The listener for local clients: its limit, and the release of what clients leave."""
 
 import asyncio
 import contextlib

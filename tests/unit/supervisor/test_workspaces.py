@@ -51,9 +51,7 @@ class SentMessages:
         self.messages.append((pid, message))
 
     def take_granted(self) -> list[tuple[int, int, int, int]]:
-        """Return the leases granted since the last call: pid, number, the holder's pid and the
-        offset.
-        """
+        """Return the leases granted since the last call: pid, number, holder's pid, offset."""
         offsets = []
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
@@ -257,9 +255,7 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
 
 
 def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
-    """A hundred thousand leases, from bytes to the whole pool: each is granted in the end, and
-    the pool is one free range again.
-    """
+    """Each of many leases is granted, and the pool is one free range again."""
     rng = random.Random(17)
     pool = open_pool()
     sizes: dict[int, int] = {}
@@ -298,9 +294,7 @@ def test_only_the_owner_ends_a_lease() -> None:
 
 
 def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
-    """Leases end with the lost memory; waiting requests are granted in order after the next
-    allocation.
-    """
+    """Leases end with lost memory; requests are granted in order after the allocation."""
     pool = WorkspacePool(POOL_SIZE)
     assert pool.ask(1, 7, POOL_SIZE) == []
     assert pool.open() == [GrantedLease(1, 7, 0)]

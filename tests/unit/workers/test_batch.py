@@ -1,6 +1,4 @@
-"""A worker's data path: views where possible, otherwise one copy; errors fail only their
-request.
-"""
+"""A worker's data path: views or one copy; errors fail only their request."""
 
 import os
 import tracemalloc
@@ -161,10 +159,7 @@ def test_a_ragged_input_is_flat() -> None:
 
 
 def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> None:
-    """The input is a view, and the output is copied once.
-
-    No buffer of the tensor's size is allocated.
-    """
+    """The input is a view; no buffer of the tensor's size is allocated."""
     data = np.random.rand(4 * MIB).astype(F32)
     source = region.write(0, data)
     raw_inputs: list[Any] = []
@@ -230,9 +225,7 @@ def test_unaligned_inputs_are_read_correctly(worker: Rig, region: Region) -> Non
 
 
 def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) -> None:
-    """A small output is inline, a large one is in the arena, and a requested range of a client
-    is used.
-    """
+    """Small outputs inline, large ones in the arena, requested ranges of a client."""
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     small_array, large_array = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
     (reply,) = worker.batch(inference(tensor("X", small_array)))
@@ -256,10 +249,7 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
 def test_an_input_that_is_returned_is_not_copied(
     worker: Rig, region: Region, may_return: bool
 ) -> None:
-    """Applies only if the request allows it.
-
-    A part of an input, or a computed output, is still written.
-    """
+    """If the request allows it; a part of an input, or a computed output, is written."""
     data = np.arange(MIB, dtype=F32)
     kinds_of_output = ["whole", "part", "whole", "computed"]
 
@@ -288,9 +278,7 @@ def test_an_input_that_is_returned_is_not_copied(
 def test_a_write_over_an_input_changes_no_other_output(
     worker: Rig, region: Region, size: int, names: str
 ) -> None:
-    """The client uses the memory of its inputs for its outputs, and one output is a view of an
-    input.
-    """
+    """The client's outputs are in its inputs' memory, and one output is a view of an input."""
 
     def compute(requests: list[Request]) -> list[Response]:
         (request,) = requests
@@ -652,10 +640,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     max_rows: int,
     sizes: list[int],
 ) -> None:
-    """torch's cached memory is released before each retry.
-
-    Requests cancelled meanwhile are skipped.
-    """
+    """torch's cache is emptied before each retry; cancelled requests are skipped."""
     freed_after: list[int] = []
     batch_sizes: list[int] = []
     for module in ("batch.execute", "context"):
@@ -734,10 +719,7 @@ def test_exceptions_of_a_model_fail_the_request(
 def test_a_failed_copy_of_an_input_fails_its_request_only(
     worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inputs in another user's memory are copied.
-
-    If the host lacks memory for it, only that request fails.
-    """
+    """Inputs in another user's memory are copied."""
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
     copied_range = Range(replace(region.memory, copied=True), 0, data.nbytes)
@@ -808,9 +790,7 @@ def test_times_are_in_order(worker: Rig) -> None:
 
 
 def test_outputs_for_a_dead_scheduler_are_not_written(worker: Rig, region: Region) -> None:
-    """The request is retried elsewhere, so the memory of its output may contain other data by
-    then.
-    """
+    """The retried request may have other data in that memory by then."""
     region.write(0, np.zeros(4, F32))
 
     def execute(requests: list[Request]) -> list[Response]:

@@ -178,10 +178,7 @@ def test_a_malformed_answer_is_an_error(router: CallRouter, callees: CalledModel
 
 
 def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) -> None:
-    """The caller's arena holds the input until the response.
-
-    The output is copied and then released.
-    """
+    """The arena holds the input until the response; the output is copied and released."""
     scheduler = callees.scheduler("s1")
     caller_arena, mappings = Arena(MIB), Mappings()
     big_array = np.arange(INLINE_LIMIT, dtype=np.float32)
@@ -301,10 +298,7 @@ def test_a_call_fails_without_a_descriptor_for_the_successor(
 
 
 def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: CalledModels) -> None:
-    """The old scheduler rejects the calls or exits before it reads them.
-
-    The new version serves them.
-    """
+    """The old scheduler rejects the calls or exits; the new version serves them."""
     first_scheduler, second_scheduler, third_scheduler = (
         callees.scheduler(name) for name in ("s1", "s2", "s3")
     )

@@ -61,10 +61,7 @@ def test_an_answer_and_a_refusal(link_and_router: tuple[SupervisorLink, Router])
 def test_a_message_that_arrives_with_a_response_wakes_the_loop(
     link_and_router: tuple[SupervisorLink, Router],
 ) -> None:
-    """A thread of the model reads a message from the socket.
-
-    The waiting loop must still wake up.
-    """
+    """A thread of the model reads a message from the socket of the waiting loop."""
     control, router = link_and_router
     losses: list[Loss] = []
     control.follow_models(losses.append)

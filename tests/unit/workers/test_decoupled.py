@@ -304,9 +304,7 @@ def test_execute_must_return_none(model: Model, returned_value: str) -> None:
 
 
 def test_an_exception_of_execute_fails_the_request(model: Model) -> None:
-    """Requests without a response fail; requests that have ended are not affected, and none is
-    retried.
-    """
+    """Ended requests are not affected, and none is retried."""
     model.serve(
         """
         calls = []
@@ -371,9 +369,7 @@ def test_a_thread_that_raises(
     caplog: pytest.LogCaptureFixture,
     keep_statement: str,
 ) -> None:
-    """The thread's requests fail at once with its exception, even if one of its variables holds
-    a sender.
-    """
+    """Its requests fail at once, even if one of its variables holds a sender."""
     monkeypatch.setattr(threading, "excepthook", log_thread_exception)
     model.serve(
         f"""
@@ -488,9 +484,7 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
 
 
 def test_a_lost_scheduler_cancels_requests(model: Model) -> None:
-    """The successor assigns new keys, which must not be confused with those of remaining
-    requests.
-    """
+    """The successor's keys must not be confused with those of remaining requests."""
     model.serve(
         """
         def execute(self, requests):
@@ -637,9 +631,7 @@ def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[]
 
 @pytest.mark.parametrize("loop_reads", [True, False])
 def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_reads: bool) -> None:
-    """One waiting thread reads the socket for all of them, and another takes over when it has
-    its credit.
-    """
+    """One waiting thread reads the socket for all, until it has its credit."""
     count = FIRST_CREDIT + 4
     model.serve(
         f"""

@@ -380,10 +380,7 @@ def test_rows_next_to_each_other_are_a_view(
 def test_host_and_device_requests_share_a_batch(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    """One input is on the device and one in the message.
-
-    One output goes to the device, one to the host.
-    """
+    """One input and one output are on the device, the others on the host."""
     serve_doubling(worker)
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()

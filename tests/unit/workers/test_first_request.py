@@ -1,7 +1,4 @@
-"""The first request of a model imports no module, for any backend.
-
-An import would delay the request, and its memory would not be shared between workers.
-"""
+"""No import at a model's first request: it would be slow, and its memory not shared."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Small responses of a known schema are packed from a template.
-
-They equal the first response of the schema, and their differences are validated as before.
-"""
+"""Small responses of a known schema are packed from a template, and validated as before."""
 
 from typing import Any
 
@@ -99,10 +96,7 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
 
 @pytest.mark.parametrize("or_input", [False, True])
 def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input: bool) -> None:
-    """An unchanged input may stay in place.
-
-    A copy of it, or an array of another shape or byte order, is written to the requested range.
-    """
+    """An unchanged input may stay in place; copies and other arrays are written."""
     region = Region(64)
     memory_range = region.memory_range(32, 16)
     requested_outputs = [RequestedOutput("A", memory_range, or_input)]

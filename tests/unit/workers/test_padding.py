@@ -93,10 +93,7 @@ class TritonPythonModel:
 
 @pytest.mark.parametrize("model_kind", ["pytorch", "native", "python"])
 def test_images_of_224_and_336_share_a_batch(worker: Rig, model_kind: str) -> None:
-    """Images are padded to the smallest common bucket, with lengths and a mask.
-
-    Each output has the size of its request's image.
-    """
+    """Images are padded to the smallest common bucket, with lengths and a mask."""
     path = worker.context.version_dir / "model.py"
     if model_kind == "pytorch":
         path.write_text(TORCH_MODEL)

@@ -406,10 +406,7 @@ def test_numpy_numbers_are_accepted() -> None:
 
 
 def test_bytes_are_accepted_as_text() -> None:
-    """Elements of BYTES tensors are bytes.
-
-    Triton's BLS example passes a model name that it read from one.
-    """
+    """Triton's BLS example passes a model name that it read from a BYTES tensor."""
     name: Any = np.array(["other"], dtype=object).astype(np.bytes_)[0]
     fields: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
     tensor = Tensor(b"\xc3\xbc", np.zeros(1))  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""The torch code that a zygote runs before it forks: no thread remains, and children can
-compute.
-"""
+"""The torch code of zygotes before a fork: no thread remains, children compute."""
 
 import subprocess
 import sys

@@ -121,10 +121,7 @@ class Out(NamedTuple):
 
 @pytest.mark.parametrize("model_kind", ["pytorch", "native"])
 def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model_kind: str) -> None:
-    """3.6: torch models receive one flat tensor.
-
-    BATCH_SCATTER_WITH_INPUT_SHAPE returns to each request its own shape of the flat output.
-    """
+    """3.6: BATCH_SCATTER_WITH_INPUT_SHAPE returns each request its part of the flat output."""
     path = worker.context.version_dir / "model.py"
     if model_kind == "pytorch":
         path.write_text(TORCH_MODEL)

@@ -260,10 +260,7 @@ def test_invalid_initial_state_files_are_rejected(tmp_path: Path, name: str, tex
 
 
 def test_the_input_and_output_of_a_state_share_one_buffer() -> None:
-    """The model receives the buffer itself.
-
-    Without the setting it receives a copy if it may write.
-    """
+    """Without the setting the model receives a copy if it may write."""
     model = Model(spec(use_same_buffer_for_input_output=True))
     array = model.add_inputs(0, START_FLAG).inputs["I"].numpy()
     array += 3

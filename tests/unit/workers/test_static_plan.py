@@ -131,11 +131,7 @@ def count_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_steady_stream_allocates_nothing(
     worker: Rig, model_kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches of every size are gathered and written to a client's region.
-
-    After the load no buffer is allocated, the arena does not grow, and Python allocates no object
-    of a tensor's size.
-    """
+    """After the load no buffer, arena block or object of a tensor's size is allocated."""
     allocations = count_buffers(monkeypatch)
     caplog.set_level(logging.INFO)
     path = worker.context.version_dir / "model.py"

@@ -30,10 +30,7 @@ NAME = b"worker.1.0.1"
 
 @dataclass
 class OnDevice:
-    """A worker on a device with a pool of 2 MB, and the supervisor's end of its link.
-
-    For each message, the supervisor's end records the driver calls that preceded it.
-    """
+    """A worker on a device with a pool of 2 MB; messages have the driver calls before them."""
 
     cuda: FakeCuda
     exported: Exported
@@ -104,10 +101,7 @@ def test_a_lease_is_a_tensor_and_is_returned_after_the_devices_work(worker: OnDe
 
 
 def test_leases_of_other_threads(worker: OnDevice) -> None:
-    """The threads of a streaming model have leases, too.
-
-    The memory is opened once for all of them.
-    """
+    """The memory is opened once for all threads of a streaming model."""
 
     def use(number: int) -> bool:
         with worker.workspace.lease(MB) as buffer:
@@ -138,9 +132,7 @@ def test_a_lease_larger_than_the_pool_and_a_second_lease(worker: OnDevice) -> No
 
 
 async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
-    """Each coroutine has its own lease of the whole 2 MB, and waiting coroutines do not block
-    others.
-    """
+    """Each has a lease of the whole 2 MB; waiting ones do not block others."""
     order: list[int] = []
 
     async def use(number: int) -> bool:

@@ -301,11 +301,17 @@ _CLASS = r"\[(?:[^\]\\]|\\.)+\]"
 _LOOKAHEAD = re.compile(
     rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$)\)", re.DOTALL
 )
+# A group at the end of a pattern that matches every text, since one alternative may be empty: the
+# digits in pydantic 2.12's pattern of decimals with `max_digits`.
+_OPTIONAL_END = re.compile(
+    rf"\(\?:(?:{_CLASS}|\\[dsw])(?:[*?]|\{{0,\d*\}})\|(?:[^()\\[]|\\.|{_CLASS}|\([^()]*\))*\)\Z"
+)
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
     """Return patterns without lookaheads at the beginning that a text must all match."""
     patterns: list[str] = []
+    pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
         return [pattern]  # a lookahead may belong to one of several alternatives
     while match := _LOOKAHEAD.match(pattern):

@@ -337,24 +337,32 @@ def _rejection_sample(
     return [*tokens, bonus]
 
 
+_CACHED_ROWS = 8  # on a CPU, log probabilities take a third of the time if temporaries fit a cache
+
+
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Return the log probability of each row's token, and those of the `top` likeliest tokens.
 
     `logits` are unprocessed, [rows, vocabulary].
     """
-    scores = logits.log_softmax(-1)
-    token_scores = scores.gather(
-        1, torch.tensor(tokens, device=scores.device).unsqueeze(1)
-    ).squeeze(1)
-    likeliest = scores.topk(min(top, scores.shape[1]))
-    ranks = (scores > token_scores.unsqueeze(1)).sum(1) + 1
-    columns = (token_scores, likeliest.indices, likeliest.values, ranks)
-    return [
-        TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
-        for token, value, ids, values, rank in zip(
-            tokens, *(column.tolist() for column in columns), strict=True
+    size = _CACHED_ROWS if logits.device.type == "cpu" else max(len(tokens), 1)
+    results: list[TokenLogprobs] = []
+    for begin in range(0, len(tokens), size):
+        part = tokens[begin : begin + size]
+        scores = logits[begin : begin + size].log_softmax(-1)
+        token_scores = scores.gather(
+            1, torch.tensor(part, device=scores.device).unsqueeze(1)
+        ).squeeze(1)
+        likeliest = scores.topk(min(top, scores.shape[1]))
+        ranks = (scores > token_scores.unsqueeze(1)).sum(1) + 1
+        columns = (token_scores, likeliest.indices, likeliest.values, ranks)
+        results += (
+            TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
+            for token, value, ids, values, rank in zip(
+                part, *(column.tolist() for column in columns), strict=True
+            )
         )
-    ]
+    return results
 
 
 def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:

@@ -41,6 +41,7 @@ from shmserve.workers.backends.llm.token_texts import (
     StopStrings,
     TokenTexts,
     token_entry,
+    with_pauses,
 )
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
 from shmserve.workers.links.processes import InstanceLink
@@ -361,7 +362,7 @@ class TextResponse:
         A long prompt is encoded in parts, so that it does not delay the texts of other requests.
         """
         prompt, parameters = self.prompt, self.prompt.parameters
-        for position in range(len(self._prompt_entries), len(prompt.tokens)):
+        for position in with_pauses(range(len(self._prompt_entries), len(prompt.tokens))):
             token, score = prompt.tokens[position], prompt.logprobs_by_position.get(position)
             if position and score is None:
                 return

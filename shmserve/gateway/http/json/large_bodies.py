@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -123,9 +122,11 @@ async def parse_large(
         JsonFault: The body is not JSON.
         InvalidArgument: A prompt or another field is too large.
     """
-    code = f"from {__name__} import main; main()"
+    call = "main()"
     if convert is not None:
-        code = f"import {convert.__module__} as m; {code[:-1]}m.{convert.__name__})"
+        call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
+    # The imports need more CPU time than most bodies.
+    code = f"import os; os.nice(10); from {__name__} import main; {call}"
     arguments = (sys.executable, "-P", "-c", code, json.dumps([longest, prompts, model]))
     pipe = asyncio.subprocess.PIPE
     async with _one_at_a_time:
@@ -301,7 +302,6 @@ class _Packer:
 
 def main(convert: Convert | None = None) -> None:
     """Parse the body on the standard input, and write its header and its large fields."""
-    os.nice(10)
     longest, prompts, model = json.loads(sys.argv[1])
     packer = _Packer(prompts)
     records = BufferingHandler(_MAX_WARNINGS)

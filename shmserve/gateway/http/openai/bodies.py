@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
-from shmserve.gateway.compression import BodyTooLarge
+from shmserve.gateway.compression import BodyTooLarge, UnsupportedEncoding
 from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.large_bodies import (
@@ -237,6 +237,7 @@ async def read_body(
 
     Raises:
         InvalidArgument: The body is too large, or not a JSON object.
+        UnsupportedMediaType: The encoding of the body is not supported.
     """
     try:
         parse_large = partial(parse_prompts, gateway, prompts, convert=convert)
@@ -245,6 +246,10 @@ async def read_body(
         raise InvalidArgument(fault.message) from None
     except BodyTooLarge as error:
         raise RequestTooLarge(error.message) from None
+    except UnsupportedEncoding:
+        raise UnsupportedMediaType(
+            "the Content-Encoding of the body is not supported; use gzip, deflate or identity"
+        ) from None
     if type(body) is not dict:
         raise InvalidArgument(f"the body must be a JSON object, got {_describe_type(body)}")
     return body
@@ -485,6 +490,12 @@ class RequestTooLarge(InvalidArgument):
     status = 413
 
 
+class UnsupportedMediaType(UnsupportedEncoding):
+    """The error for an unknown encoding of a body; OpenAI's clients would retry after a 501."""
+
+    status = 415
+
+
 # The types and codes of errors by status. Other errors are the client's below 500, else the
 # server's.
 _ERROR_TYPES: Mapping[int, tuple[str, str | None]] = {
@@ -493,6 +504,7 @@ _ERROR_TYPES: Mapping[int, tuple[str, str | None]] = {
     404: ("invalid_request_error", "model_not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
     421: ("invalid_request_error", "misdirected_request"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     501: ("invalid_request_error", "unsupported"),

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import orjson
@@ -380,7 +380,8 @@ class ResponseObject:
         for call in message.get("tool_calls", ()):
             head: dict[str, Any] = {}
             if "id" in call:
-                call_kind, named_fields = self._called(call["name"])
+                plain_call = "function_call", {"name": call["name"]}
+                call_kind, named_fields = self._calls.get(call["name"], plain_call)
                 head = {"call_id": call["id"], **named_fields}
             else:
                 call_kind = self._items[-1]["type"]
@@ -389,17 +390,20 @@ class ResponseObject:
         self._usage = delta.usage or self._usage
         return events
 
-    def _called(self, name: str) -> tuple[str, dict[str, str]]:
-        """Return the type of the item for a call, and the names of the called tool as members."""
+    @cached_property
+    def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
+        """Return the type of item and the names of each custom tool and function of a namespace."""
+        calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
-            if tool["type"] == "custom" and tool["name"] == name:
-                return "custom_tool_call", {"name": name}
-            if tool["type"] == "namespace" and name in _namespace_functions(tool, ""):
-                namespace = tool["name"]
-                members = {"name": name.removeprefix(f"{namespace}__"), "namespace": namespace}
-                return "function_call", members
-        return "function_call", {"name": name}
+            if tool["type"] == "custom":
+                calls.setdefault(tool["name"], ("custom_tool_call", {"name": tool["name"]}))
+            elif tool["type"] == "namespace":
+                prefix = f"{tool['name']}__"
+                for name in _namespace_functions(tool, ""):
+                    members = {"name": name.removeprefix(prefix), "namespace": tool["name"]}
+                    calls.setdefault(name, ("function_call", members))
+        return calls
 
     def _extend_item(
         self,

@@ -1,6 +1,4 @@
-"""agent-framework with its default, the Responses API. Without stored responses, it returns the
-encrypted content of reasoning.
-"""
+"""agent-framework with the Responses API; it returns the encrypted content of reasoning."""
 
 import asyncio
 import sys

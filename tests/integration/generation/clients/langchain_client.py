@@ -1,6 +1,4 @@
-"""langchain-openai: bound tools, tool results, streams, structured output, and the Responses
-API.
-"""
+"""langchain-openai: bound tools, results, streams, structured output, the Responses API."""
 
 import sys
 

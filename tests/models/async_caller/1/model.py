@@ -1,6 +1,4 @@
-"""OUTPUT0 = (INPUT0 + INPUT1) + (INPUT0 - INPUT1), by calls of another model that run at the same
-time.
-"""
+"""OUTPUT0 = (INPUT0 + INPUT1) + (INPUT0 - INPUT1), by concurrent calls of another model."""
 
 import asyncio
 

@@ -11,9 +11,7 @@ class TritonPythonModel:
     """A model with one response per request, in order."""
 
     def execute(self, requests):
-        """Report the requests to the gate, wait, and return the inputs as they are after the
-        wait.
-        """
+        """Report the requests to the gate, wait, and return the inputs as of after the wait."""
         inputs = [pb_utils.get_input_tensor_by_name(request, "INPUT0") for request in requests]
         arrays = [tensor.as_numpy() for tensor in inputs]
         batch = [int(array.flat[0]) if array.size else None for array in arrays]

@@ -1,6 +1,4 @@
-"""A model that counts, shows and observes AMOUNT in metrics of its own; TOTAL is this
-instance's count.
-"""
+"""A model that counts, shows and observes AMOUNT in its metrics; TOTAL is its own count."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""A large request that is placed while it arrives: however its bytes are cut, it is the same as one
-that is parsed as a whole."""
+"""A request that is placed while it arrives equals one that is parsed as a whole."""
 
 from __future__ import annotations
 
@@ -38,10 +37,7 @@ def request(contents: Sequence[bytes]) -> ModelInferRequest:
 def receive(
     raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None, in_place: Collection[int] = ()
 ) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
-    """Pass the bytes in pieces, and read the bytes with these numbers in place if possible.
-
-    Returns the requested sizes and the parsed heads.
-    """
+    """Pass bytes in pieces, some read in place; return requested sizes and parsed heads."""
     recordings: list[RecordedTensors] = []
     heads: list[bytes] = []
 

@@ -197,8 +197,7 @@ def test_many_calls_at_once_are_begun_in_turns() -> None:
 
 
 def test_a_protocol_violation_ends_the_connection() -> None:
-    """The client receives GOAWAY at once, and its call is cancelled. The socket closes after a
-    linger."""
+    """The client receives GOAWAY, and its call is cancelled; the socket closes after a linger."""
 
     async def scenario(scene: Scene) -> None:
         reports: list[str] = []
@@ -439,9 +438,7 @@ def test_reading_messages_enlarges_the_window() -> None:
 
 
 def test_an_ended_stream_ends_its_handler() -> None:
-    """A handler that waits for a message, or for the client to read one, continues with an
-    error.
-    """
+    """A handler that waits for a message, or for the client to read, continues with an error."""
 
     async def scenario(scene: Scene) -> None:
         endings: list[int] = []

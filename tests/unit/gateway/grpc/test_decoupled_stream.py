@@ -280,9 +280,7 @@ def test_a_client_that_does_not_read_receives_no_credit(
 
 
 def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: Stream) -> None:
-    """The memory of sent outputs is released, and that of outputs which arrive after the
-    disconnect.
-    """
+    """This includes outputs that arrive after the disconnect."""
     arena = Arena(8 << 20)
     data = bytes(range(200)) * 200
 

@@ -1,5 +1,4 @@
-"""Requests that differ only in their id, their position in a sequence and their timeouts. They are
-parsed once over HTTP and over gRPC, and each receives its own response."""
+"""Requests that differ only in id, position in a sequence and timeouts are parsed once."""
 
 from __future__ import annotations
 
@@ -152,9 +151,7 @@ NOTATIONS: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("notation", NOTATIONS)
 def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) -> None:
-    """Ids and contents are parsed as in the message, though its size equals that of known
-    messages.
-    """
+    """Ids and contents are parsed as in the message, though the size equals a known one."""
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
@@ -169,10 +166,7 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) ->
 def test_ids_and_values_are_cut_at_any_position(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    """The bytes may be those of fields, too.
-
-    Few messages are parsed field by field: the first ones of each schema.
-    """
+    """The bytes may be those of fields; only the first messages of a schema are parsed."""
     split = ParseCounter(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
     request_count = 0

@@ -72,9 +72,7 @@ def test_messages_are_assembled_for_any_split(
 def test_messages_may_be_taken_at_any_time(
     sent_messages: list[bytes], steps: list[tuple[int, int]]
 ) -> None:
-    """Messages that are not taken at once stay in order, copied from the buffer in which they
-    arrived.
-    """
+    """Messages stay in order, copied from the buffer in which they arrived."""
     stream = b"".join(map(message, sent_messages))
     assembly = Assembly(WINDOW, HEAD, None)
     errors = []

@@ -103,9 +103,7 @@ async def start_tasks(
 
 
 def test_only_bodies_with_blocks_are_evicted_for_a_block(make_clock: Callable[[], Clock]) -> None:
-    """A body without a block of the requested kind is not evicted: memory for JSON is not
-    memory for tensors.
-    """
+    """Memory for JSON is not memory for tensors."""
 
     async def run(arena: Arena) -> None:
         clock = make_clock()

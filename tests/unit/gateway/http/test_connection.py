@@ -103,10 +103,7 @@ TURNS_AT_ONCE = -2
 
 
 class TasklessRequest:
-    """A request without a task.
-
-    It is answered after a number of turns of the loop, with bytes or by the task, or never (-1).
-    """
+    """A request that is answered after some turns, with bytes or by the task, or never (-1)."""
 
     def __init__(
         self,
@@ -146,11 +143,7 @@ class TasklessRequest:
 
 
 class RepeatingHandler:
-    """A handler that repeats requests.
-
-    For a repeated head it returns these results in order: an answer without a task after some
-    turns, or None for a task.
-    """
+    """A handler with these results for repeated heads: taskless answers, or None for a task."""
 
     def __init__(self, *turns_and_wholeness: tuple[int, bool] | None) -> None:
         self._turns_and_wholeness = itertools.cycle(turns_and_wholeness or (None,))
@@ -213,9 +206,7 @@ def connect(
 async def collect_answers(
     pieces: list[tuple[bytes, int]], count: int, answer: Handle = repeat
 ) -> list[Any]:
-    """Return the answers to bytes that arrive in `pieces`, with some turns of the loop after
-    each.
-    """
+    """Return the answers to bytes that arrive in `pieces`, with turns of the loop between."""
     loop = asyncio.get_running_loop()
     connection, transport = connect(answer)
     for piece, turns in pieces:
@@ -266,8 +257,7 @@ def test_every_request_receives_its_own_response(
     turns: int,
     request_turns: list[tuple[int, bool] | None],
 ) -> None:
-    """Cut anywhere, with heads and bodies apart or together, and more than one at a time; by the
-    connection's task or without it."""
+    """Cut anywhere, and more than one at a time; by the connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
     for (head, body, body_framing), is_separate in zip(
@@ -520,9 +510,7 @@ async def turn_loop(count: int = 20) -> None:
 
 
 async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
-    """A connection has one coarse timer, which ends it only if the state lasted for the whole
-    limit.
-    """
+    """A connection has one coarse timer, which counts the whole limit of a state."""
     known_request = pack_request("POST", "/a", (), b"{}", "length")
     connection, transport = connect()
     await turn_loop()

@@ -36,9 +36,7 @@ class PeerConnections:
                 self._socks[-1].sendall(initial_data)
 
     def connect_again(self) -> None:
-        """Open a further connection and wait for an answer: all earlier ones are then admitted
-        or refused.
-        """
+        """Open a connection and wait for an answer: all earlier ones are admitted or refused."""
         self.open(1)
         assert _is_answered(self._socks[-1])
 

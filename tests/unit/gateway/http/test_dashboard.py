@@ -36,8 +36,7 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How often the schedulers were asked; a model more answers each time, and looks follow one
-    another at once."""
+    """Return the number of snapshots; a further model answers each time."""
     pending_calls: list[float] = []
 
     async def collect(*_: Any) -> list[dict[str, Any]]:

@@ -34,8 +34,7 @@ def header(position_members: str) -> bytes:
 @pytest.mark.parametrize("space", ["", " "])
 @pytest.mark.parametrize("sequence", [1, 2**64 - 1, "a text"])
 def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> None:
-    """Headers that differ only in this position have one key, and are parsed to their own
-    position."""
+    """Headers that differ only in the position have one key and their own positions."""
     keys = set()
     for start in (False, True):
         for end in (False, True):
@@ -183,9 +182,7 @@ colon = st.sampled_from(('"data": ', '"data":', '"data" : ', '"data":  '))
 def test_a_repeated_request_equals_a_parsed_one(
     prefix: str, data_format: str, key: str, first_data: list[list[int]], data: st.DataObject
 ) -> None:
-    """For any text around the numbers, the result equals that of the parser, or the parser is
-    used.
-    """
+    """For any text around the numbers, the result is the parser's, or the parser runs."""
 
     def write_request(values: list[list[int]], other_member: str) -> bytes:
         inputs = [

@@ -1,6 +1,4 @@
-"""Flat JSON: which members become inputs of which shape, which become parameters, and the
-response.
-"""
+"""Flat JSON: which members become inputs or parameters, and the response."""
 
 import json
 import math

@@ -452,9 +452,7 @@ def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
 def test_a_client_that_does_not_read_is_disconnected(
     impatient_gateway: Rig, read_size: int
 ) -> None:
-    """Responses have a deadline, also for a client that reads a few bytes from time to
-    time.
-    """
+    """Responses have a deadline, also for a client that reads a few bytes at times."""
     large_output = bytes(64 * MIB)
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
@@ -536,9 +534,7 @@ def memory_of(process: int) -> int:
 
 
 def make_bomb(name: str) -> bytes:
-    """Return 10 GiB of spaces compressed to 10 MB, without the checksum at the end, which must
-    not be reached.
-    """
+    """Return 10 GiB of spaces, compressed to 10 MB, without a checksum at the end."""
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     # After a full flush the same compressed bytes mean the same at any position.
     block = packer.compress(b" " * (64 * MIB)) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -651,9 +647,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("known_head", [False, True])
 def test_idle_connections_are_evicted(patient_gateway: Rig, known_head: bool) -> None:
-    """Many idle or incomplete connections keep no client out, and close no active
-    connection.
-    """
+    """Idle connections keep no client out, and no active connection is closed."""
     body = simple_body()
     with contextlib.ExitStack() as stack:
         sending = stack.enter_context(raw_connection(patient_gateway.port))

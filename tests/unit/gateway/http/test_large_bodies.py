@@ -1,8 +1,10 @@
 """Large bodies: a separate process parses them, and returns the prompts as bytes."""
 
 import asyncio
+import importlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +225,14 @@ def test_the_errors_of_the_process_are_raised() -> None:
         parse(b'{"a": 1, "a": 2}')
     with pytest.raises(InvalidArgument, match="nesting depth"):
         parse(b"[" * 200 + b"]" * 200)
+
+
+def test_the_process_imports_modules_with_a_low_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import os\nNICE = os.nice(0)\ndef convert(body): return {'nice': NICE}\n"
+    (tmp_path / "priority.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    convert = importlib.import_module("priority").convert
+    assert asyncio.run(parse_large([b"{}"], {}, [], convert=convert)) == {"nice": os.nice(0) + 10}

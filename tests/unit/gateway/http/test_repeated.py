@@ -1,5 +1,4 @@
-"""Requests that are like those before them on their connection: they are begun and answered without
-a turn of its task, with no other result."""
+"""Requests like earlier ones of their connection, without a turn of its task."""
 
 import json
 import os

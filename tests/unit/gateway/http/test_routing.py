@@ -34,8 +34,7 @@ def openai_error(error: ShmserveError) -> bytes:
 
 
 class Request(SimpleNamespace):
-    """A request whose client is refused with `refusal`; `scopes` are the scopes that it was
-    authorised for."""
+    """A request with `scopes`, or one that is refused with `refusal`."""
 
     def __init__(
         self,
@@ -245,9 +244,7 @@ def test_the_metrics_listener_has_its_own_routes(
 
 
 class Transport:
-    """A transport that records the written bytes; the client disconnects at write number
-    `lost_after`.
-    """
+    """A transport that records writes; the client disconnects at write `lost_after`."""
 
     def __init__(self, lost_after: int = -1) -> None:
         self.written: list[bytes] = []

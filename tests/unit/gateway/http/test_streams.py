@@ -1,5 +1,4 @@
-"""Any number of responses to one request over HTTP: generate, generate_stream, and infer as a
-stream."""
+"""Any number of responses to one HTTP request: generate, generate_stream, infer."""
 
 import json
 import socket
@@ -456,8 +455,7 @@ def test_credit_is_returned_for_responses_that_are_read(send: Any) -> None:
 
 
 def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(send: Any) -> None:
-    """The client is disconnected after the stall timeout; its unread responses use bounded
-    memory."""
+    """Unread responses use bounded memory, and the stall timeout disconnects."""
     call = send("infer", accept=LINES)
     sent_count = 0
     while not call.cancelled and sent_count < 10_000:

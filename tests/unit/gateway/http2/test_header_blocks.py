@@ -1,6 +1,4 @@
-"""Header blocks: cached blocks are decoded correctly whatever the client does to the dynamic
-table.
-"""
+"""Header blocks: cached ones are decoded correctly for any dynamic table."""
 
 import random
 
@@ -164,10 +162,7 @@ def test_lengths_at_the_limits_of_integers() -> None:
 
 
 def test_a_header_list_that_is_too_large_is_refused() -> None:
-    """By the sum of its fields, as HPACK counts them: the stream fails, and later ones do not.
-
-    A list of several times that size ends the connection before all fields are decoded.
-    """
+    """The stream fails; a list of several times the size ends the connection early."""
     decoder = HeaderDecoder(RequestFields, 1000)
     field = b"\x00" + _string(b"n" * 34) + _string(b"v" * 34)  # 100 bytes
     start = 43 + 43 + 38  # of REQUEST: method, scheme, path

@@ -143,9 +143,7 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_floods_end_the_connection(name: str) -> None:
-    """A burst of such frames ends the connection; the answers are bounded by the received
-    frames.
-    """
+    """The answers are bounded by the received frames."""
     clock = Clock()
     engine = Engine(SMALL_LIMITS, clock).take(
         CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5)
@@ -249,9 +247,7 @@ def test_many_small_fields_are_refused() -> None:
 
 
 def test_too_many_streams_are_refused() -> None:
-    """Streams beyond the limit are refused; a client that continues to open them is
-    disconnected.
-    """
+    """A client that continues to open streams is disconnected."""
     engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(begin(number))

@@ -217,9 +217,7 @@ def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
 
 
 def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
-    """While the socket accepts no bytes, a stream is not finished, even if little is left to
-    send.
-    """
+    """A stream is not finished while the socket accepts no bytes."""
     engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     sending = engine.http2.sending
     sending.paused = True

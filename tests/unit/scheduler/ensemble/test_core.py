@@ -76,10 +76,7 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
 
 
 def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
-    """The message contains the ensemble's name once, and the code is a field of the error.
-
-    As in Triton, the ensemble counts the failure as OTHER, and the step counts it as REJECTED.
-    """
+    """As in Triton, the ensemble counts the failure as OTHER, the step as REJECTED."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     text = "[request id: <id_unknown>] Exceeds maximum queue size"
@@ -184,10 +181,7 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
 
 
 def test_requests_of_a_step_are_limited() -> None:
-    """`max_inflight_requests` limits all requests together, in order.
-
-    Unlike in Triton, a request waits without a time limit.
-    """
+    """`max_inflight_requests` limits all requests in order, unlike in Triton without timeout."""
     rig = EnsembleRig(CHAIN, MODELS, max_inflight=1)
     for number in (1, 2, 3):
         rig.submit(number)
@@ -302,10 +296,7 @@ def test_outputs_of_known_size_are_placed() -> None:
 
 
 def test_an_input_that_a_step_returns_is_not_written_again() -> None:
-    """The output stays in the input's memory until the client has read it.
-
-    The reserved block is freed.
-    """
+    """The output stays in the input's memory until it is read; the reserved block is freed."""
     elements = 10_000
     models = [model(name, dims=(elements,)) for name in "ab"]
     rig = EnsembleRig(CHAIN, models, dims=(elements,))
@@ -354,10 +345,7 @@ def test_memory_of_an_exited_client_is_freed() -> None:
 
 
 def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
-    """Both kinds of blocks are in the memory of the process.
-
-    A release identifies a block by its offset.
-    """
+    """Both are in the memory of the process; a release has the offset."""
     elements = 10_000
     model_list = [model("a", dims=(elements,))]
     rig = EnsembleRig(CHAIN[:1], model_list, ["m"], dims=(elements,), cache_bytes=1 << 20)
@@ -397,9 +385,7 @@ def test_steps_of_a_lost_scheduler_are_resubmitted() -> None:
 
 
 def test_messages_of_a_former_scheduler_of_a_step_are_ignored() -> None:
-    """The step's model has moved to another scheduler, and the former one in the same process
-    stops.
-    """
+    """The step's model has moved to another scheduler, and the former one stops."""
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first_step),) = rig.take_sent()

@@ -106,9 +106,7 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     ],
 )
 def test_other_tensors_are_copied_through_the_host(second_config: dict[str, Any]) -> None:
-    """The second model is on another device, on two devices, on none, or has its inputs in host
-    memory.
-    """
+    """The second model has another device, two, none, or its inputs in host memory."""
     rig = make_rig(gpu_model("a"), second_config, gpu_model("c"))
     rig.submit(data=bytes(4 * SIZE))
     _, _, memory_range = last_submitted(rig)

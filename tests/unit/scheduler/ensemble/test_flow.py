@@ -191,10 +191,7 @@ def test_a_skipped_tensor_is_omitted_for_an_optional_input() -> None:
 def test_only_tensors_with_one_reader_stay_on_a_device(
     graph: Graph, devices: dict[int, int]
 ) -> None:
-    """The writer and all readers of the tensor are on this device.
-
-    The tensor is no output of the ensemble and no condition.
-    """
+    """Writer and readers are on this device; no output of the ensemble, no condition."""
     plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():

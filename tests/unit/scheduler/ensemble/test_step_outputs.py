@@ -45,9 +45,7 @@ def test_a_producer_waits_for_the_client_behind_another_step() -> None:
 
 
 def test_a_producer_receives_credit_after_a_failure() -> None:
-    """The failed request ends when the producer has ended, so its discarded responses are
-    credited at once.
-    """
+    """The request ends with its producer, so discarded responses are credited at once."""
     rig, number = begin_stream()
     rig.respond("a", number, b"0000")
     rig.from_step("b", m.Failed(rig.take_submits()["b"], "INTERNAL", "boom", 0, False))
@@ -145,11 +143,7 @@ class WorkerArena:
 
 
 def test_clients_read_memory_of_the_ensemble() -> None:
-    """The client reads a copy, and the worker's block is released at once.
-
-    A worker frees its memory when the ensemble's process exits, which may be before the client has
-    read.
-    """
+    """Clients read a copy, since workers free memory when the ensemble exits."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
     rig.submit()
     worker_arena = WorkerArena(b"abcd" * 5000)

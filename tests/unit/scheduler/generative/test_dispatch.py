@@ -321,8 +321,9 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     )
 
 
-def test_a_replacement_instance_has_no_cached_blocks() -> None:
-    """The kernel reuses pids, so a new worker may have the address of a dead one."""
+@pytest.mark.parametrize("end", [ProcessExited(100, "killed"), RetireInstance(0)])
+def test_a_replacement_instance_has_no_cached_blocks(end: ProcessExited | RetireInstance) -> None:
+    """The kernel reuses pids, so a new worker may have the address of an earlier one."""
     settings = engine_settings()
     rig = make_rig(settings)
     for _ in range(2):
@@ -331,7 +332,7 @@ def test_a_replacement_instance_has_no_cached_blocks() -> None:
         while llm.turn():
             pass
         assert take_ended(rig) == {number: ""}
-        rig.supervisor(ProcessExited(100, "killed"))
+        rig.supervisor(end)
 
 
 def test_a_request_that_kills_workers_fails_eventually() -> None:

@@ -1,7 +1,4 @@
-"""The engine: preemption, sharing, copies and cancellation change no sample's tokens.
-
-No block leaks, and requests are not overtaken.
-"""
+"""The engine: no plan changes a sample's tokens, leaks a block or overtakes a request."""
 
 import random
 from typing import Any

@@ -72,9 +72,7 @@ def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
 
 
 def learn_step_times(steps: int = 400) -> StepTimes:
-    """Return estimates learned from steps of 4 ms, plus 1 ms per decoded and 0.25 ms per prompt
-    token.
-    """
+    """Return estimates of steps of 4 ms, 1 ms per decoded and 0.25 ms per prompt token."""
     step_times = StepTimes()
     for step in range(steps):
         load = StepWork(step % 9, step % 7 * 16, step % 5 * 1000)
@@ -89,9 +87,7 @@ def test_the_time_of_a_step_is_learned() -> None:
 
 
 def test_similar_steps_do_not_distort_the_estimate() -> None:
-    """A realistic load: one request for a long time, empty steps, prompts, and cheap draft
-    tokens.
-    """
+    """One request for a long time, empty steps, prompts, and cheap draft tokens."""
     step_times = StepTimes()
     for _ in range(3):
         for keys in range(300):

@@ -59,9 +59,7 @@ def test_batch_sizes_are_summed_and_no_request_is_split(
 
 
 def test_batching_stops_at_the_first_incompatible_request() -> None:
-    """A request that does not fit or has other shapes closes the batch; later
-    requests are not pulled ahead. Shapes are compared with those of the first request.
-    """
+    """Later requests are not pulled ahead; shapes are compared with the first request's."""
     rig = Rig(DELAYED_BATCHING)
     for key in (b"a", b"a", b"b", b"a"):
         rig.submit(shape_key=key)
@@ -160,9 +158,7 @@ def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
 def test_with_a_policy_no_batch_is_sent_before_an_instance_is_free(
     block: dict[str, Any], sent_sizes: list[int]
 ) -> None:
-    """Without a queue policy, a batch that cannot grow may be sent ahead to a busy
-    instance.
-    """
+    """Without a policy, a batch that cannot grow may be sent ahead."""
     rig, _ = ready_rig(block)
     rig.core.executions.service_time.pipeline_depth = 2
     rig.submit()

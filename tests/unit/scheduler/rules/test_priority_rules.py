@@ -73,10 +73,7 @@ def test_a_low_level_may_starve() -> None:
 
 
 def test_each_level_has_its_policy_and_its_own_bound() -> None:
-    """A level without a policy has the default policy.
-
-    Running requests do not count.
-    """
+    """Levels without a policy have the default one; running requests do not count."""
     policies = {"1": {"max_queue_size": 2}, "3": {"max_queue_size": 1}}
     dynamic_batching = {
         **PRIORITY_LEVELS,
@@ -198,9 +195,7 @@ def test_delayed_requests_may_wait_for_ever() -> None:
 @pytest.mark.parametrize("limit_us", [0, 5000])
 @pytest.mark.parametrize("is_deadline", [False, True])
 def test_a_requests_own_timeout_also_delays_it(limit_us: int, is_deadline: bool) -> None:
-    """With DELAY, a timeout that overrides the policy's is no deadline, even with
-    --request-timeout-is-deadline. Other deadlines still apply.
-    """
+    """With DELAY, such a timeout is no deadline; other deadlines still apply."""
     policy = {**DELAY_POLICY, "allow_timeout_override": True}
     rig, _, _ = busy_rig({"default_queue_policy": policy}, request_timeout_is_deadline=is_deadline)
     (number,) = rig.submit(timeout_us=400, timeout_ns=limit_us * 1000)

@@ -1,7 +1,4 @@
-"""The cost of cancellations and of retiring instances, in executed interpreter instructions.
-
-The cost does not depend on the number of requests and slots.
-"""
+"""The cost of cancelling and retiring, in instructions, for any number of requests."""
 
 import sys
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Very many sequences that are begun and never ended.
-
-The table of sequences stays bounded, and other clients are served.
-"""
+"""Many sequences that are never ended: the table stays bounded, others are served."""
 
 import itertools
 from types import SimpleNamespace

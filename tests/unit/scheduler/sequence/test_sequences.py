@@ -486,10 +486,7 @@ def test_an_iterative_model_may_be_decoupled() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
-    """Open sequences continue at the instance with their state, and new sequences wait for another.
-
-    The instance retires after its last sequence.
-    """
+    """New sequences wait for another; the instance retires after its last sequence."""
     fields = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
     rig = SequenceRig(strategy, rows=1, instances=2, strategy_fields=fields)
     rig.request(1, START)

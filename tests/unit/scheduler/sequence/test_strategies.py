@@ -10,9 +10,7 @@ US = 1_000
 
 
 def test_the_worked_example_of_two_instances_with_two_slots() -> None:
-    """Sequences 0 to 5 (ids 1 to 6): four have slots and two wait; an ended sequence frees its
-    slot.
-    """
+    """Sequences 0 to 5 (ids 1 to 6): four have slots, two wait; an end frees a slot."""
     rig = SequenceRig(rows=2, instances=2)
     for sequence in range(1, 7):
         rig.request(sequence, START)
@@ -36,10 +34,7 @@ def test_the_worked_example_of_two_instances_with_two_slots() -> None:
 
 
 def test_the_worked_example_of_one_instance() -> None:
-    """A lone first request runs at once, as one row.
-
-    The next request of slot 0 and the first of slot 1 run together.
-    """
+    """A lone first request is one row; the next of slot 0 and first of slot 1 run together."""
     rig = SequenceRig(rows=2)
     rig.request(1, START)
     assert [(row.slot, row.key > 0, row.flags) for row in rig.rows()] == [(0, True, START)]
@@ -175,11 +170,7 @@ CANDIDATES = {"max_candidate_sequences": 4}
 
 
 def test_the_worked_example() -> None:
-    """Four candidates in batches of at most two.
-
-    A batch never has two requests of one sequence; the last two requests of D run one after the
-    other; an ended sequence frees its place at once.
-    """
+    """Four candidates in batches of two, which never have two requests of one sequence."""
     rig = SequenceRig("oldest", rows=2, strategy_fields=CANDIDATES)
     rig.request("A", START)
     assert rig.batches() == {0: ["A"]}

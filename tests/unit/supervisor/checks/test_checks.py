@@ -1,6 +1,4 @@
-"""The judgement of every check on invented facts, the gathering of facts here, and the report
-of a start.
-"""
+"""The checks on invented facts, the gathering of facts, and the report of a start."""
 
 import json
 import logging

@@ -1,6 +1,4 @@
-"""Reloads that change instances only: which changes qualify, and which instances are added and
-removed.
-"""
+"""Reloads that change instances only: which qualify, and what they add and remove."""
 
 import asyncio
 import signal
@@ -85,9 +83,7 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
 
 
 def test_instances_in_both_configurations_stay() -> None:
-    """Instances are matched by name, then by kind, device and settings; one that has failed is
-    replaced.
-    """
+    """Instances match by name, then by kind, device and settings; failed ones are replaced."""
     present_instances = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
     present_instances[1].state = InstanceState.FAILED
     added_instances, removed_instances = find_changes(
@@ -119,9 +115,7 @@ groups = st.lists(
 def test_an_update_results_in_the_new_configuration(
     old_groups: list[Any], new_groups: list[Any]
 ) -> None:
-    """The result has as many instances of each kind and device as requested, by the fewest
-    changes.
-    """
+    """As many instances of each kind and device as requested, by the fewest changes."""
 
     def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)

@@ -38,8 +38,7 @@ def test_an_unload_at_every_moment_of_a_load(event_count: int, is_served: bool) 
 
 
 def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
-    """A new version must be ready when it replaces the old one. A load that fails for good is
-    undone."""
+    """A new version must be ready first; a load that fails for good is undone."""
     rig = LifecycleRig()
     rig.lifecycle.load("m")
     rig.execute_pending(*ALL_EVENTS)
@@ -147,10 +146,7 @@ def test_a_failed_model_is_loaded_at_the_next_request() -> None:
 
 
 def test_an_operators_order_holds_for_a_model_on_demand() -> None:
-    """Once loaded by an operator, the model stays loaded. If that fails, requests still load it.
-
-    An unloaded model is not loaded on demand, and neither are the ensembles that need it.
-    """
+    """A failed order keeps the model on demand; an unload ends that, also for ensembles."""
     rig = on_demand("m", "s", "e")
     rig.steps = {"e": ["s"]}
     model = rig.registry.models["m"]
@@ -245,9 +241,7 @@ def test_a_step_that_is_in_a_cycle_waits_for_other_ensembles() -> None:
 
 
 def test_a_load_behind_a_load_that_waits_for_its_unload_is_cancelled() -> None:
-    """The load of y waits for the second load of x, whose first load waits for the unload of a.
-    That unload waits for the unload of y.
-    """
+    """The load of y waits for x, which waits for the unload of a, which waits for that of y."""
     rig = LifecycleRig()
     rig.steps = {"x": ["a"], "y": ["a", "x"]}
     rig.lifecycle.load("a")
@@ -288,9 +282,7 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
 def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(
     override: str, is_broken: bool
 ) -> None:
-    """The load of the step is answered after the reload of the ensemble. An ensemble that does
-    not fit is unavailable.
-    """
+    """The step's load is answered after the reload; an ensemble that does not fit fails."""
     rig = ensemble("e")
     (version_before,) = rig.registry.models["e"].serving.values()
     rig.broken_models = {"e"} if is_broken else set()

@@ -82,9 +82,7 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
 
 @pytest.mark.parametrize("load_stage", ["reading", "waiting"])
 async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
-    """The unload arrives while the configuration is read, or while a second load waits, which
-    is cancelled.
-    """
+    """While the configuration is read, or a second load waits, which is cancelled."""
     processes, repository = Processes(), Repository()
     processes.loads_hang = True
     manager = models(processes, repository)

@@ -1,6 +1,4 @@
-"""The order of messages of a load, of exits and of a move, which makes each process's view
-consistent.
-"""
+"""The order of messages of a load, of exits and of a move."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -18,9 +16,7 @@ ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
 
 class TracedProcesses(Processes):
-    """Processes that record sender and receiver: "Drain to s2" is received by scheduler 2,
-    "from worker" is sent by a worker.
-    """
+    """Processes that record messages: "Drain to s2" goes to scheduler 2, "from worker" back."""
 
     def __init__(self) -> None:
         super().__init__()

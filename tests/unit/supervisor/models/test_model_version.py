@@ -25,8 +25,7 @@ def deployment(processes: Processes) -> ModelVersion:
 
 
 async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
-    """The worker's first message and its exit are handled in one turn of the loop. A new worker
-    starts."""
+    """Its first message and its exit are handled in one turn; a new worker starts."""
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -93,10 +92,7 @@ async def test_only_the_process_its_scheduler_names_is_killed(
 async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every exit is reported to the scheduler.
-
-    An instance that will not be restarted is reported as gone, too.
-    """
+    """An instance that will not be restarted is reported as gone, too."""
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
     processes = Processes()
     model = deployment(processes)
@@ -128,9 +124,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 async def test_an_instance_in_a_crash_loop_stays_down(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
-    """An instance that has executed a request in between is restarted; each restart has a
-    longer backoff.
-    """
+    """An instance that has executed a request in between restarts after a longer backoff."""
     max_crashes = instance_processes._MAX_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
@@ -157,8 +151,7 @@ async def test_an_instance_in_a_crash_loop_stays_down(
 async def test_killed_workers_are_always_restarted(
     monkeypatch: pytest.MonkeyPatch, at_load: bool
 ) -> None:
-    """A killed worker restarts after ever longer pauses, any number of times. A crash of the worker
-    itself does not count as a kill, and a long run resets the pauses."""
+    """The pauses grow until a long run; a crash of the worker is no kill."""
     max_crashes, pauses = instance_processes._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
     processes = Processes()
@@ -225,8 +218,7 @@ async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.Mo
 async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Local clients are notified over their own sockets, which are not delayed to a turn of the
-    loop."""
+    """Local clients' own sockets are not delayed to a turn of the loop."""
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -288,9 +280,7 @@ CONFIG: dict[str, Any] = {
 def ensemble_steps(
     *ready_models: str, labels: dict[str, list[str]] | None = None
 ) -> EnsembleInstances:
-    """Return an ensemble over "a" and "b" whose outputs Y have labels; some of the models are
-    ready.
-    """
+    """Return an ensemble over "a" and "b" with labelled outputs Y; some models are ready."""
 
     def find(name: str, version: str) -> Any:
         instances = SimpleNamespace(labels={"Y": [name]})

@@ -1,6 +1,4 @@
-"""Orders to load and unload models that need each other, and the states that are published
-meanwhile.
-"""
+"""Orders of models that need each other, and the states published meanwhile."""
 
 import asyncio
 import json
@@ -462,9 +460,7 @@ def test_a_load_that_failed_temporarily_is_retried(
 
 
 def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
-    """The long life counts once, so that a short shortage of device memory does not end the
-    model.
-    """
+    """The long life counts once, so that a short shortage does not end the model."""
 
     async def scenario() -> None:
         server = Server(s=[])
@@ -524,9 +520,7 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
 
 @pytest.mark.parametrize("is_rewritten", [True, False])
 def test_a_reload_keeps_unchanged_versions(is_rewritten: bool) -> None:
-    """Rewritten files with the same content change nothing; an explicit load restarts
-    everything.
-    """
+    """Files with the same content change nothing; an explicit load restarts everything."""
 
     async def scenario() -> None:
         server = Server(s=[])

@@ -1,6 +1,4 @@
-"""The content of a repository: names, versions and changes, and the folders that the server
-writes.
-"""
+"""The content of a repository: names, versions, changes, and folders of the server."""
 
 import os
 from pathlib import Path

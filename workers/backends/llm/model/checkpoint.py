@@ -425,7 +425,10 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
         return {}
     weights: dict[str, StoredTensor] = {}
     for shard in shards:
-        file_path = path / Path(shard).name
+        file_path = path / shard
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            problems.append(f"{_INDEX_FILE}: weight_map: '{shard}' is not in the folder")
+            continue
         try:
             with safe_open(file_path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - no mapping

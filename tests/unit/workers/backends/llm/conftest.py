@@ -1,7 +1,4 @@
-"""Tiny models that tests share and must not modify.
-
-This file must be importable without torch; the tests that need torch are then skipped.
-"""
+"""Tiny shared models. Importable without torch, whose tests are then skipped."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -24,9 +21,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a model folder once for each set of `write_folder`
-    arguments.
-    """
+    """Return a function that writes a folder once for each set of arguments."""
     from tests.support.hf_folders import write_folder
 
     root = tmp_path_factory.mktemp("checkpoints")

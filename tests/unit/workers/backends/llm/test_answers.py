@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,12 @@ from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.texts import SampleText
-from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
+from shmserve.workers.backends.llm.token_texts import (
+    Detokenizer,
+    StopStrings,
+    TokenTexts,
+    with_pauses,
+)
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import END, tokenizer_text
@@ -163,9 +169,7 @@ def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder
 
 
 def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Folder) -> None:
-    """As in vLLM, the tokenizer's end token is not reported as a stop reason; other end tokens
-    are.
-    """
+    """As in vLLM, the tokenizer's end token is not reported; other end tokens are."""
     token = greedy_tokens(folder, 2)[1]
     path = shutil.copytree(folder(), tmp_path / "ends")
     settings = {"eos_token_id": [0, token]}
@@ -393,7 +397,11 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 
 
-def test_no_token_is_generated_if_only_the_prompt_is_scored(scheduler: Scheduler) -> None:
+def test_no_token_is_generated_if_only_the_prompt_is_scored(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pausing = Mock(side_effect=with_pauses)
+    monkeypatch.setattr(texts, "with_pauses", pausing)
     settings: dict[str, Any] = {"max_tokens": 0, "logprobs": 1, "echo": True}
     settings["exclude_input_in_output"] = None
     scheduler.add(1, input_ids=[5] * 64, **settings)
@@ -408,6 +416,7 @@ def test_no_token_is_generated_if_only_the_prompt_is_scored(scheduler: Scheduler
         assert response["token_ids"] == [] and response["finish_reason"] == ["length"]
         assert response["usage"][0]["completion_tokens"] == 0
         assert key == 3 or len(response["logprobs"][0]["content"]) == count
+    assert pausing.called  # other threads need the GIL
 
 
 def test_without_an_option_only_the_generated_text_is_returned(scheduler: Scheduler) -> None:

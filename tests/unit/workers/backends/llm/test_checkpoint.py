@@ -1,6 +1,4 @@
-"""Model folders: all errors of a folder are reported together, and missing settings are
-completed.
-"""
+"""Model folders: all errors are reported together, missing settings completed."""
 
 import json
 import math

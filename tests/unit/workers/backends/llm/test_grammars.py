@@ -126,11 +126,13 @@ def test_a_uuid_has_its_version() -> None:
     ("pattern", "matching", "others"),
     [
         (r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", ["1", "-.5", "1."], ["", "+.", "a"]),
+        (r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)",
+         ["1", "12345", "a"], ["", "+."]),
         (r"^(?=.*[A-Z])(?=.*\d).{3,}$", ["aB1"], ["ab1", "aBc", "B1"]),
         (r"^(?!\s*$).+", [" a"], [" ", ""]),
         (r"^(?![^ab]*$)(?=a|c)\w+$", ["ab", "ca"], ["ba", "c"]),
     ],
-)
+)  # fmt: skip
 def test_lookaheads_at_the_beginning_of_a_pattern(
     pattern: str, matching: list[str], others: list[str]
 ) -> None:

@@ -1,6 +1,4 @@
-"""A short part of each long check (`python -m tests.generation`), and that the checks find
-errors.
-"""
+"""A short part of each long check, and that the checks find errors."""
 
 from collections import Counter
 

@@ -85,10 +85,7 @@ class LoneModel:
     def run_pass(
         self, rows: list[tuple[list[int], int, list[int]]], drafted: bool = False
     ) -> torch.Tensor:
-        """Return the logits of all rows of one pass.
-
-        Several rows of a sequence are prompt tokens or drafts.
-        """
+        """Return the logits of all rows of one pass; rows are prompt tokens or drafts."""
         forward_pass = Pass(self.cache.block_size)
         for tokens, start, table in rows:
             forward_pass.add(tokens, start, table, len(tokens) > 1 and not drafted)

@@ -162,10 +162,7 @@ def gptq(
 
 
 def gptq_with_carry(weight: torch.Tensor, bits: int) -> QuantisedLayer:
-    """Return a layer as GPTQModel stores it, which subtracts 1 from whole words of zero points.
-
-    A zero point of 0 then borrows from the next one.
-    """
+    """Return a layer as of GPTQModel, which subtracts 1 from whole words of zero points."""
     rows, columns = weight.shape
     values, groups = draw_ints(columns, rows, 1 << bits), torch.arange(columns) // GROUP
     points = draw_ints(columns // GROUP, rows, 3)

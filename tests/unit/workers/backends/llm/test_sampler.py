@@ -139,6 +139,8 @@ def test_logprobs_are_computed_from_the_models_logits() -> None:
     assert second_entry.top == list(
         zip(top_values.indices.tolist(), top_values.values.tolist(), strict=True)
     )
+    many_logits = logits.repeat(20, 1)
+    assert sampler.logprobs(many_logits, [4, 5] * 20, 3) == [first_entry, second_entry] * 20
     tokens, scores = sampler.candidates(logits[0], 4)
     assert scores == sorted(scores, reverse=True) and len(tokens) == 4
 

@@ -1,6 +1,4 @@
-"""The texts and bytes of tokens, for byte-level vocabularies and vocabularies with byte
-fallback.
-"""
+"""The texts and bytes of tokens, byte-level and with byte fallback."""
 
 import json
 import random
