@@ -126,7 +126,7 @@ class Reports:
     def snapshot(self, brief: bool = False) -> None:
         """Send the counts to the supervisor, which passes them to a successor.
 
-        A published count must never decrease. `brief` is that of `Statistics.snapshot`.
+        A published count must never decrease. `brief` is passed to `Statistics.snapshot`.
         """
         gauges = self._count_malformed()
         gauge_values = {name: gauges[name] for name in _GAUGE_KEYS}

@@ -148,7 +148,7 @@ class Executions:
         self._workers.post(slot.peer, Execute(execution.id, works, live_requests, list(rows)))
 
     def post(self, peer: bytes, message: Any) -> None:
-        """Send a message of a kind of scheduling to the worker at this address."""
+        """Send a message about sequences or generation to the worker at this address."""
         self._workers.post(peer, message)
 
     def run_step(self, slot: Slot, step: Step, now_ns: int) -> None:

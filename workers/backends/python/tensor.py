@@ -35,8 +35,8 @@ _NOT_WRITABLE = "The given NumPy array is not writable"
 class Lender:
     """The provider of a model's shared inputs as arrays, in one thread.
 
-    A trial of some executions detects whether the model keeps or changes the arrays. It receives
-    copies during the trial, and permanently if it does so. Otherwise it then reads shared memory.
+    In its first executions the model receives copies. If these show that it keeps or changes its
+    arrays, it always receives copies. Otherwise its later arrays are views of shared memory.
     """
 
     def __init__(
