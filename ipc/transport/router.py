@@ -43,7 +43,7 @@ _MAX_CONSECUTIVE_WARNINGS = 32
 MAX_FRAME_SIZE = 8 << 20  # limited, because other peers wait while a frame is read
 MAX_ARRAY_LEN = 1 << 16  # maximum number of elements of an array, such as the messages of a frame
 _MAX_UNREGISTERED = 64  # maximum number of connections without a registered identity
-# The reads of an only connection without a poll, after which other connections are accepted.
+# The maximum of consecutive reads of the only connection before new connections are accepted.
 _MAX_UNPOLLED_READS = 8
 _MAX_UNSENT_BYTES = 4 << 20  # a peer with more unread output is not read
 _MAX_BUFFERED_BYTES = 64 << 20  # maximum bytes of incomplete frames of all peers

@@ -29,7 +29,7 @@ _LISTED_LAST = frozenset(
 )
 _MAX_WIDTH = 140  # columns of text in a wide terminal
 # Methods of a region that only other modules of the client use.
-_INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "within")
+_INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "attached_to")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

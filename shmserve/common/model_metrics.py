@@ -166,7 +166,7 @@ def exposition(families: Families) -> str:
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
-            lines += head(name, family.description, family.kind.lower())
+            lines += head_lines(name, family.description, family.kind.lower())
             for labels, value in family.values.items():
                 lines += _samples(name, family.kind, labels, value)
     return "".join(f"{line}\n" for line in lines)
@@ -187,7 +187,7 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
         yield sample(name, labels, number)
 
 
-def head(name: str, description: str, kind: str) -> tuple[str, str]:
+def head_lines(name: str, description: str, kind: str) -> tuple[str, str]:
     """Return the HELP and TYPE lines above the samples of a family of a Prometheus `kind`."""
     return f"# HELP {name} {_escape(description)}", f"# TYPE {name} {kind}"
 

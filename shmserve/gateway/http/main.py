@@ -82,11 +82,11 @@ class HttpFrontend(process.Frontend):
         names = frozenset(map(str.lower, host_names))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         self.listeners.append(listener)
-        descriptor_limit = fd_limits.for_connections(
+        descriptor_limit = fd_limits.connections_share(
             len(self._http_sockets), len(self._metrics_sockets)
         )
         if sock in self._metrics_sockets:
-            descriptor_limit = fd_limits.for_scrapes()
+            descriptor_limit = fd_limits.scrapes_share()
         create_connection = partial(HttpConnection, app=app, settings=settings)
         await self.listen(
             sock,

@@ -160,7 +160,7 @@ class ControlSocket:
         early_messages = [item for item in self._early_messages if item[0] == address]
         for item in early_messages:
             self._early_messages.remove(item)
-            self._take(*item)
+            self._handle_enrolled(*item)
 
     def calls(self, address: Address) -> None:
         """Grant the role "caller" to a worker that calls models: it receives changes of models."""
@@ -219,11 +219,11 @@ class ControlSocket:
         for identity, message in self._router.receive():
             address = _address(identity)
             if address in self._enrolled_peers:
-                self._take(address, identity, message)
+                self._handle_enrolled(address, identity, message)
             elif sum(item[0] == address for item in self._early_messages) < _MAX_EARLY_PER_ADDRESS:
                 self._early_messages.append((address, identity, message))
 
-    def _take(self, address: Address, identity: bytes, message: Any) -> None:
+    def _handle_enrolled(self, address: Address, identity: bytes, message: Any) -> None:
         peer = self._enrolled_peers.get(address)
         if peer is None:  # the process exited in the meantime
             return

@@ -49,9 +49,8 @@ class HostBinding:
         self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
         # numpy does not support BF16.
         self._has_bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
-        self._unpredictable_outputs: set[str] = (
-            set()
-        )  # outputs whose shape differed from the predicted one
+        # Outputs whose shape differed from the predicted one.
+        self._unpredictable_outputs: set[str] = set()
 
     def run(
         self, inputs: Mapping[str, Array], names: Sequence[str], requests: Sequence[Request]
