@@ -296,12 +296,12 @@ async def collect_reports(
         for future in missing_reports:
             future.cancel()
     if missing_reports:
-        logger.log(
-            log_level,
-            "%d of %d schedulers did not report their statistics",
-            len(missing_reports),
-            len(futures),
+        names = ", ".join(
+            f"'{model.name}' version {model.version}"
+            for model, future in zip(models, futures, strict=True)
+            if future in missing_reports
         )
+        logger.log(log_level, "the schedulers of these models did not report statistics: %s", names)
     return [
         future.result()
         for future in futures

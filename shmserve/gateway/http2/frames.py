@@ -103,13 +103,17 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
         raise length_fault("SETTINGS", len(payload), f"a multiple of {_SETTING_FORMAT.size}")
     for key, value in _SETTING_FORMAT.iter_unpack(payload):
         if key == ENABLE_PUSH and value > 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
+            raise ConnectionFault(
+                FaultCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH out of range: {value}"
+            )
         if key == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
             raise ConnectionFault(
-                FaultCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE out of range"
+                FaultCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE out of range: {value}"
             )
         if key == MAX_FRAME_SIZE and not SMALLEST_FRAME <= value <= LARGEST_FRAME:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE out of range")
+            raise ConnectionFault(
+                FaultCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE out of range: {value}"
+            )
         yield key, value
 
 

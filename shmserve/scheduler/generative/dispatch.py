@@ -113,9 +113,8 @@ class GenerativeDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._assigned_requests: dict[
-            int, AssignedRequest
-        ] = {}  # requests at instances by their key
+        # Requests at instances by their key.
+        self._assigned_requests: dict[int, AssignedRequest] = {}
         self._unassigned_requests: list[AssignedRequest] = []
         self._numbers = itertools.count(1)
 
@@ -301,7 +300,7 @@ class GenerativeDispatch(Dispatcher):
         try:
             engine.finish_step(message)
         except ValueError as error:
-            logger.error("an instance returned %s", error)
+            logger.error("an instance of process %d returned %s", slot.pid, error)
             return False
         self._executions.step_done(slot, message, len(running_step.rows), now_ns)
         for sequence, row in running_step.rows.values():

@@ -368,11 +368,11 @@ def _for_local_clients(message: Any) -> Any:
             fields = {key: source[key] for key in _MODEL_FIELDS if key in source}
             for key in ("input", "output"):
                 fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
-            brief, local_clients = ModelSpec.of(fields), endpoints.local_clients_share(endpoint)
+            brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
             return replace(message, config=brief, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
             return m.SchedulerLost(
-                endpoints.local_clients_share(endpoint), endpoints.local_clients_share(successor)
+                endpoints.for_local_clients(endpoint), endpoints.for_local_clients(successor)
             )
         case m.ProcessExited(process):
             return OwnerExited(process)

@@ -138,7 +138,7 @@ KNOWN_DIFFERENCES = [
     ),
     Known(
         "",
-        r"SETTINGS over: \w+_ERROR SETTINGS_\w+ out of range \| -",
+        r"SETTINGS over: \w+_ERROR SETTINGS_\w+ out of range: \d+ \| -",
         "6.5.3: of a value that is given twice it looks at the last only",
     ),
     Known(
