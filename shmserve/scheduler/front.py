@@ -95,8 +95,8 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that make no sense from their sender or now. `wall_clock` returns
-    epoch ns.
+    `unexpected` counts messages that their sender may not send, or not now. `_wall_clock` returns
+    the ns since the epoch.
     """
 
     _statistics: Statistics
@@ -284,8 +284,8 @@ class Core(Protocol[R]):
 class Front(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
-    `wall_clock` returns epoch ns; `model` is a name for the log. While the scheduler drains, it
-    admits nothing new. After it has `stopped`, it has nothing to do.
+    `_wall_clock` returns the ns since the epoch; `_model` is a name for the log. While the
+    scheduler drains, it admits no requests. After it has `stopped`, it has nothing to do.
     """
 
     _core: Core[R]

@@ -158,7 +158,7 @@ class Executor:
     def _unpack(
         self, requests: list[WorkerRequest], replies: list[Reply], copy_inputs: bool = False
     ) -> tuple[list[WorkerRequest], list[Request], list[WorkerRequest]]:
-        """Unpack the next requests of a batch, up to `LARGEST_PART` bytes.
+        """Unpack the next requests of a batch, up to `MAX_PART_BYTES` bytes.
 
         Args:
             requests: The requests that have not run yet.

@@ -71,7 +71,7 @@ class WaitUntil(Record):
 class Batcher:
     """A batcher; this base class runs one request at a time, in order, without waiting.
 
-    A batcher that `learns` is notified of arrivals and executions.
+    A batcher that `is_learning` is notified of arrivals and executions.
     """
 
     is_learning: bool = False

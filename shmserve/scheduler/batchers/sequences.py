@@ -567,7 +567,7 @@ class Sequences:
     # --- time -------------------------------------------------------------------------------------
 
     def next_idle_ns(self) -> int:
-        """Return the time (monotonic ns) at which `reap` may end a sequence, or NEVER."""
+        """Return the time (monotonic ns) at which `expire_idle` may end a sequence, or NEVER."""
         return (
             next(iter(self._idle_sequences.values())) + self._idle_ns
             if self._idle_sequences

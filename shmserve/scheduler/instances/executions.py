@@ -216,7 +216,7 @@ class Executions:
     # --- instances that become ready --------------------------------------------------------------
 
     def announce(self, index: int, pid: int) -> None:
-        """Announce an instance with `Pool.expect`, and send the releases that are kept for it."""
+        """Announce an instance with `Pool.announce`, and send the releases that are kept for it."""
         early_releases = self._take_unknown(pid)
         if early_releases:
             self._early_releases.setdefault(pid, []).extend(early_releases)

@@ -242,6 +242,26 @@ def test_documented_attributes_and_arguments_exist() -> None:
     assert not missing
 
 
+QUOTED_NAME = re.compile(r"`(?:\w+\.)*([A-Za-z_]\w*)(?:\([^`\n]*\))?`")
+
+
+def test_names_in_backticks_exist() -> None:
+    """A renamed definition keeps its old name in the prose about it otherwise."""
+    existing = {"ps", "auth_token_file", "max_digits"}  # a program, a flag, a setting of pydantic
+    quoted_names: dict[str, str] = {}
+    for path in (
+        *files(CODE_FOLDERS, ".py"),
+        *files(("shmserve",), ".md"),
+        *files(("shmserve",), ".json"),
+    ):
+        text = path.read_text()
+        if path.suffix == ".py":
+            quoted_names |= dict.fromkeys(QUOTED_NAME.findall(text), str(path.relative_to(ROOT)))
+            text = re.sub(r"`[^`\n]*`", "", text)
+        existing |= set(re.findall(r"\w+", text))
+    assert not {name: path for name, path in quoted_names.items() if name not in existing}
+
+
 # --- messages -----------------------------------------------------------------------------------
 
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
