@@ -106,11 +106,8 @@ class WrongCount(Exception):
 
 def is_models_own(error: BaseException) -> bool:
     """Check whether an error is the model's, not one of the server, memory or device."""
-    return not (
-        isinstance(error, ShmserveError | WrongCount)
-        or is_device_lost(error)
-        or is_out_of_memory(error)
-    )
+    of_device = is_device_lost(error) or is_out_of_memory(error)
+    return not (isinstance(error, ShmserveError | WrongCount) or of_device)
 
 
 def client_error(

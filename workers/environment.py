@@ -67,9 +67,8 @@ def enter(start: WorkerStart) -> None:
     Raises:
         InvalidArgument: The environment cannot be used; the message has the remedy.
     """
-    python = _check_interpreter(
-        _find_interpreter(_locate_environment(start), endpoints.environments(start.run_dir))
-    )
+    environments = endpoints.environments(start.run_dir)
+    python = _check_interpreter(_find_interpreter(_locate_environment(start), environments))
     root = str(python.parent.parent)
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     root_variable = "VIRTUAL_ENV" if os.path.exists(f"{root}/pyvenv.cfg") else "CONDA_PREFIX"
@@ -78,29 +77,19 @@ def enter(start: WorkerStart) -> None:
         file.write(encode_start(replace(start, environment="")))
         file.flush()
         package = str(Path(errors.__file__).resolve().with_name("__init__.py"))
-        arguments = [
-            str(python),
-            "-I",
-            "-c",
-            _BOOT_SCRIPT,
-            str(file.fileno()),
-            package,
-            *_server_package_folders(),
-        ]
+        arguments = [str(python), "-I", "-c", _BOOT_SCRIPT, str(file.fileno()), package]
+        arguments += _server_package_folders()
         os.execve(python, arguments, variables)
 
 
 def _locate_environment(start: WorkerStart) -> Path:
     setting = start.environment.replace(_MODEL_DIRECTORY, str(start.model_dir))
-    folders = (start.model_dir / start.version, start.model_dir, Path.cwd())
-    for folder in folders:
+    for folder in (start.model_dir / start.version, start.model_dir, Path.cwd()):
         path = folder / os.path.expanduser(setting)
         if path.exists():
             return path
-    problem = (
-        f"environment '{setting}' does not exist (a relative path is looked up in the folders of"
-    )
-    raise InvalidArgument(f"{problem} the version and the model, and in the server's)")
+    text = f"environment '{setting}' does not exist (a relative path is looked up in the folders of"
+    raise InvalidArgument(f"{text} the version and the model, and in the server's)")
 
 
 def _server_package_folders() -> Iterator[str]:
@@ -124,10 +113,8 @@ def _find_interpreter(path: Path, copies_folder: Path) -> Path:
             if python.exists():
                 return python
             if python.is_symlink():
-                problem = (
-                    f"environment '{path}': {python.name} is a link to '{os.readlink(python)}',"
-                )
-                raise InvalidArgument(f"{problem} which is missing: install it, or use conda-pack")
+                text = f"environment '{path}': {python.name} is a link to '{os.readlink(python)}',"
+                raise InvalidArgument(f"{text} which is missing: install it, or use conda-pack")
     raise InvalidArgument(
         f"environment '{path}' has no bin/python: name the folder of an environment (python -m venv"
         " or conda create), or an archive of one that conda-pack or venv-pack has made"
@@ -138,11 +125,8 @@ def _check_interpreter(python: Path) -> Path:
     """Return the interpreter, after checking that a worker can use its version and packages."""
     subject = f"environment '{python.parent.parent}'"
     try:
-        completed = subprocess.run(
-            [python, "-I", "-c", _PROBE_SCRIPT, *_server_package_folders()],
-            capture_output=True,
-            timeout=_PROBE_TIMEOUT_S,
-        )
+        command = [str(python), "-I", "-c", _PROBE_SCRIPT, *_server_package_folders()]
+        completed = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S)
         version, numpy_version = json.loads(completed.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidArgument(f"{subject}: {python.name} cannot be run: {error}") from None
@@ -185,9 +169,8 @@ def _unpack_once(archive: Path, copies_folder: Path) -> Path:
         copy_lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         os.set_inheritable(copy_lock, True)
         fcntl.flock(copy_lock, fcntl.LOCK_SH)
-        with copy.with_suffix(".turn").open(
-            "w"
-        ) as unpack_lock:  # one of the workers that start together unpacks the archive
+        # One of the workers that start together unpacks the archive.
+        with copy.with_suffix(".turn").open("w") as unpack_lock:
             fcntl.flock(unpack_lock, fcntl.LOCK_EX)
             if not copy.is_dir():
                 partial_copy = copy.with_suffix(".part")

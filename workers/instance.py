@@ -66,19 +66,13 @@ class WorkerInstance:
         self._backend = backend
         self._output_memory = context.output_memory
         self._handlers: dict[type[Any], Callable[[Any, list[WorkerRequest]], Any]] = {}
-        self.link = InstanceLink(
-            context.control,
-            context.index,
-            os.getpid(),
-            self._handle_released,
-            loop_messages=self._handlers.keys(),
-        )
+        link_arguments = (context.control, context.index, os.getpid(), self._handle_released)
+        self.link = InstanceLink(*link_arguments, loop_messages=self._handlers.keys())
         self._metrics = MetricsReports(backend.metrics, self.link)
         backend.report_metrics_by(self._metrics.report_change)
         signature = Signature(config, context.version)
-        unpacker = Unpacker(
-            signature, context.mappings, context.copy_counter, backend.device_inputs
-        )
+        mappings, counter = context.mappings, context.copy_counter
+        unpacker = Unpacker(signature, mappings, counter, backend.device_inputs)
         strictness = (backend.strict_outputs, backend.strict_shapes)
         scatterer = Scatterer(signature, context, *strictness, not config.decoupled)
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, context)

@@ -187,15 +187,9 @@ class States:
         raw = value.raw
         if self._copy_states and not spec.same_buffer:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
-        return Input(
-            spec.input_name,
-            value.datatype,
-            value.shape,
-            raw,
-            on_device=not isinstance(raw, memoryview),
-            kept=not spec.same_buffer,
-            writable=spec.same_buffer,
-        )
+        fields, same_buffer = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
+        on_device = not isinstance(raw, memoryview)
+        return Input(*fields, on_device=on_device, kept=not same_buffer, writable=same_buffer)
 
     def __len__(self) -> int:
         """Return the number of sequences with state."""
@@ -222,10 +216,9 @@ class States:
             output = outputs.get(spec.output_name)
             if output is not None:
                 values[spec.input_name] = _updated_value(values[spec.input_name], output)
+        own = self.outputs
         response.outputs = [
-            output
-            for output in response.outputs
-            if output.name not in self.outputs or output.name in client_outputs
+            o for o in response.outputs if o.name not in own or o.name in client_outputs
         ]
         response.states = []
 
@@ -296,14 +289,12 @@ def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSp
             outside=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
             unreadable=f"{file_text} cannot be read",
         )
-    return StateSpec(
-        state.input_name,
-        state.output_name,
-        datatype,
-        (1, *shape) if batched else shape,
-        initial_bytes,
+    names, same_buffer = (
+        (state.input_name, state.output_name),
         state.use_same_buffer_for_input_output,
     )
+    full_shape = (1, *shape) if batched else shape
+    return StateSpec(*names, datatype, full_shape, initial_bytes, same_buffer)
 
 
 _EMPTY_INFERENCE = pack_inference(Inference(()))
@@ -327,9 +318,8 @@ class SequenceExecutor(Executor):
         self._supports_batching = config.max_batch_size > 0
         # Always copies, because requests of sequences are not retried with copies.
         self._policy.copies = True
-        self._states = States(
-            read_states(config, self._context.model_dir), self._backend.read_only_inputs
-        )
+        states = read_states(config, self._context.model_dir)
+        self._states = States(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.
         self._client_outputs = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
@@ -371,25 +361,20 @@ class SequenceExecutor(Executor):
 
     def _run(self, open_requests: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
         pairs = zip(open_requests, requests, strict=True)
-        by_key = {
-            open_request.key: _RowRequest(open_request, iterator)
-            for open_request, iterator in pairs
-        }
+        by_key = {r.key: _RowRequest(r, iterator) for r, iterator in pairs}
         by_shape: dict[Any, list[_RowRequest]] = {}
         for row in self._rows:
             row_request = by_key.get(row.key)
             if row_request is not None:
                 row_request.row = row
                 row_request.request.work = _with_ids(row_request.request.work, row)
-                row_request.request.inputs |= control_inputs(
-                    self._controls, row, self._supports_batching
-                )
+                controls = control_inputs(self._controls, row, self._supports_batching)
+                row_request.request.inputs |= controls
                 shapes = self._states.add_inputs(row_request.request, row)
                 by_shape.setdefault(shapes, []).append(row_request)
         if self._decoupled:
             streams = [
-                OutputStream(self._writer, row_request.open_request, row_request.request)
-                for row_request in by_key.values()
+                OutputStream(self._writer, r.open_request, r.request) for r in by_key.values()
             ]
             return self._run_streams(streams)
         # States of other shapes cannot be in one batch.
@@ -402,21 +387,16 @@ class SequenceExecutor(Executor):
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
+            explain = self._explain
             return [
-                self._close_with_error(
-                    row_request.open_request, self._explain(error, row_request.request)
-                )
-                for row_request in row_requests
+                self._close_with_error(r.open_request, explain(error, r.request))
+                for r in row_requests
             ]
-        by_request = {
-            id(request): response for request, response in zip(requests, responses, strict=True)
-        }
+        pairs = zip(requests, responses, strict=True)
+        by_request = {id(request): response for request, response in pairs}
         with self._link.lock:
             self._link.pump()
-            replies = [
-                self._respond(row_request, by_request[id(row_request.request)])
-                for row_request in row_requests
-            ]
+            replies = [self._respond(r, by_request[id(r.request)]) for r in row_requests]
             self._writer.scatterer.finish_writes()
         return replies
 

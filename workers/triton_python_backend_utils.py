@@ -140,9 +140,7 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
     dtype = np.dtype(data_type)
     if dtype.kind == "S":
         return TYPE_NUMBERS["BYTES"]
-    return next(
-        (TYPE_NUMBERS[name] for name, candidate in NUMPY_DTYPES.items() if candidate == dtype), None
-    )
+    return next((TYPE_NUMBERS[name] for name, kind in NUMPY_DTYPES.items() if kind == dtype), None)
 
 
 def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> bytes | None:

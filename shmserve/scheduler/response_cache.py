@@ -73,7 +73,7 @@ class _SchemaKey(NamedTuple):
 class ResponseCache:
     """The cached responses of one model version.
 
-    `start` has its size and the owner of clients' memory; copies of large responses are `lent` to
+    `_start` has its size and the owner of clients' memory; copies of large responses are `lent` to
     clients.
     """
 

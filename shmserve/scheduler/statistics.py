@@ -84,7 +84,7 @@ MAX_RECORDED_UNITS = 64
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
 # A success: its end, its arrival, its units, its enqueueing, and the phases of its execution, if
-# they are known. Otherwise a `_RecordedTimes` follows: the time when the phases are known, the
+# they are known. Otherwise `_RecordedTimes` follow: the time when the phases are known, the
 # enqueueing, and the phases.
 _RecordedSuccess = tuple[int, int, int, int, Timing | None]
 _RecordedTimes = tuple[int, int, Timing]
@@ -170,7 +170,7 @@ class Statistics(Table):
         self._recorded_executions.append((reason, units, timing))
 
     def count_success(self, request: CountedRequest, timing: Timing | None, now_ns: int) -> None:
-        """Count a success. Without `timing`, `count_times` is called after the execution."""
+        """Count a success; without `timing`, `count_times` follows after its execution."""
         if timing is None:
             request.succeeded_early = True
         self._successes.append(

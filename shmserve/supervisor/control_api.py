@@ -125,10 +125,8 @@ class ControlApi:
             case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):
                 lease_holder = pid if leased else 0
                 return self._regions.register(name, key, offset, size, peer, lease_holder, pin)
-            case RegisterCudaRegion(name=name, offset=offset, byte_size=size):
+            case RegisterCudaRegion(name=name, offset=offset, byte_size=size, exporter_pid=pid):
                 handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
-                return self._regions.register_cuda(
-                    name, handle, offset, size, peer, request.exporter_pid
-                )
+                return self._regions.register_cuda(name, handle, offset, size, peer, pid)
             case _:
                 return self._regions.unregister(request.name, peer, request.cuda)

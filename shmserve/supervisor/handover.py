@@ -108,10 +108,8 @@ class Handover:
         except OSError:
             raise Unavailable(_LOST_PREDECESSOR) from None
         self._listeners.shared_sockets = offer.shared
-        logger.info(
-            "registrations of regions received from the previous server: %d",
-            len(self._regions.active()),
-        )
+        count = len(self._regions.active())
+        logger.info("registrations of regions received from the previous server: %d", count)
         accepted_wait = asyncio.ensure_future(self._accepted_event.wait())
         await wait_any(accepted_wait, predecessor.end_future)
         accepted_wait.cancel()
@@ -162,12 +160,8 @@ class Handover:
     def _offer(self, link: socket.socket) -> Offer:
         listeners, local = self._listeners, self._local_clients.connections
         sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
-        return Offer(
-            link,
-            {**sockets, "local": local.shared()},
-            listeners.shared_sockets,
-            local.client_listener,
-        )
+        sockets["local"] = local.shared()
+        return Offer(link, sockets, listeners.shared_sockets, local.client_listener)
 
     async def _await_successor_exit(self, successor: HandoverLink) -> None:
         await successor.end_future

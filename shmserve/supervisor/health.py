@@ -53,11 +53,9 @@ class Health:
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
         models_ready = not self._strict or self._registry.all_ready()
-        is_ready = self.has_started and not (self.exiting or self.has_failed) and models_ready
+        ready = self.has_started and not (self.exiting or self.has_failed) and models_ready
         old_health = self._current
-        self._current = HealthChanged(
-            live=not self.has_failed, ready=is_ready, exiting=self.exiting
-        )
+        self._current = HealthChanged(live=not self.has_failed, ready=ready, exiting=self.exiting)
         return self._current != old_health
 
     def update_failures(self) -> bool:
@@ -119,12 +117,11 @@ class Watchdog:
                 async with asyncio.timeout(limit_s / 4):
                     await acknowledgements.until_acknowledged(number)
             except TimeoutError:
-                logger.error(
+                text = (
                     "the service manager is not notified, and ends this server %g s after the "
-                    "last notification, because these processes do not respond: %s",
-                    limit_s,
-                    ", ".join(self._missing_peers(number)),
+                    "last notification, because these processes do not respond: %s"
                 )
+                logger.error(text, limit_s, ", ".join(self._missing_peers(number)))
                 await acknowledgements.until_acknowledged(number)
                 logger.warning("all processes respond again")
             self._manager.alive()

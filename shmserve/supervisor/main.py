@@ -199,8 +199,8 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
-    kept_regions = KeptRegions(manager)
-    regions = RegionRegistry(control, opener, events.publish, kept_regions)
+    kept = KeptRegions(manager)
+    regions = RegionRegistry(control, opener, events.publish, kept)
     regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
@@ -229,7 +229,7 @@ def compose(
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
-    ControlApi(context, regions, kept_regions, handles, models, registry, readiness)
+    ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def refusal_reason() -> str:
         if manager.is_present:
@@ -239,9 +239,9 @@ def compose(
         return ""
 
     end_signals: asyncio.Queue[int] = asyncio.Queue()
+    stop = partial(end_signals.put_nowait, signal.SIGTERM)
     handover = Handover(
-        *(run_dir, listeners, regions, kept_regions, context.local_clients, refusal_reason),
-        partial(end_signals.put_nowait, signal.SIGTERM),
+        run_dir, listeners, regions, kept, context.local_clients, refusal_reason, stop
     )
 
     return Supervisor(

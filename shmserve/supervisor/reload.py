@@ -95,9 +95,7 @@ class RepositoryPoller:
         model = self._registry.models.get(name)
         if not present:
             self._retries.pop(name, None)
-            if model is not None and (
-                model.serving or model.orders or model.has_failed or model.on_demand
-            ):
+            if model and (model.serving or model.orders or model.has_failed or model.on_demand):
                 await self._models.unload(name)
             return
         if self._context.config.load_on_demand and model is None:
@@ -123,13 +121,11 @@ _LOG_FIELDS = {
     **{f"log-{name}": f"log_{name}" for name in ("info", "warning", "error", "format")},
     "log-verbose": "log_verbose_level",
 }
-_SHM_FIELDS = {
-    f"shm-{name}": name.replace("-", "_")
-    for name in (
-        *("max-regions", "max-regions-per-uid", "max-byte-size", "max-byte-size-per-uid"),
-        "sparse-byte-size",
-    )
-}
+_SHM_FLAGS = (
+    *("max-regions", "max-regions-per-uid", "max-byte-size", "max-byte-size-per-uid"),
+    "sparse-byte-size",
+)
+_SHM_FIELDS = {f"shm-{name}": name.replace("-", "_") for name in _SHM_FLAGS}
 RELOADABLE = frozenset({_TOKENS_FLAG, *_SERVER_FIELDS, *_LOG_FIELDS, *_SHM_FIELDS})
 
 
@@ -187,34 +183,25 @@ class Reload:
         """Apply the settings that may change; log them, and the changes that need a restart."""
         context = self._context
         old_config = context.config
-        changed_flags = {
-            name for name, value in config.flags.items() if value != old_config.flags[name]
-        }
+        changed = {name for name, value in config.flags.items() if value != old_config.flags[name]}
         if config.tokens != old_config.tokens:
-            changed_flags.add(_TOKENS_FLAG)
-        applied = changed_flags & RELOADABLE
+            changed.add(_TOKENS_FLAG)
+        applied = changed & RELOADABLE
         # With tokens, listeners may have other addresses.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
-        for name in sorted(changed_flags):
-            change = f"{_format_value(config, name)}, was {_format_value(old_config, name)}"
+        for name in sorted(changed):
+            text = f"{_format_value(config, name)}, was {_format_value(old_config, name)}"
             if name in applied:
-                logger.info("--%s has changed: %s", name, change)
+                logger.info("--%s has changed: %s", name, text)
             else:
-                logger.warning(
-                    "--%s has changed, and takes effect after a restart: %s", name, change
-                )
-        if not changed_flags:
+                logger.warning("--%s has changed, and takes effect after a restart: %s", name, text)
+        if not changed:
             logger.info("no flag has changed")
-        context.config = replace(
-            old_config,
-            flags={
-                name: (config if name in applied else old_config).flags[name]
-                for name in old_config.flags
-            },
-            shm=replace(old_config.shm, **_select_applied(config.shm, _SHM_FIELDS, applied)),
-            **_select_applied(config, {**_SERVER_FIELDS, _TOKENS_FLAG: "tokens"}, applied),
-        )
+        flags = {n: (config if n in applied else old_config).flags[n] for n in old_config.flags}
+        shm = replace(old_config.shm, **_select_applied(config.shm, _SHM_FIELDS, applied))
+        fields = _select_applied(config, {**_SERVER_FIELDS, _TOKENS_FLAG: "tokens"}, applied)
+        context.config = replace(old_config, flags=flags, shm=shm, **fields)
         context.logging.change(_select_applied(config.log, _LOG_FIELDS, applied))
         self._opener.set_limits(context.config.shm)
         if _TOKENS_FLAG in applied:

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmserve.common.tasks import end_all
+from shmserve.common.tasks import end_all, wait_any
 from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
@@ -306,10 +306,8 @@ class Supervisor:
             self.health.exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
-        logger.info(
-            "stopping: requests in flight have at most %d s to finish",
-            context.config.exit_timeout_s,
-        )
+        limit_s = context.config.exit_timeout_s
+        logger.info("stopping: requests in flight have at most %d s to finish", limit_s)
         announce(context, self.health)
         if status == 0:
             await self._finish()
@@ -334,11 +332,7 @@ class Supervisor:
         rejection_s = min(1.0, limit_s / 10)  # time for the rejection of unfinished requests
         drain_task = asyncio.ensure_future(self._drain(limit_s - 2 * rejection_s))
         second_signal = asyncio.ensure_future(self.next_end_signal())
-        await asyncio.wait(
-            {drain_task, second_signal},
-            timeout=limit_s - rejection_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await wait_any(drain_task, second_signal, timeout_s=limit_s - rejection_s)
         is_unfinished = not drain_task.done()
         await end_all(drain_task, second_signal)
         if is_unfinished:

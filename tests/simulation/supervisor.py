@@ -255,7 +255,7 @@ class Supervisor(Process):
         return version is not None and version.former_scheduler is not None
 
     def move(self, model: Model) -> None:
-        """Move the scheduling of a model into its group's process, like `FailOver.move`."""
+        """Move the scheduling of a model into its group's process, like `ModelVersion.regroup`."""
         version = self.serving.get(model.name)
         if version is None or version.former_scheduler is not None or version.is_retiring:
             return

@@ -197,10 +197,7 @@ class OfflineModel:
         return OfflineTensor(name, datatype, dims, size)
 
     def _dataset(
-        self,
-        stack: contextlib.ExitStack,
-        tensors: Sequence[OfflineTensor],
-        addresses: Sequence[int],
+        self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], addresses: list[int]
     ) -> Any:
         acl = self._acl
         dataset = acl.mdl.create_dataset()
@@ -279,9 +276,7 @@ class AscendBackend(Backend):
         self._supports_batching = signature.max_batch_size > 0
         _check(signature, "input", signature.inputs, model.inputs)
         _check(signature, "output", signature.outputs, model.outputs)
-        self._results = [
-            np.empty(tensor.dims, STORAGE_DTYPES[tensor.datatype]) for tensor in model.outputs
-        ]
+        self._results = [np.empty(t.dims, STORAGE_DTYPES[t.datatype]) for t in model.outputs]
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the whole batch once, after copying each request's rows to the device."""
@@ -299,12 +294,10 @@ class AscendBackend(Backend):
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed_names = {
-            name for request in requests for name in (*request.requested, *request.states)
-        }
+        needed = {name for request in requests for name in (*request.requested, *request.states)}
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
-            if tensor.name in needed_names:
+            if tensor.name in needed:
                 result = (
                     self._results[index][:rows] if self._supports_batching else self._results[index]
                 )

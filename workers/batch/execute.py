@@ -126,9 +126,8 @@ class Executor:
         if self._context.spans:
             spans = b"".join(self._context.spans)
             self._context.spans.clear()
-        return BatchFinished(
-            batch.batch, *times, replies, *self._context.copy_counter.take(), has_run, spans
-        )
+        copied = self._context.copy_counter.take()
+        return BatchFinished(batch.batch, *times, replies, *copied, has_run, spans)
 
     # --- warm-up
 
@@ -158,7 +157,7 @@ class Executor:
     def _unpack(
         self, requests: list[WorkerRequest], replies: list[Reply], copy_inputs: bool = False
     ) -> tuple[list[WorkerRequest], list[Request], list[WorkerRequest]]:
-        """Unpack the next requests of a batch, up to `MAX_PART_BYTES` bytes.
+        """Unpack the next requests of a batch, up to `MAX_PART_BYTES`.
 
         Args:
             requests: The requests that have not run yet.
@@ -177,9 +176,8 @@ class Executor:
                 failure: ShmserveError = _CANCELLED
                 if not (open_request.cancelled and self._skips_cancelled):
                     try:
-                        request = self._unpacker.request(
-                            open_request.work, partial(self._link.is_cancelled, open_request)
-                        )
+                        is_cancelled = partial(self._link.is_cancelled, open_request)
+                        request = self._unpacker.request(open_request.work, is_cancelled)
                         byte_size += request.byte_size
                         if byte_size > self._max_part_bytes and part:
                             return part, unpacked, requests[index:]
@@ -251,9 +249,8 @@ class Executor:
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             too_large = len(requests) > 1 and is_out_of_memory(error)
             if too_large:
-                logger.warning(
-                    "a batch of %d requests does not fit into memory (%r)", len(requests), error
-                )
+                text = "a batch of %d requests does not fit into memory (%r)"
+                logger.warning(text, len(requests), error)
             elif len(requests) > 1:
                 logger.warning("a batch failed (%r); its requests are executed one by one", error)
             elif not (is_models_own(error) and self._should_retry(requests[0])):
@@ -290,10 +287,8 @@ class Executor:
             if copy_inputs:
                 self._policy.record_retry(succeeded=not replies[0].code)
                 if self._policy.copies:
-                    logger.warning(
-                        "model '%s' writes into its inputs, so that they are copied from now on",
-                        self._context.model_name,
-                    )
+                    text = "model '%s' writes into its inputs, so that they are copied from now on"
+                    logger.warning(text, self._context.model_name)
         return replies
 
     def _should_retry(self, request: Request) -> bool:

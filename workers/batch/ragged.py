@@ -92,9 +92,7 @@ class Ragged:
         split = self._output_splits.get(name)
         if split is None or split.source not in requests[0].inputs:
             return None
-        shapes = [
-            self._part_shape(split.dims, request.inputs[split.source].shape) for request in requests
-        ]
+        shapes = [self._part_shape(split.dims, r.inputs[split.source].shape) for r in requests]
         expected_count = sum(map(element_count, shapes))
         if element_count(shape) != expected_count:
             raise Internal(
@@ -104,11 +102,9 @@ class Ragged:
         return shapes
 
     def _part_shape(self, dims: Shape, source: Shape) -> Shape:
-        batch_dim, item_shape = (
-            (source[:1], source[1:]) if self._supports_batching else ((), source)
-        )
+        batch, item_shape = (source[:1], source[1:]) if self._supports_batching else ((), source)
         sizes = zip(dims, item_shape, strict=True)
-        return (*batch_dim, *(size if dim == -1 else dim for dim, size in sizes))
+        return (*batch, *(size if dim == -1 else dim for dim, size in sizes))
 
 
 def generated_inputs(config: ModelSpec) -> list[TensorSpec]:
@@ -183,14 +179,8 @@ class Padder:
             target = pad.padded_shape(largest) or largest
             padded.true_shapes[name], padded.padded_shapes[name] = shapes, target
             self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
-            _replace_inputs(
-                requests,
-                inputs,
-                name,
-                inputs[0].datatype,
-                _padded_batch(pad, inputs, target),
-                target,
-            )
+            padded_bytes = _padded_batch(pad, inputs, target)
+            _replace_inputs(requests, inputs, name, inputs[0].datatype, padded_bytes, target)
             if pad.lengths:
                 rows = [item.shape[0] for item in inputs]
                 lengths = _byte_view(np.repeat(np.array(shapes, np.int64), rows, axis=0))
@@ -211,11 +201,8 @@ class Padder:
                 if rule is None or rule.source not in padded.true_shapes:
                     continue
                 source = rule.source
-                slices = rule.true_slices(
-                    output.shape,
-                    padded.true_shapes[source][request_index],
-                    padded.padded_shapes[source],
-                )
+                shape = padded.true_shapes[source][request_index]
+                slices = rule.true_slices(output.shape, shape, padded.padded_shapes[source])
                 if slices is None:
                     response.error = Internal(
                         f"inference output '{output.name}' has the shape "

@@ -241,9 +241,7 @@ class Request:
         """
         if self.is_aliased:
             return None
-        return next(
-            (item.memory_range for item in self.inputs.values() if item.array is array), None
-        )
+        return next((i.memory_range for i in self.inputs.values() if i.array is array), None)
 
 
 _NO_RANGES: dict[str, Range] = {}
@@ -277,7 +275,8 @@ class _RequestProperties:
 class Unpacker:
     """A converter of `Work` messages to the `Request`s of one model.
 
-    With `device_inputs`, inputs in device memory stay there. Otherwise they are copied to the host.
+    With `_device_inputs`, inputs in device memory stay there. Otherwise they are copied to the
+    host.
     """
 
     _signature: Signature
@@ -318,22 +317,20 @@ class Unpacker:
         model = self._signature.name
         byte_size = 0
         shared: list[Range] = []
-        for (name, datatype, shape, expected_size), raw in zip(
-            properties.inputs, data, strict=False
-        ):
+        for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
                 copy = memoryview(bytearray(raw))
                 size = copy.nbytes
-                if expected_size not in (size, -1):
-                    raise self._size_error(name, expected_size, size)
+                if expected not in (size, -1):
+                    raise self._size_error(name, expected, size)
                 self._copy_counter.inputs += size
                 inputs[name] = Input(name, datatype, shape, copy, None, model)
             else:
                 memory_range = unpack_range(raw)
                 size = memory_range.byte_size
-                if expected_size not in (size, -1):
-                    raise self._size_error(name, expected_size, size)
+                if expected not in (size, -1):
+                    raise self._size_error(name, expected, size)
                 inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
                 shared += [memory_range]
             byte_size += size
@@ -373,11 +370,9 @@ class Unpacker:
         requested = self._all_outputs
         if schema.outputs:
             requested = {output.name: output for output in schema.outputs}
-        placed_outputs = [output.name for output in schema.outputs if output.placed]
+        placed = [output.name for output in schema.outputs if output.placed]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        return _RequestProperties(
-            schema, inputs, batch_size, requested, placed_outputs, string_inputs
-        )
+        return _RequestProperties(schema, inputs, batch_size, requested, placed, string_inputs)
 
     def _as_model_sees(self, tensor: TensorSchema) -> TensorSchema:
         """Return an input with the shape that the model receives.
@@ -388,9 +383,8 @@ class Unpacker:
         spec = self._signature.inputs.get(tensor.name)
         shape = tensor.shape
         if spec is None or (self._supports_batching and not shape):
-            raise InvalidArgument(
-                f"unexpected inference input '{tensor.name}' for model '{self._signature.name}'"
-            )
+            text = f"unexpected inference input '{tensor.name}' for model '{self._signature.name}'"
+            raise InvalidArgument(text)
         if spec.reshape is None:
             return tensor
         return tensor._replace(shape=model_shape(spec, shape, self._supports_batching))

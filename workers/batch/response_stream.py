@@ -45,9 +45,8 @@ class MetricsReports:
     def __init__(
         self, collect_changes: Callable[[], list[list[Any]] | None], link: InstanceLink
     ) -> None:
-        self._collect_changes = (
-            collect_changes  # returns all families if there was a change since the last call
-        )
+        # Returns all families if there was a change since the last call.
+        self._collect_changes = collect_changes
         self._link = link
         self._last_report: MetricsReported | None = None
         self._next_report_s = 0.0
@@ -69,9 +68,8 @@ class MetricsReports:
 
     def _send(self) -> None:
         now = time.monotonic()
-        self._tokens = min(
-            _BURST_REPORTS, self._tokens + (now - self._refilled_s) / _REPORT_INTERVAL_S
-        )
+        refill = (now - self._refilled_s) / _REPORT_INTERVAL_S
+        self._tokens = min(_BURST_REPORTS, self._tokens + refill)
         self._refilled_s = now
         if self._tokens < 1:
             return

@@ -137,9 +137,7 @@ class Gatherer:
         first_range = inputs[0].memory_range
         if first_range is None:
             batch_bytes = inputs[0].batch
-            parts = [
-                item.raw for item in inputs if batch_bytes is not None and item.batch is batch_bytes
-            ]
+            parts = [i.raw for i in inputs if batch_bytes is not None and i.batch is batch_bytes]
             return batch_bytes if parts and sum(map(len, parts)) == len(batch_bytes) else None
         end = first_range.offset
         for item in inputs:
@@ -151,9 +149,8 @@ class Gatherer:
             ):
                 return None
             end += memory_range.byte_size
-        return self._mappings.view(
-            Range(first_range.memory, first_range.offset, end - first_range.offset)
-        )
+        memory, start = first_range.memory, first_range.offset
+        return self._mappings.view(Range(memory, start, end - start))
 
     def _buffer(self, name: str, byte_size: int, capacity: int) -> memoryview:
         buffer = self._buffers.get(name)
@@ -166,9 +163,9 @@ class Gatherer:
 def buffer_capacity(byte_size: int, rows: int, max_rows: int) -> int:
     """Return the capacity of a buffer whose first batch has `byte_size` bytes and `rows` rows.
 
-    The capacity suffices for the largest batch of such rows, up to `_MAX_RESERVED_BYTES`.
-    The buffer then grows only if rows become larger. A larger buffer has at most a quarter more
-    than its batch, so that it rarely grows.
+    The capacity is that of the largest batch of such rows, if this is at most
+    `_MAX_RESERVED_BYTES`. The buffer then grows only if rows become larger. A larger buffer has at
+    most a quarter more than its batch, so that it rarely grows.
 
     >>> buffer_capacity(1000, 2, 8)
     4000
@@ -257,9 +254,8 @@ class Runner:
         self._copy_counter = context.copy_counter
         if "torch" in sys.modules:  # imported at load instead of in the first request
             importlib.import_module("shmserve.workers.memory.tensors")
-        self._gatherer = Gatherer(
-            signature, context.mappings, self._device.host_buffer, context.copy_counter
-        )
+        mappings, counter = context.mappings, context.copy_counter
+        self._gatherer = Gatherer(signature, mappings, self._device.host_buffer, counter)
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """Return the memory plan of `model`, and allocate its buffers; None if shapes vary."""
@@ -324,12 +320,10 @@ class Runner:
     def _torch_input(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
         # Inputs in host memory are copied to a device anyway.
         first_input = requests[0].inputs[name]
-        is_aliased = (
-            not self._device.needs_copies or first_input.on_device
-        ) and not first_input.writable
-        raw, shape, is_view = self._gatherer.gather(
-            name, requests, is_aliased and not self._passes_views
-        )
+        in_place = not self._device.needs_copies or first_input.on_device
+        is_aliased = in_place and not first_input.writable
+        may_view = is_aliased and not self._passes_views
+        raw, shape, is_view = self._gatherer.gather(name, requests, may_view)
         from shmserve.workers.memory.tensors import as_torch
 
         tensor = as_torch(datatype, shape, raw)
@@ -350,15 +344,11 @@ class Runner:
     def _detect_writes(self) -> None:
         has_written = any(tensor._version != version for tensor, version in self._watched_tensors)
         # Writes that bypass torch, as through `x.numpy()`, do not change the version.
-        has_written = has_written or any(
-            raw.tobytes() != original for raw, original in self._original_bytes
-        )
+        has_written = has_written or any(raw.tobytes() != old for raw, old in self._original_bytes)
         if self._watched_tensors:
             if has_written and (self._passes_views or self._is_learning):
-                logger.warning(
-                    "model '%s' writes into its inputs, so that they are copied from now on",
-                    self._signature.name,
-                )
+                text = "model '%s' writes into its inputs, so that they are copied from now on"
+                logger.warning(text, self._signature.name)
             self._passes_views = not has_written
             self._is_learning = False
         self._clear_watched_inputs()
@@ -383,9 +373,8 @@ class Runner:
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         states = [self._fetch_state(name, outputs, requests) for name in requests[0].states]
         if len(requests) == 1:
-            return [
-                Response([self._split(item, requests)[0] for item in batch_outputs], states=states)
-            ]
+            first_parts = [self._split(item, requests)[0] for item in batch_outputs]
+            return [Response(first_parts, states=states)]
         parts = [self._split(item, requests) for item in batch_outputs]
         state_rows = [
             [state._replace(data=state.data[rows]) for rows in row_slices]
@@ -405,9 +394,8 @@ class Runner:
             if item.datatype == "BYTES" or (name in self._numpy_inputs and not item.on_device):
                 inputs[name] = item.numpy()
             elif name in self._numpy_inputs:
-                inputs[name] = np.ndarray(
-                    item.shape, STORAGE_DTYPES[item.datatype], _to_host(item.raw)
-                )
+                dtype = STORAGE_DTYPES[item.datatype]
+                inputs[name] = np.ndarray(item.shape, dtype, _to_host(item.raw))
             else:
                 inputs[name] = item.torch().to(self._device.torch)
         self._add_ragged(inputs, [request])

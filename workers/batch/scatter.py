@@ -86,11 +86,8 @@ def _is_repeatable(ready_outputs: list[ReadyOutput], request: Request, response:
 def _destination(item: ReadyOutput, request: Request) -> _Destination:
     """Return the destination of a written output that is not in the worker's arena."""
     if item.returned_range is not None:
-        return next(
-            name
-            for name, source in request.inputs.items()
-            if source.memory_range is item.returned_range
-        )
+        sources = request.inputs.items()
+        return next(n for n, source in sources if source.memory_range is item.returned_range)
     return "" if item.name in request.memory_ranges else None
 
 
@@ -161,10 +158,8 @@ class Scatterer:
                 if data.nbytes != memory_range.byte_size:
                     memory_range = _used_range(output.name, memory_range, data.nbytes)
                 is_host_array = type(data) is np.ndarray and memory_range.memory.cuda is None
-                self._write_to(
-                    memory_range,
-                    data if is_host_array else _host_or_device_array(output, memory_range),
-                )
+                content = data if is_host_array else _host_or_device_array(output, memory_range)
+                self._write_to(memory_range, content)
             else:
                 source_range = inputs[source].memory_range
                 assert source_range is not None
@@ -190,15 +185,8 @@ class Scatterer:
             text = text if len(text) < budget else ""
             budget -= len(text)
             shape = ",".join(map(str, tensor.shape))
-            span_fields = (
-                context.span_id,
-                output is tensor,
-                tensor.name,
-                tensor.datatype,
-                shape,
-                text,
-            )
-            spans.append(TracedTensor(*span_fields).packed())
+            fields = (context.span_id, output is tensor, tensor.name, tensor.datatype, shape, text)
+            spans.append(TracedTensor(*fields).packed())
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
         """Write a response of any kind; with a `key`, store the destinations for its kind."""
@@ -212,9 +200,7 @@ class Scatterer:
         if request.is_aliased and len(ready_outputs) > 1:
             ready_outputs = [_detach(item, request) for item in ready_outputs]
         memory_ranges = request.memory_ranges
-        message_bytes = sum(
-            [item.byte_size for item in ready_outputs if item.name not in memory_ranges]
-        )
+        message_bytes = sum([i.byte_size for i in ready_outputs if i.name not in memory_ranges])
         inline = message_bytes <= INLINE_LIMIT
         claimed_offsets: list[int] = []
         try:
@@ -231,10 +217,8 @@ class Scatterer:
         except BaseException:
             self._context.output_memory.free_unused(claimed_offsets)
             raise
-        refs = [
-            TensorRef(*item[:3], location)
-            for item, location in zip(ready_outputs, data, strict=True)
-        ]
+        pairs = zip(ready_outputs, data, strict=True)
+        refs = [TensorRef(*item[:3], location) for item, location in pairs]
         schema = pack_response_schema(refs, response.parameters)
         if (
             key is not None
@@ -243,10 +227,8 @@ class Scatterer:
         ):
             if len(request.response_kinds) >= _MAX_RESPONSE_KINDS:
                 request.response_kinds.clear()
-            request.response_kinds[key] = (
-                schema,
-                [_destination(item, request) for item in ready_outputs],
-            )
+            destinations = [_destination(item, request) for item in ready_outputs]
+            request.response_kinds[key] = (schema, destinations)
         return schema, pack_data(data)
 
     def _handle_missing(self, request: Request, returned: set[str]) -> None:
@@ -257,16 +239,12 @@ class Scatterer:
         missing_outputs = [name for name in request.requested if name not in returned]
         for name in missing_outputs:
             if name in request.memory_ranges:
-                self._write_to(
-                    request.memory_ranges[name], bytes(request.memory_ranges[name].byte_size)
-                )
+                memory_range = request.memory_ranges[name]
+                self._write_to(memory_range, bytes(memory_range.byte_size))
         if self._expects_all:
             self._expects_all = False  # reported only once
-            logger.warning(
-                "model '%s' did not return the requested outputs %s (logged once)",
-                self._signature.name,
-                ", ".join(missing_outputs),
-            )
+            text = "model '%s' did not return the requested outputs %s (logged once)"
+            logger.warning(text, self._signature.name, ", ".join(missing_outputs))
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> ReadyOutput:
         memory_range, returned_range = request.memory_ranges.get(output.name), None
@@ -334,17 +312,15 @@ class Scatterer:
             return item.data if isinstance(item.data, bytes) else item.data.tobytes()
         return self._put_in_arena(item, client_pid, claimed_offsets)
 
-    def _put_in_arena(
-        self, item: ReadyOutput, client_pid: int, claimed_offsets: list[int]
-    ) -> Range:
+    def _put_in_arena(self, item: ReadyOutput, pid: int, claimed_offsets: list[int]) -> Range:
         memory = self._context.output_memory
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
-            claimed = memory.claim(client_pid, address, item.byte_size)
+            claimed = memory.claim(pid, address, item.byte_size)
             if claimed is not None:  # the model computed the output in this block
                 claimed_offsets.append(claimed.offset)
                 return claimed
-        memory_range, view = memory.allocate(client_pid, item.byte_size)
+        memory_range, view = memory.allocate(pid, item.byte_size)
         claimed_offsets.append(memory_range.offset)
         self._context.copy_counter.outputs += self._write(view, item.data)
         return memory_range
@@ -355,9 +331,8 @@ class Scatterer:
         if memory_range.memory.cuda is not None:
             self._write_to_device(memory_range, data, memory_range.memory.cuda.device)
         elif memory_range.memory.copied:
-            context.mappings.write(
-                memory_range, data if isinstance(data, bytes) else data.tobytes()
-            )
+            content = data if isinstance(data, bytes) else data.tobytes()
+            context.mappings.write(memory_range, content)
             context.copy_counter.outputs += memory_range.byte_size
         else:
             context.copy_counter.outputs += self._write(context.mappings.view(memory_range), data)
@@ -371,9 +346,8 @@ class Scatterer:
             from shmserve.workers.memory.tensors import as_bytes
 
             data = as_bytes(bytearray(data))
-        self._context.copy_counter.outputs += self._context.device_memory.write(
-            destination, data, device
-        )
+        written = self._context.device_memory.write(destination, data, device)
+        self._context.copy_counter.outputs += written
 
     def _write(self, destination: memoryview, data: Any) -> int:
         """Write bytes or an array to a destination; return the number of copied bytes."""
@@ -462,11 +436,11 @@ def _as_tensor(output: Output) -> Any:
     if isinstance(output.data, np.ndarray):
         array = np.ascontiguousarray(_host_array(output))
         return as_torch(output.datatype, array.shape, bytearray(array))
-    datatype = PROTOCOL_DATATYPES.get(output.data.dtype)
-    if datatype != output.datatype:
-        raise Internal(
+    if PROTOCOL_DATATYPES.get(output.data.dtype) != output.datatype:
+        text = (
             f"inference output '{output.name}' is {output.data.dtype}, expected {output.datatype}"
         )
+        raise Internal(text)
     return output.data
 
 
@@ -489,8 +463,7 @@ def _host_array(output: Output) -> Array:
     if data.dtype == dtype:
         return data
     if data.dtype.newbyteorder("=") != dtype:
-        raise Internal(
-            f"inference output '{name}' was given as {data.dtype}, which is not {datatype}"
-        )
+        text = f"inference output '{name}' was given as {data.dtype}, which is not {datatype}"
+        raise Internal(text)
     native: Array = data.astype(dtype)
     return native

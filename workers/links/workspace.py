@@ -80,9 +80,8 @@ class Workspace:
         if was_used and memory_range.memory.cuda is not None:
             # The next lease may be another process's, whose work is not ordered with this work.
             self._synchronize(memory_range.memory.cuda.device)
-        self._control.send(
-            ReturnWorkspace(self._device, memory_range.memory.id, memory_range.offset)
-        )
+        memory, offset = memory_range.memory, memory_range.offset
+        self._control.send(ReturnWorkspace(self._device, memory.id, offset))
 
 
 class LeasedWorkspace:

@@ -29,6 +29,8 @@ from shmserve.workers.user_code import describe_error
 if TYPE_CHECKING:
     import torch
 
+_CANNOT_OPEN = "a client's memory on device %d cannot be opened: %s"
+
 
 class DeviceLost(Exception):
     """An error after which this process cannot use its device; it must be restarted."""
@@ -180,9 +182,7 @@ class DeviceMemory:
             pointer = cuda.open(handle.raw, handle.device)
             self._working_devices.add(handle.device)
         except CudaError as error:
-            logger.warning(
-                "a client's memory on device %d cannot be opened: %s", handle.device, error
-            )
+            logger.warning(_CANNOT_OPEN, handle.device, error)
             self._check_device(cuda, handle.device)
             raise InvalidArgument(
                 "the CUDA handle of a shared memory region cannot be opened: its owner has exited, "
@@ -192,12 +192,9 @@ class DeviceMemory:
             base, byte_size = cuda.extent(pointer, handle.device)
         except CudaError as error:
             cuda.close(pointer, handle.device)
-            logger.warning(
-                "a client's memory on device %d cannot be opened: %s", handle.device, error
-            )
-            raise InvalidArgument(
-                "the CUDA handle of a shared memory region does not refer to an allocation"
-            ) from None
+            logger.warning(_CANNOT_OPEN, handle.device, error)
+            text = "the CUDA handle of a shared memory region does not refer to an allocation"
+            raise InvalidArgument(text) from None
         allocation = Allocation(pointer, base + byte_size - pointer, handle.device)
         # A thread of the model may drop the last reference: the loop closes the handle later.
         weakref.finalize(

@@ -58,12 +58,9 @@ class MemoryPlan:
         specs = [*signature.inputs.values(), *signature.outputs.values()]
         if not specs or not all(map(_has_fixed_size, specs)):
             return None
-        return cls(
-            weights,
-            {spec.name: _row_bytes(spec) for spec in signature.inputs.values()},
-            {spec.name: _row_bytes(spec) for spec in signature.outputs.values()},
-            buckets(config),
-        )
+        inputs = {spec.name: _row_bytes(spec) for spec in signature.inputs.values()}
+        outputs = {spec.name: _row_bytes(spec) for spec in signature.outputs.values()}
+        return cls(weights, inputs, outputs, buckets(config))
 
     @property
     def rows(self) -> int:
@@ -125,8 +122,7 @@ def buckets(config: ModelSpec) -> tuple[int, ...]:
 
 
 def _has_fixed_size(spec: TensorSpec) -> bool:
-    varies = spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype]
-    return spec.static and not varies
+    return spec.static and not (spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype])
 
 
 def _row_bytes(spec: TensorSpec) -> int:

@@ -103,7 +103,7 @@ class PortFacts(NamedTuple):
 
 def gather_ports(config: ServerConfig) -> PortFacts:
     """Collect the facts about the listeners' addresses, by opening each for a moment."""
-    free, refused_ports = [], []
+    free, refused = [], []
     for _, address, port, flag in tcp_listeners(config):
         endpoint = f"{address}:{port}"
         try:
@@ -112,32 +112,21 @@ def gather_ports(config: ServerConfig) -> PortFacts:
             free.append(endpoint)
         except InvalidArgument as error:
             pids = tuple(pid for pid, _ in port_users(port))
-            refused_ports.append((endpoint, error.message, pids))
-    return PortFacts(
-        tuple(free), tuple(refused_ports), server_pid(configured_run_directory(config))
-    )
+            refused.append((endpoint, error.message, pids))
+    return PortFacts(tuple(free), tuple(refused), server_pid(configured_run_directory(config)))
 
 
 def judge_ports(ports: PortFacts) -> Verdict:
     """Return WRONG if a port is unavailable, since a server does not start without one of them."""
-    problems = [
-        error
-        for _, error, pids in ports.refused
-        if not ports.server_pid or ports.server_pid not in pids
-    ]
+    server = ports.server_pid
+    problems = [error for _, error, pids in ports.refused if not server or server not in pids]
     if problems:
-        return wrong(
-            "; ".join(problems), "stop the process that listens there, or choose another port"
-        )
+        fix = "stop the process that listens there, or choose another port"
+        return wrong("; ".join(problems), fix)
     in_use = [endpoint for endpoint, *_ in ports.refused]
-    states = (
-        (ports.free, "free"),
-        (in_use, f"in use by the running server (pid {ports.server_pid})"),
-    )
-    finding = "; ".join(
-        f"{', '.join(endpoints)}: {state}" for endpoints, state in states if endpoints
-    )
-    return ok(finding or "all listeners are disabled")
+    states = {"free": ports.free, f"in use by the running server (pid {server})": in_use}
+    parts = [f"{', '.join(endpoints)}: {state}" for state, endpoints in states.items() if endpoints]
+    return ok("; ".join(parts) or "all listeners are disabled")
 
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
@@ -161,10 +150,8 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
         if world_writable:
-            finding = (
-                f"every user can write to {path}, and the code of its models runs as this user"
-            )
-            return warning(finding, f"chmod o-w {shlex.quote(path)}")
+            text = f"every user can write to {path}, and the code of its models runs as this user"
+            return warning(text, f"chmod o-w {shlex.quote(path)}")
         if not folders:
             return warning(f"{path} contains no model", "add a folder for each model")
     summary = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
@@ -206,19 +193,15 @@ def gather_peer(config: ServerConfig, pid: int) -> tuple[ServerFacts, PeerFacts]
     server = server_pid(run_dir)
     devices = cuda_devices(config.visible_devices)
     server_process = _gather_process(server or os.getpid(), run_dir)
-    return ServerFacts(server_process, bool(server), config.shm.group, devices), _gather_process(
-        pid, run_dir
-    )
+    facts = ServerFacts(server_process, bool(server), config.shm.group, devices)
+    return facts, _gather_process(pid, run_dir)
 
 
 def _gather_process(pid: int, run_dir: Path) -> PeerFacts:
     folder = Path(f"/proc/{pid}")
     try:
-        status_lines = (folder / "status").read_text().splitlines()
-        status = {
-            name: values.split()
-            for name, _, values in (line.partition(":") for line in status_lines)
-        }
+        lines = (line.partition(":") for line in (folder / "status").read_text().splitlines())
+        status = {name: values.split() for name, _, values in lines}
         variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
         environment = dict(text.split("=", 1) for text in variables if "=" in text)
         paths = {"/dev/shm": "root/dev/shm", "run directory": f"root{run_dir}"}
@@ -248,12 +231,8 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verdict]]:
     """Yield the name and verdict of each check of a peer."""
-    server_process = server.process
-    different_kinds = {
-        name
-        for name, identity in peer.identities.items()
-        if identity != server_process.identities[name]
-    }
+    own = server.process.identities
+    different_kinds = {name for name, identity in peer.identities.items() if identity != own[name]}
     yield "peer's /dev/shm", _judge_peer_shm(different_kinds)
     yield "peer's user", _judge_peer_user(server, peer, different_kinds)
     yield "peer's run dir", _judge_peer_run_directory(server, different_kinds)
@@ -276,16 +255,13 @@ def _judge_peer_user(server: ServerFacts, peer: PeerFacts, different_kinds: set[
         return warning("different user namespace: uids differ", "docker run --userns=host")
     if peer.uid == server.process.uid:
         return ok(f"uid {peer.uid}, same as the server's")
-    finding = f"uid {peer.uid}, and the server has uid {server.process.uid}"
+    text = f"uid {peer.uid}, and the server has uid {server.process.uid}"
     if server.process.uid == 0:
-        return ok(f"{finding}, which can open all objects")
+        return ok(f"{text}, which can open all objects")
     if server.group in peer.groups:
-        return ok(
-            f"{finding}; it is in --shm-group, which must be able to read and write its objects"
-        )
-    return wrong(
-        f"{finding}, which may not open its objects", "run both as one user, or set --shm-group"
-    )
+        return ok(f"{text}; it is in --shm-group, which must be able to read and write its objects")
+    fix = "run both as one user, or set --shm-group"
+    return wrong(f"{text}, which may not open its objects", fix)
 
 
 def _judge_peer_run_directory(server: ServerFacts, different_kinds: set[str]) -> Verdict:
@@ -315,10 +291,8 @@ def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, different_kinds: s
         fix = "run both with docker run --ipc=host --pid=host"
         return warning(f"different {spaces} namespace, so CUDA handles cannot be opened", fix)
     if peer.visible_devices != server.process.visible_devices:
-        server_devices = server.process.visible_devices
-        finding = (
-            f"its CUDA_VISIBLE_DEVICES is {peer.visible_devices}, the server's {server_devices}"
-        )
+        devices = server.process.visible_devices
+        finding = f"its CUDA_VISIBLE_DEVICES is {peer.visible_devices}, the server's {devices}"
         fix = (
             "use the same value for both, or send the device's UUID with a handle, as "
             "shmserve.client does"

@@ -143,10 +143,8 @@ def judge_files(facts: tuple[int, int]) -> Verdict:
     if limit < fd_limits.MIN_FDS:
         return wrong(f"{finding}, but at least {fd_limits.MIN_FDS} are required", _FILE_LIMIT_FIX)
     if (regions_limit := fd_limits.regions_share(limit)) < regions:
-        return warning(
-            f"{finding}, enough for {regions_limit} regions, but --shm-max-regions is {regions}",
-            _FILE_LIMIT_FIX,
-        )
+        text = f"{finding}, enough for {regions_limit} regions, but --shm-max-regions is {regions}"
+        return warning(text, _FILE_LIMIT_FIX)
     return ok(finding)
 
 
@@ -161,9 +159,8 @@ def judge_tasks(limit: int) -> Verdict:
     """Require enough processes and threads for models."""
     if 0 <= limit < _MIN_TASKS:
         fix = "raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit"
-        finding = (
-            f"at most {limit} processes and threads, enough for {limit // _TASKS_PER_MODEL} models"
-        )
+        models = limit // _TASKS_PER_MODEL
+        finding = f"at most {limit} processes and threads, enough for {models} models"
         return warning(finding, fix)
     return ok("no limit" if limit < 0 else f"at most {limit} processes and threads")
 
@@ -242,12 +239,10 @@ def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     """Require a fast clock, which is read about ten times for each request."""
     clock_time, installed, source = facts
     if clock_time < installed - _DAY_S:
-        finding = (
-            "the time is before the installation of shmserve: certificates may not be valid yet"
-        )
-        return warning(finding, "timedatectl set-ntp true")
+        text = "the time is before the installation of shmserve: certificates may not be valid yet"
+        return warning(text, "timedatectl set-ntp true")
     if source not in _FAST_CLOCKS and not source.startswith("hyperv"):
-        finding = f"{source}, which takes microseconds for each reading"
+        text = f"{source}, which takes microseconds for each reading"
         fix = "set clocksource=tsc on the kernel's command line if that clock is stable"
-        return warning(finding, fix)
+        return warning(text, fix)
     return ok(source or "the kernel names no clock source")

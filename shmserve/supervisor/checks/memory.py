@@ -83,9 +83,8 @@ def judge_shm(shm: ShmFolder) -> Verdict:
         finding = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
         return wrong(finding, _MOUNT_COMMAND)
     if not shm.writable:
-        return wrong(
-            "this user cannot create an object in it", f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
-        )
+        fix = f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
+        return wrong("this user cannot create an object in it", fix)
     finding = f"{megabytes(shm.size)}, {megabytes(shm.free)} free"
     if shm.mode != 0o1777:
         return warning(f"has mode {shm.mode:04o}; {finding}", "chmod 1777 /dev/shm")
@@ -113,10 +112,8 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
             is_own = user in (0, status.st_uid)
             if is_own and status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
-    used_files = _used_files() if large else set()
-    objects = (
-        ShmObject(name, size, uid, f"{_SHM}/{name}" in used_files) for name, size, uid in large
-    )
+    used = _used_files() if large else set()
+    objects = (ShmObject(name, size, uid, f"{_SHM}/{name}" in used) for name, size, uid in large)
     return sorted(objects, key=attrgetter("byte_size"), reverse=True)
 
 
@@ -139,10 +136,7 @@ def judge_objects(objects: list[ShmObject]) -> Verdict:
     unused = [shm_object for shm_object in objects if not shm_object.in_use]
     total = megabytes(sum(shm_object.byte_size for shm_object in unused or objects))
     if unused:
-        examples = (
-            f"{shm_object.name} ({megabytes(shm_object.byte_size)}, uid {shm_object.uid})"
-            for shm_object in unused[:3]
-        )
+        examples = (f"{shm.name} ({megabytes(shm.byte_size)}, uid {shm.uid})" for shm in unused[:3])
         ellipsis = ", ..." if unused[3:] else ""
         finding = f"{len(unused)} objects ({total}) that no visible process uses: "
         fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{ellipsis}"
@@ -174,9 +168,8 @@ def judge_memory(facts: tuple[int, int, int]) -> Verdict:
             "they register it"
         )
         return warning(finding, fix)
-    return ok(
-        f"{megabytes(limit)}, {'all of the host' if limit == host else 'the limit memory.max'}"
-    )
+    source = "all of the host" if limit == host else "the limit memory.max"
+    return ok(f"{megabytes(limit)}, {source}")
 
 
 def gather_locked(config: ServerConfig) -> tuple[int, bool]:
@@ -219,18 +212,13 @@ class DeviceList(NamedTuple):
 def gather_devices(config: ServerConfig) -> DeviceList:
     """Collect the facts about accelerators from files, without opening a device."""
     visible_devices, devices = config.visible_devices, accelerators()
-    nodes = map(
-        str, Path("/dev").glob("nvidia[0-9]*" if devices.kind == "cuda" else "davinci[0-9]*")
-    )
+    pattern = "nvidia[0-9]*" if devices.kind == "cuda" else "davinci[0-9]*"
+    nodes = map(str, Path("/dev").glob(pattern))
     version = _DRIVER_FOLDER / "version"
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.is_file() else None
+    visible_count = accelerators(visible=visible_devices).count
     return DeviceList(
-        *(
-            devices.kind,
-            devices.count,
-            accelerators(visible=visible_devices).count,
-            visible_devices,
-        ),
+        *(devices.kind, devices.count, visible_count, visible_devices),
         inaccessible=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
         driver=driver[0] if driver else "",
         gpus=tuple(sorted(map(_describe_gpu, _DRIVER_FOLDER.glob("gpus/*/information")))),
@@ -265,10 +253,8 @@ def judge_devices(devices: DeviceList) -> Verdict:
     if devices.kind == "cuda" and not devices.driver:
         return wrong(f"{finding}, but no driver is loaded", "run modprobe nvidia")
     if devices.torch is None:
-        return warning(
-            f"{finding}, but torch, which models need for them, is not installed",
-            how_to_install("torch", "torch"),
-        )
+        text = f"{finding}, but torch, which models need for them, is not installed"
+        return warning(text, how_to_install("torch", "torch"))
     if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
         fix = "install a torch built for CUDA (https://pytorch.org/get-started)"
         return warning(f"{finding}, but torch {devices.torch} is built for CPUs only", fix)
@@ -303,9 +289,8 @@ def gather_sharing(config: ServerConfig) -> DeviceSharing:
             _PROBE_COMMAND, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
         )
         failure = result.stderr.strip()[-300:] if result.returncode else ""
-    return DeviceSharing(
-        has_bindings, ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES), failure
-    )
+    allocator = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    return DeviceSharing(has_bindings, allocator, failure)
 
 
 def judge_sharing(sharing: DeviceSharing) -> Verdict:
@@ -313,14 +298,12 @@ def judge_sharing(sharing: DeviceSharing) -> Verdict:
     if sharing.failure is None:
         return ok("not used: there is no CUDA device")
     if not sharing.has_bindings:
-        return warning(
-            "not available: cuda-bindings is not installed", "pip install 'shmserve[cuda]'"
-        )
+        fix = "pip install 'shmserve[cuda]'"
+        return warning("not available: cuda-bindings is not installed", fix)
     if sharing.failure:
         fix = "use docker run --ipc=host --pid=host; WSL and Jetson do not support CUDA IPC"
-        return warning(
-            f"a test could not share memory between two processes: {sharing.failure}", fix
-        )
+        text = f"a test could not share memory between two processes: {sharing.failure}"
+        return warning(text, fix)
     if "expandable_segments:true" in sharing.allocator.lower().replace(" ", ""):
         fix = f"unset it in {_ALLOCATOR_VARIABLES[0]}, or allocate memory with shmserve.client"
         return warning("memory that torch allocates with expandable_segments cannot be shared", fix)
@@ -349,9 +332,8 @@ def read_memory(handle: bytes) -> bytes:
 def probe() -> str | None:
     """Return the reason why device memory could not be shared, or None, for `sys.exit`."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*_PROBE_COMMAND, "export"], stdin=pipe, stdout=pipe, text=True
-    ) as exporter:
+    command = [*_PROBE_COMMAND, "export"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as exporter:
         assert exporter.stdout is not None
         line = exporter.stdout.readline().strip()
         try:

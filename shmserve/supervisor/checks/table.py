@@ -67,9 +67,8 @@ def check_at_start(config: ServerConfig) -> None:
     Raises:
         InvalidArgument: A server would be useless.
     """
-    for check, (state, finding, fix) in run_checks(
-        config, (candidate for candidate in CHECKS if candidate.at_start)
-    ):
+    checks = (check for check in CHECKS if check.at_start)
+    for check, (state, finding, fix) in run_checks(config, checks):
         text = f"{check.name}: {finding} ({fix})"
         if state == WRONG and check.at_start == "refuse":
             raise InvalidArgument(text)

@@ -178,9 +178,7 @@ class EventPublisher:
         topics = sorted(set(TOPICS.values()))
         self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
 
-    def _send(
-        self, topic: str, sequence: int, events: Iterable[Any], time_ns: int | None = None
-    ) -> None:
+    def _send(self, topic: str, sequence: int, events: Iterable[Any], time_ns: int = 0) -> None:
         if self._socket is not None:
             header = EventHeader(sequence, time_ns or time.time_ns())
             self._socket.send(topic.encode(), pack((header, *events)))

@@ -87,9 +87,8 @@ class StartupReport:
                 self._report(model, state)
         loading = [model for model, state in self._states.items() if state == "loading"]
         completed, total = len(self._states) - len(loading), len(self._states)
-        self._write(
-            f"[{completed}/{total} models] loading {', '.join(loading)}"[:110] if loading else ""
-        )
+        line = f"[{completed}/{total} models] loading {', '.join(loading)}"
+        self._write(line[:110] if loading else "")
 
     def _report(self, model: str, state: str) -> None:
         started_at = self._started_at.setdefault(model, time.monotonic())
@@ -118,10 +117,8 @@ def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
     flat = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in flat) for i in range(3)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    head, *lines = (
-        "|" + "|".join(f" {c:<{w}} " for c, w in zip(row, widths, strict=True)) + "|"
-        for row in flat
-    )
+    cells = ([f" {c:<{w}} " for c, w in zip(row, widths, strict=True)] for row in flat)
+    head, *lines = (f"|{'|'.join(row)}|" for row in cells)
     return [rule, head, rule, *lines, rule]
 
 

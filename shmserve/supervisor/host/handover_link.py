@@ -90,12 +90,9 @@ class Offer:
         """Send the offer over the link. Raises OSError."""
         listeners = [(name, sock) for name, sockets in self.sockets.items() for sock in sockets]
         listeners.append((_CLIENT_LISTENER, self.client_listener))
-        offer = {
-            "version": _VERSION,
-            "sockets": [(name, sock in self.shared) for name, sock in listeners],
-        }
-        fds = [sock.fileno() for _, sock in listeners]
-        socket.send_fds(self.link, [json.dumps(offer).encode()], fds)
+        sockets = [(name, sock in self.shared) for name, sock in listeners]
+        offer = json.dumps({"version": _VERSION, "sockets": sockets}).encode()
+        socket.send_fds(self.link, [offer], [sock.fileno() for _, sock in listeners])
 
 
 def refuse(link: socket.socket, reason: str) -> None:

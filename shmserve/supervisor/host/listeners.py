@@ -35,12 +35,12 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
             The message names `flag`.
     """
     with convert_os_errors(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
-        addresses = socket.getaddrinfo(
+        found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    if not guarded and not all(is_loopback(str(address[0])) for *_, address in addresses):
+    if not guarded and not all(is_loopback(str(address[0])) for *_, address in found):
         raise _unguarded(flag, f"'{address}'")
-    return addresses
+    return found
 
 
 def _unguarded(flag: str, address: str) -> InvalidArgument:
@@ -69,13 +69,10 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
     if failure is not None and (not sockets or failure.errno not in _NO_SUCH_FAMILY):
         for sock in sockets:
             sock.close()
-        failed_flag = (
-            flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
-        )
-        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed_flag)}"
-        raise InvalidArgument(
-            f"{failed_flag}: cannot listen on {address}:{port}: {reason}"
-        ) from None
+        if failure.errno not in _NO_SUCH_FAMILY:
+            flag = flag.replace("-address", "-port")
+        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, flag)}"
+        raise InvalidArgument(f"{flag}: cannot listen on {address}:{port}: {reason}") from None
     return sockets
 
 
@@ -222,15 +219,13 @@ class Listeners:
     @property
     def metrics_port(self) -> int:
         """Return the TCP port of metrics, or 0."""
-        return next(
-            (sock.getsockname()[1] for sock in self.metrics if sock.family != socket.AF_UNIX), 0
-        )
+        tcp = (sock for sock in self.metrics if sock.family != socket.AF_UNIX)
+        return next((sock.getsockname()[1] for sock in tcp), 0)
 
     def urls(self) -> tuple[str, str]:
         """Return the URLs of HTTP and of metrics; "" without a listener."""
-        http, metrics = (
-            [_address(sock, "http://") for sock in sockets] for sockets in (self.http, self.metrics)
-        )
+        http = [_address(sock, "http://") for sock in self.http]
+        metrics = [_address(sock, "http://") for sock in self.metrics]
         return (*http, "")[0], (*metrics, "")[0]
 
     def publish(self, file: Path, *, tls: bool) -> None:

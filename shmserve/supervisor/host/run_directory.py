@@ -71,9 +71,8 @@ class RunDirectory:
         with convert_os_errors(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
         if group >= 0:
-            with convert_os_errors(
-                f"--shm-group: group {group} cannot be given access to '{self.path}'"
-            ):
+            text = f"--shm-group: group {group} cannot be given access to '{self.path}'"
+            with convert_os_errors(text):
                 try:
                     admit_group(self.path, group)
                 except OSError:
@@ -97,9 +96,8 @@ class RunDirectory:
             return cls(default_path, group, _DEFAULT_FOLDER_PATIENCE_S)
         except (InvalidArgument, OSError) as error:
             try:
-                fallback = cls(
-                    endpoints.sibling_run_directory(default_path, secrets.token_hex(4)), group
-                )
+                sibling = endpoints.sibling_run_directory(default_path, secrets.token_hex(4))
+                fallback = cls(sibling, group)
             except (InvalidArgument, OSError):
                 fallback = cls(None, group)
             reason = str(error).removeprefix("--run-dir: ").removesuffix(_REMEDY)
@@ -110,35 +108,31 @@ class RunDirectory:
         deadline = time.monotonic() + patience_s
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
-            if self._is_foreign():
-                # The last process of a killed server may have removed the lock, but not all files.
-                if time.monotonic() > deadline:
-                    raise InvalidArgument(
-                        f"--run-dir: '{self.path}' contains files that do not belong to a "
-                        "server; it must be empty, or the run directory of a killed server"
-                    )
-                time.sleep(_LOCK_PAUSE_S)
-                continue
             try:
-                fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # another process has just removed the folder
+                return self._lock_now()
+            except (InvalidArgument, FileNotFoundError):
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(_LOCK_PAUSE_S)
-                continue
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The last process of a killed server may have removed the file before the lock.
-                with contextlib.suppress(FileNotFoundError):
-                    if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
-                        self._mark(fd)
-                        return fd
-            os.close(fd)
-            if time.monotonic() > deadline:
-                raise InvalidArgument(
-                    f"--run-dir: '{self.path}' is in use by another server{_REMEDY}"
-                )
             time.sleep(_LOCK_PAUSE_S)
+
+    def _lock_now(self) -> int:
+        # The last process of a killed server may have removed the lock, but not all files.
+        if self._is_foreign():
+            raise InvalidArgument(
+                f"--run-dir: '{self.path}' contains files that do not belong to a "
+                "server; it must be empty, or the run directory of a killed server"
+            )
+        # Another process may just have removed the folder, which raises FileNotFoundError.
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last process of a killed server may have removed the file before the lock.
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
+                    self._mark(fd)
+                    return fd
+        os.close(fd)
+        raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server{_REMEDY}")
 
     def _mark(self, fd: int) -> None:
         try:

@@ -171,13 +171,11 @@ def progress_line(progress: Mapping[str, str]) -> str:
     states = [state.partition(":")[0] for state in progress.values()]
     line = f"{states.count('ready')}/{len(progress)} models ready"
     for state in ("loading", "failed"):
-        models = [
-            model for model, reached in zip(progress, states, strict=True) if reached == state
-        ]
-        unnamed = len(models) - _MAX_NAMED_MODELS
+        names = [model for model, reached in zip(progress, states, strict=True) if reached == state]
+        unnamed = len(names) - _MAX_NAMED_MODELS
         remainder = f" and {unnamed} more" if unnamed > 0 else ""
-        if models:
-            line += f"; {state} {', '.join(models[:_MAX_NAMED_MODELS])}{remainder}"
+        if names:
+            line += f"; {state} {', '.join(names[:_MAX_NAMED_MODELS])}{remainder}"
     return line
 
 

@@ -290,9 +290,8 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect all clients and close the listeners."""
-        self._close_listeners(
-            [*self._own_listeners, *self._predecessor_listeners, *self._shared_listeners]
-        )
+        own, predecessor = self._own_listeners, self._predecessor_listeners
+        self._close_listeners([*own, *predecessor, *self._shared_listeners])
         for client in list(self._clients.values()):
             self.disconnect(client)
 

@@ -21,7 +21,7 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -143,9 +143,9 @@ class LocalMemory:
         self._publish_event(region.registration_event())
         self._processes.broadcast(region.listing(0), "gateway")
 
-    def release(self, client_number: int, memory_id: int = 0) -> None:
+    def release(self, client_number: int, memory_id: int = 0, reason: str = "") -> None:
         """Release one region of a local client; 0: all regions of a disconnected client."""
-        reason = "" if memory_id else "its program has disconnected"
+        reason = reason if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
             if region.lease_holder == client_number and memory_id in (0, region.memory_id):
                 del self._regions[region.memory_id]
@@ -158,12 +158,9 @@ class LocalMemory:
         """Release the regions that were truncated, since a worker died of a missing page."""
         for region in self.all():
             if not region.owner.copied and region.has_shrunk():
-                logger.error(
-                    "shared memory of '%s' was truncated while a worker used it, and the worker "
-                    "died: it is released",
-                    region.name,
-                )
-                self.release(region.lease_holder, region.memory_id)
+                blamed = region.report_truncation()
+                self._publish_event(blamed)
+                self.release(region.lease_holder, region.memory_id, blamed.reason)
 
     def close(self) -> None:
         """Close every region."""
@@ -326,21 +323,19 @@ class LocalClientServer:
             case ShareDeviceMemory() if client.welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
             case WantModel(number, name, patience_s) if client.welcomed:
-                self._respond(client, number, self._load_model(name, patience_s))
+                self._respond(client, number, self._load_on_demand(name, patience_s))
             case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    def _respond(
-        self, client: LocalClient, request_number: int, work: Coroutine[Any, Any, dict[str, Any]]
-    ) -> None:
+    def _respond(self, client: LocalClient, request_number: int, work: Awaitable[Any]) -> None:
         """Respond with the result or the error of a coroutine."""
 
         async def respond() -> None:
             response: Answered | Refused
             try:
-                response = Answered(request_number, await work)
+                response = Answered(request_number, await work or {})
             except ShmserveError as error:
                 response = Refused.of(request_number, error)
             if client.number in self.connections:
@@ -356,10 +351,6 @@ class LocalClientServer:
             self._memory.release(client.number)
         return {"memory": memory}
 
-    async def _load_model(self, name: str, patience_s: float) -> dict[str, Any]:
-        await self._load_on_demand(name, patience_s)
-        return {}
-
 
 def _for_local_clients(message: Any) -> Any:
     match message:
@@ -371,9 +362,8 @@ def _for_local_clients(message: Any) -> Any:
             brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
             return replace(message, config=brief, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
-            return m.SchedulerLost(
-                endpoints.for_local_clients(endpoint), endpoints.for_local_clients(successor)
-            )
+            convert = endpoints.for_local_clients
+            return m.SchedulerLost(convert(endpoint), convert(successor))
         case m.ProcessExited(process):
             return OwnerExited(process)
         case _:

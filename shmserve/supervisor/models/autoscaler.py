@@ -138,13 +138,11 @@ class Autoscaler:
         before, now_s = version.instances.count, time.monotonic()
         if now_s < state.next_change_s:
             return
-        missing_text = (
-            state.capacity.missing_resources(change.total) if change.total > before else ""
-        )
-        if missing_text:
+        missing = state.capacity.missing_resources(change.total) if change.total > before else ""
+        if missing:
             state.next_change_s = now_s + _RETRY_S
             text = "model '%s' keeps %d instances although %s: %s"
-            logger.warning(text, version.spec.name, before, change.reason, missing_text)
+            logger.warning(text, version.spec.name, before, change.reason, missing)
             return
         state.is_changing = True
         self._context.background(self._change(version, state, change))
@@ -170,9 +168,8 @@ class Autoscaler:
 
 
 def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:
-    target_ms = (
-        model_spec.parse_target_ms(config.parameters.get(model_spec.TARGET_PARAMETER, "")) or 0.0
-    )
+    target = config.parameters.get(model_spec.TARGET_PARAMETER, "")
+    target_ms = model_spec.parse_target_ms(target) or 0.0
     batching = config.dynamic_batching
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)
@@ -330,11 +327,9 @@ class ScalingPolicy:
                 self._window_start_s = load.at_s
                 return f"requests wait {_ms(wait_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
         start_s = max(load.at_s - _MEAN_WINDOW_S, self._window_start_s)
-        first_sample = next((sample for sample in self._loads if sample.at_s >= start_s), load)
-        count = load.succeeded - first_sample.succeeded
-        mean_s = (
-            (load.queueing_s - first_sample.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
-        )
+        first = next((sample for sample in self._loads if sample.at_s >= start_s), load)
+        count = load.succeeded - first.succeeded
+        mean_s = (load.queueing_s - first.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
         if mean_s <= allowed_s:
             return ""
         return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
@@ -348,11 +343,8 @@ class ScalingPolicy:
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
         at_s, start_s = load.at_s, self._loads[0].at_s
         without_wait_s = at_s - max(self._long_wait_s, start_s)
-        if (
-            count == self.minimum
-            or at_s - self._last_change_s < _REMOVAL_PAUSE_S
-            or without_wait_s < 0.95 * self._idle_s
-        ):
+        has_changed = at_s - self._last_change_s < _REMOVAL_PAUSE_S
+        if count == self.minimum or has_changed or without_wait_s < 0.95 * self._idle_s:
             return None
         busy = self._max_mean_busy()
         if busy > _TARGET_UTILIZATION * (count - 1):
@@ -425,9 +417,8 @@ class HostCapacity:
         self._processor_times, self._last_execution_s = processor_times, execution_s
         if self._executed_s > _MEASURE_EVERY_S:
             # Workers that compete for processors use less of them, so high values fade slowly.
-            self._busy_processors = max(
-                self._used_s / self._executed_s, _DECAY * self._busy_processors
-            )
+            used = self._used_s / self._executed_s
+            self._busy_processors = max(used, _DECAY * self._busy_processors)
             self._used_s = self._executed_s = 0.0
 
     def missing_resources(self, count: int) -> str:

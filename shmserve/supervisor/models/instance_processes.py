@@ -166,10 +166,8 @@ class Instances:
 
     def readiness_worker_pids(self) -> list[int]:
         """Return the serving processes whose models implement a readiness check."""
-        ready_instances = [
-            i for i in self._instances if i.state is InstanceState.READY and i.checks_ready
-        ]
-        return [i.child.pid for i in ready_instances if i.child is not None]
+        ready = [i for i in self._instances if i.state is InstanceState.READY and i.checks_ready]
+        return [i.child.pid for i in ready if i.child is not None]
 
     @property
     def device_byte_size(self) -> int:
@@ -185,22 +183,20 @@ class Instances:
 
     async def complete_config(self) -> None:
         """Complete the configuration with the first instance, and reserve resources for all."""
-        first_instance = self._instances[0]
-        await self._spawn(first_instance, self._spec.config, len(self._instances))
-        self._send(first_instance, m.CompleteConfig(self._spec.config))
-        self.reported_config = (
-            await self._loaded_response(first_instance, m.ConfigCompleted)
-        ).config
+        first = self._instances[0]
+        await self._spawn(first, self._spec.config, len(self._instances))
+        self._send(first, m.CompleteConfig(self._spec.config))
+        self.reported_config = (await self._loaded_response(first, m.ConfigCompleted)).config
         self.config = self._complete(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
-            first_instance.rate_limit = instances[0].rate_limit
-            instances[0] = first_instance
+            first.rate_limit = instances[0].rate_limit
+            instances[0] = first
         self._instances = instances
-        if first_instance not in instances and first_instance.child is not None:
+        if first not in instances and first.child is not None:
             # The completed configuration has no instance with this process's device.
-            first_instance.child.kill()
-            await first_instance.child.until_exit()
+            first.child.kill()
+            await first.child.until_exit()
         self._scheduler.reserve(self.config, self._instances)
 
     async def load(self) -> None:
@@ -362,17 +358,13 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        added_instances, removed_instances = find_changes(
-            self._instances, with_count(self.config, count)
-        )
+        added, removed = find_changes(self._instances, with_count(self.config, count))
         try:
-            await self.add(
-                InstanceUpdate(self._spec, self.config, False, added_instances, removed_instances)
-            )
+            await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
         except ShmserveError:
-            self.retire(added_instances)
+            self.retire(added)
             raise
-        self.retire(removed_instances)
+        self.retire(removed)
 
     def retire(self, instances: list[Instance]) -> None:
         """Retire instances, which finish their requests and end."""
@@ -455,9 +447,8 @@ class Instances:
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
         stacks = format_stacks(await stacks_of(instance))
-        logger.error(
-            "instance '%s' is killed: %s; its stacks: %s", instance.name, child.cause, stacks
-        )
+        text = "instance '%s' is killed: %s; its stacks: %s"
+        logger.error(text, instance.name, child.cause, stacks)
         child.kill()
 
     def _handle_exit(self, instance: Instance, child: Child, _: object) -> None:

@@ -220,11 +220,8 @@ def with_count(config: ModelSpec, count: int) -> ModelSpec:
     (group,) = config.instance_group
     devices = [(gpu,) for gpu in group.gpus] if group.kind == "KIND_GPU" else [group.gpus]
     shares = [(count + index) // len(devices) for index in reversed(range(len(devices)))]
-    groups = (
-        replace(group, gpus=gpus, count=share)
-        for gpus, share in zip(devices, shares, strict=True)
-        if share
-    )
+    pairs = zip(devices, shares, strict=True)
+    groups = (replace(group, gpus=gpus, count=share) for gpus, share in pairs if share)
     return replace(config, instance_group=tuple(groups))
 
 
@@ -283,25 +280,23 @@ def find_changes(
         config: The new configuration.
         running_count: The number of instances to keep, see `expand_instances`.
     """
-    removed_instances = [
-        i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)
-    ]
-    usable = [i for i in removed_instances if i.state is not InstanceState.FAILED]
-    added_instances = expand_instances(config, running_count)
+    removed = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
+    usable = [i for i in removed if i.state is not InstanceState.FAILED]
+    added = expand_instances(config, running_count)
     for same_name in (True, False):
-        for instance in added_instances[:]:
+        for instance in added[:]:
             equivalent = (i for i in usable if i.placement == instance.placement)
             match = next((i for i in equivalent if i.name == instance.name or not same_name), None)
 
             if match is not None:
                 usable.remove(match)
-                removed_instances.remove(match)
-                added_instances.remove(instance)
+                removed.remove(match)
+                added.remove(instance)
     used_indexes = {instance.index for instance in current}
     free_indexes = (index for index in itertools.count() if index not in used_indexes)
-    for instance in added_instances:
+    for instance in added:
         instance.index = next(free_indexes)
-    return added_instances, removed_instances
+    return added, removed
 
 
 # --- hangs
@@ -357,20 +352,15 @@ def find_model_frame(stacks: str, folder: Path) -> str:
 
 def format_stacks(stacks: str) -> str:
     """Format stacks as one log line: threads separated by "|", innermost frames first."""
-    threads = [
-        " < ".join(f"{function} ({path}:{line})" for path, line, function in frames)
-        for thread in stacks.split("\n\n")
-        if (frames := _FRAME.findall(thread))
-    ]
-    return " | ".join(threads) or "not available"
+    threads = filter(None, map(_FRAME.findall, stacks.split("\n\n")))
+    lines = (
+        " < ".join(f"{name} ({path}:{line})" for path, line, name in frames) for frames in threads
+    )
+    return " | ".join(lines) or "not available"
 
 
 async def wait_for_load(
-    load: Awaitable[T],
-    instance: Instance,
-    folder: Path,
-    limit_s: float,
-    on_hang: Callable[[], None],
+    load: Awaitable[T], instance: Instance, folder: Path, max_s: float, on_hang: Callable[[], None]
 ) -> T:
     """Wait for a load; log the instance's stacks after 30 s and then at doubling intervals.
 
@@ -378,7 +368,7 @@ async def wait_for_load(
         load: Completes when the instance has loaded its model.
         instance: The instance that loads.
         folder: The folder with the model's code.
-        limit_s: The time limit of the load in seconds; 0 for none.
+        max_s: The time limit of the load in seconds; 0 for none.
         on_hang: Called with the first report, after `instance.hangs` is set.
 
     Raises:
@@ -386,15 +376,15 @@ async def wait_for_load(
     """
     reports = asyncio.ensure_future(_report_hang(instance, on_hang))
     try:
-        async with asyncio.timeout(limit_s or None):
+        async with asyncio.timeout(max_s or None):
             return await load
     except TimeoutError:
         stacks = await stacks_of(instance)
         text = "instance '%s' has not loaded within %g s; its stacks: %s"
-        logger.error(text, instance.name, limit_s, format_stacks(stacks))
+        logger.error(text, instance.name, max_s, format_stacks(stacks))
         frame = find_model_frame(stacks, folder)
         raise Unavailable(
-            f"the model has not loaded within {limit_s:g} s (--load-timeout-secs)"
+            f"the model has not loaded within {max_s:g} s (--load-timeout-secs)"
             + (f": it hangs in {frame}" if frame else "")
         ) from None
     finally:

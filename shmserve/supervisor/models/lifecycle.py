@@ -132,14 +132,8 @@ class Lifecycle:
         self._run()
         return order
 
-    def _load(
-        self,
-        model: ModelEntry,
-        source: LoadSource,
-        is_requested: bool = True,
-        caused_by_step: bool = False,
-    ) -> Order:
-        return self._add_once(Order(model, OrderKind.LOAD, source, is_requested, caused_by_step))
+    def _load(self, model: ModelEntry, source: LoadSource, **properties: Any) -> Order:
+        return self._add_once(Order(model, OrderKind.LOAD, source, **properties))
 
     def _add_once(self, order: Order) -> Order:
         """Add an order, or return the model's last order if that has the same effect."""
@@ -157,13 +151,10 @@ class Lifecycle:
         return order
 
     def _unload(
-        self,
-        model: ModelEntry,
-        unloads_by_model: dict[ModelEntry, Order | None],
-        on_demand: bool = False,
+        self, model: ModelEntry, by_model: dict[ModelEntry, Order | None], on_demand: bool = False
     ) -> Order:
-        caused_by_step = bool(unloads_by_model)
-        unloads_by_model[model] = None
+        caused_by_step = bool(by_model)
+        by_model[model] = None
         model.on_demand = on_demand
         model.is_outdated = False  # the serving versions are not reloaded
         users = dict.fromkeys(self._registry.users_of(model))
@@ -176,17 +167,12 @@ class Lifecycle:
             elif order.model is not model:
                 users[order.model] = None  # the ensemble is unloaded once it has been loaded
         for user in users:
-            if user not in unloads_by_model:
-                unloads_by_model[user] = self._unload(user, unloads_by_model, on_demand)
-        unloads = [unload for user in users if (unload := unloads_by_model[user]) is not None]
-        order = Order(
-            model,
-            OrderKind.UNLOAD,
-            is_requested=not caused_by_step,
-            caused_by_step=caused_by_step,
-            prerequisites=unloads,
-        )
-        unloads_by_model[model] = self._add(order)
+            if user not in by_model:
+                by_model[user] = self._unload(user, by_model, on_demand)
+        unloads = [unload for user in users if (unload := by_model[user]) is not None]
+        order = Order(model, OrderKind.UNLOAD, prerequisites=unloads)
+        order.is_requested, order.caused_by_step = not caused_by_step, caused_by_step
+        by_model[model] = self._add(order)
         return order
 
     def _group(self, name: str) -> Group:
@@ -216,9 +202,8 @@ class Lifecycle:
                 model.outcomes = {"": outcome}
             self._finish(order, plan.error)
         else:
-            order.step_models = list(
-                dict.fromkeys(step.name for spec in plan.specs for step in spec.steps)
-            )
+            names = (step.name for spec in plan.specs for step in spec.steps)
+            order.step_models = list(dict.fromkeys(names))
             cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
             if cycle:
                 text = f"circular dependency between ensembles: {' -> '.join(cycle)}\n"
@@ -323,9 +308,7 @@ class Lifecycle:
 
     def order_finalized(self, order: Order) -> None:
         """End an order's wait for removed instances, and for versions that are still draining."""
-        order.awaited_ends = {
-            end for end in order.awaited_ends if not isinstance(end, str) and end.drained
-        }
+        order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
         self._run()
 
     def version_changed(self, version: ModelVersion) -> None:
@@ -370,15 +353,12 @@ class Lifecycle:
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
             orders = model.orders
-            if model.retiring or (
-                orders and (orders[0].phase not in _WAITING_PHASES or len(orders) > 1)
-            ):
+            has_step = orders and (orders[0].phase not in _WAITING_PHASES or len(orders) > 1)
+            if model.retiring or has_step:
                 self._advance(model)
         finished_orders = [o for o in self._open_orders if o.phase is OrderPhase.FINISHED]
         for order in finished_orders:
-            if not order.awaited_ends and all(
-                follow_up.is_answered for follow_up in order.follow_ups
-            ):
+            if not order.awaited_ends and all(o.is_answered for o in order.follow_ups):
                 self._open_orders.remove(order)
                 order.is_answered = self._has_changed = True
                 self._registry.remove_unused(order.model)

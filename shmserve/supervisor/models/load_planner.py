@@ -182,13 +182,11 @@ class LoadPlanner:
             raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
         return folder
 
-    def _with_defaults(self, written_config: ModelConfig, folder: ModelFolder) -> ModelConfig:
+    def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
-        config = model_config.detect_backend(written_config, folder.name, files)
-        is_undecided = config.backend == "python" and not (
-            written_config.backend or written_config.platform
-        )
+        config = model_config.detect_backend(written, folder.name, files)
+        is_undecided = config.backend == "python" and not (written.backend or written.platform)
         if is_undecided or config.backend == "native":
             _select_class(config, folder)
         if self._config.on_cpu:
@@ -224,25 +222,20 @@ class LoadPlanner:
         if spec.steps:
             return self._complete_ensemble(config, folder, source, completed)
         count = self._accelerators.count
-        merged_config = config
+        merged = config
         if config.backend == "native":
             source = replace(source, class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
-            merged_config = model_config.merge_autocomplete(config, completed, source)
-        merged_config = model_config.normalise(
-            merged_config, folder.name, count, self._config.model_defaults
-        )
-        self._validate(merged_config, folder, source, complete=True)
-        for text in model_config.warnings_of(written_config, merged_config):
+            merged = model_config.merge_autocomplete(config, completed, source)
+        merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
+        self._validate(merged, folder, source, complete=True)
+        for text in model_config.warnings_of(written_config, merged):
             logger.warning("model %s: %s", folder.name, text)
-        ignored = model_config.ignored_fields(merged_config)
+        ignored = model_config.ignored_fields(merged)
         if ignored:
-            logger.info(
-                "model %s: these settings are accepted and have no effect: %s",
-                folder.name,
-                ", ".join(ignored),
-            )
-        return ModelSpec.of(model_config.to_dict(merged_config))
+            text = "model %s: these settings are accepted and have no effect: %s"
+            logger.info(text, folder.name, ", ".join(ignored))
+        return ModelSpec.of(model_config.to_dict(merged))
 
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
@@ -294,9 +287,8 @@ class LoadPlanner:
                 return None
             path = folder.path / repository.ENGINE_FILE
             settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-            return list(
-                EngineSettings.of({"aliases": (settings or {}).get("aliases") or []}).aliases
-            )
+            aliases = (settings or {}).get("aliases") or []
+            return list(EngineSettings.of({"aliases": aliases}).aliases)
         except (ShmserveError, OSError, ValueError, AttributeError, yaml.YAMLError):
             return None
 
@@ -360,9 +352,8 @@ def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
 
 
 def _not_polled(name: str, error: ShmserveError) -> Internal:
-    return Internal(
-        f"failed to load '{name}', failed to poll from model repository: {error.message}"
-    )
+    text = f"failed to load '{name}', failed to poll from model repository: {error.message}"
+    return Internal(text)
 
 
 def _format_unavailable(versions: list[int], problem: str) -> str:
@@ -370,31 +361,29 @@ def _format_unavailable(versions: list[int], problem: str) -> str:
     return "".join(f"version {version} is at {reason};\n" for version in versions)
 
 
-def materialise_override(
-    base_dir: Path, name: str, config_json: str, files: Mapping[str, bytes]
-) -> Path:
+def materialise_override(root: Path, name: str, override: str, files: Mapping[str, bytes]) -> Path:
     """Write the folder of a load request.
 
     Args:
-        base_dir: A folder of the server.
+        root: A folder of the server.
         name: The model.
-        config_json: The configuration, which becomes config.pbtxt.
+        override: The configuration, which becomes config.pbtxt.
         files: The contents by path, such as "1/model.py". Paths are relative to the model's folder
             even if they start with a slash.
 
     Returns:
-        The model's folder, `base_dir`/<unique>/`name`.
+        The model's folder, `root`/<unique>/`name`.
 
     Raises:
         InvalidArgument: The configuration cannot be parsed, or a path contains ".." or is used
             twice.
     """
     check_model_name(name)
-    config, _ = read_json(config_json)
+    config, _ = read_json(override)
     contents = dict(files)
     contents[CONFIG_FILE] = text_format.MessageToString(config).encode()
-    base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    unique = Path(tempfile.mkdtemp(prefix="override-", dir=base_dir))
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    unique = Path(tempfile.mkdtemp(prefix="override-", dir=root))
     try:
         for relative, content in contents.items():
             _write(unique / name, relative, content)

@@ -95,19 +95,17 @@ class Publications:
             published: The current publications by version, see `ModelRegistry.publications`.
             absent: Versions to withdraw even if they were never published.
         """
-        sent_messages = self._sent_messages.setdefault(name, {})
+        sent = self._sent_messages.setdefault(name, {})
         for version, message in published.items():
-            previous = sent_messages.get(version)
+            previous = sent.get(version)
             if previous is None or previous.message != message:
-                sent_messages[version] = _publish(audience, previous, message)
+                sent[version] = _publish(audience, previous, message)
         # Withdrawals follow, so that a request for the latest version always finds a version.
-        for version in sorted({*sent_messages, *absent} - published.keys()):
-            if version not in sent_messages or not isinstance(
-                sent_messages[version].message, ModelWithdrawn
-            ):
+        for version in sorted({*sent, *absent} - published.keys()):
+            if version not in sent or not isinstance(sent[version].message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
-                sent_messages[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
-        if not sent_messages:
+                sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
+        if not sent:
             del self._sent_messages[name]
 
     def are_acknowledged(self, audience: Audience, name: str) -> bool:
@@ -215,10 +213,9 @@ class LifecycleExecutor(LifecycleActions):
             self.lifecycle.publication_acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        is_same = successor is not None and (
-            successor.config.immutable_config == version.config.immutable_config
-        )
-        endpoint = successor.endpoint if successor is not None and is_same else ""
+        endpoint, configuration = "", version.config.immutable_config
+        if successor is not None and successor.config.immutable_config == configuration:
+            endpoint = successor.endpoint
         broadcast = self.context.broadcast
         broadcast(SchedulerLost(version.endpoint, endpoint), "gateway", "ensemble")
         broadcast(SchedulerLost(version.endpoint, ""), "caller", LOCAL_CLIENT)
@@ -295,11 +292,8 @@ class LifecycleExecutor(LifecycleActions):
         incoming = order.model.incoming
         additions = (incoming[number].instances.add(update) for number, update in updates.items())
         results = await asyncio.gather(*additions, return_exceptions=True)
-        errors = {
-            number: result
-            for number, result in zip(updates, results, strict=True)
-            if isinstance(result, BaseException)
-        }
+        pairs = zip(updates, results, strict=True)
+        errors = {number: result for number, result in pairs if isinstance(result, BaseException)}
         self.lifecycle.updates_finished(order, errors)
 
     @_in_background
@@ -309,9 +303,8 @@ class LifecycleExecutor(LifecycleActions):
             try:
                 await version.regroup(group, partial(self._publish_move, model))
             except ShmserveError as error:
-                logger.error(
-                    "model '%s' cannot be moved to another process: %s", model.name, error.message
-                )
+                text = "model '%s' cannot be moved to another process: %s"
+                logger.error(text, model.name, error.message)
         self.lifecycle.move_finished(order)
 
     async def _publish_move(self, model: ModelEntry) -> None:
@@ -381,10 +374,8 @@ class ModelManager:
         return all(order.error is None for order in orders)
 
     def _steps(self, names: list[str]) -> dict[str, list[str]]:
-        return {
-            name: list(dict.fromkeys(step.name for step in self._planner.steps(name)))
-            for name in names
-        }
+        steps = self._planner.steps
+        return {name: list(dict.fromkeys(step.name for step in steps(name))) for name in names}
 
     # --- requests
 
@@ -433,9 +424,8 @@ class ModelManager:
         """Return the aliases of each unloaded on-demand model that generates text, by name."""
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
-        names = await asyncio.to_thread(
-            lambda: {name: self._planner.aliases(name) for name in unloaded}
-        )
+        find = self._planner.aliases
+        names = await asyncio.to_thread(lambda: {name: find(name) for name in unloaded})
         return {name: aliases for name, aliases in names.items() if aliases is not None}
 
     # --- load and unload

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,13 +82,9 @@ class ModelVersion:
         self._complete = complete
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
-        self.scheduler = VersionScheduler(
-            context, spec, group, lifetime, self._on_scheduler_message
-        )
-        arguments = (context, spec, self.scheduler, lifetime, self.report_change, complete)
-        self.instances = (
-            EnsembleInstances(*arguments, find=find) if spec.steps else Instances(*arguments)
-        )
+        self.scheduler = VersionScheduler(context, spec, group, lifetime, self._on_message)
+        parts = (context, spec, self.scheduler, lifetime, self.report_change, complete)
+        self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
         self._backoff = RestartBackoff()
         self._failed_starts = 0
         self._supervision: asyncio.Task[None] | None = None
@@ -217,11 +213,8 @@ class ModelVersion:
         their schedulers have state that cannot be moved.
         """
         config = self.config
-        is_fixed = (
-            config.sequence_batching is not None
-            or config.decoupled
-            or self.scheduler.is_limited(config)
-        )
+        is_stateful = config.sequence_batching is not None or config.decoupled
+        is_fixed = is_stateful or self.scheduler.is_limited(config)
         if self.ready and not is_fixed and self.scheduler.must_move(group):
             logger.info("model '%s' is moved to the process of %s", self.spec.name, group.title)
             await self._move(group, publish)
@@ -319,7 +312,7 @@ class ModelVersion:
         self._context.control.flush()
         self._context.broadcast(SchedulerLost(endpoint, successor), *roles)
 
-    def _on_scheduler_message(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         match message:
             case m.KillInstance(pid, reason):
                 self.instances.kill_overdue(pid, reason)
@@ -359,9 +352,8 @@ class ModelVersion:
         children = self.instances.children()
         for child in children:
             child.kill()
-        await asyncio.gather(
-            self.scheduler.stop(_KILL_PATIENCE_S), *(child.until_exit() for child in children)
-        )
+        exits = (child.until_exit() for child in children)
+        await asyncio.gather(self.scheduler.stop(_KILL_PATIENCE_S), *exits)
 
 
 @dataclass(slots=True, eq=False)
@@ -405,9 +397,7 @@ class EnsembleInstances(Instances):
                 self._scheduler.send(model.publication(latest))
 
 
-def _inherited_labels(
-    config: ModelSpec, models: Sequence[ModelVersion | None]
-) -> dict[str, list[str]]:
+def _inherited_labels(config: ModelSpec, models: list[ModelVersion | None]) -> dict[str, list[str]]:
     """Return the labels of an ensemble's outputs, taken from the models that produce them."""
     scheduling = config.ensemble_scheduling
     assert scheduling is not None

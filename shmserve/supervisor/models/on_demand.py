@@ -98,20 +98,18 @@ class MemoryUse:
             refresh: Whether sizes that are older than `_MEASURE_EVERY_S` are measured again.
         """
         now = time.monotonic()
-        loaded_versions = [version for version in live if version.loaded]
-        measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded_versions}
-        outdated = {
-            v for v in loaded_versions if refresh and now - measured_at[v] >= _MEASURE_EVERY_S
-        }
-        to_measure = outdated | {v for v in loaded_versions if v.spec.name not in self._last_sizes}
+        loaded = [version for version in live if version.loaded]
+        measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
+        outdated = {v for v in loaded if refresh and now - measured_at[v] >= _MEASURE_EVERY_S}
+        to_measure = outdated | {v for v in loaded if v.spec.name not in self._last_sizes}
         if not to_measure:
             return
-        pids = {version: version.pids() for version in loaded_versions}
-        sharers = Counter(pid for version in loaded_versions for pid in pids[version])
+        pids = {version: version.pids() for version in loaded}
+        sharers = Counter(pid for version in loaded for pid in pids[version])
         measured_pids = {pid for version in to_measure for pid in pids[version]}
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
         self._measured_at = measured_at | dict.fromkeys(to_measure, now)
-        self._sizes = {v: self._sizes[v] for v in loaded_versions if v in self._sizes}
+        self._sizes = {v: self._sizes[v] for v in loaded if v in self._sizes}
         for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
             host_size = sum(sizes[pid] // sharers[pid] for pid in pids[version])
@@ -233,9 +231,7 @@ class OnDemand:
         """Unload the models that are due, and wait until their processes have ended."""
         async with self._unload_lock:
             names = await self._due_names()
-            unloading = {
-                version for name in names for version in self._registry.models[name].versions
-            }
+            unloading = {v for name in names for v in self._registry.models[name].versions}
             for name in names:
                 logger.info("model '%s' is unloaded; its next request loads it", name)
                 self._lifecycle.unload(name, on_demand=True)
@@ -245,9 +241,8 @@ class OnDemand:
                         self._status_changed.clear()
                         await self._status_changed.wait()
             except TimeoutError:
-                logger.warning(
-                    "unloading a model takes long; the model that replaces it is loaded now"
-                )
+                text = "unloading a model takes long; the model that replaces it is loaded now"
+                logger.warning(text)
 
     async def _due_names(self) -> list[str]:
         max_bytes = self._context.config.max_loaded_byte_size
@@ -265,9 +260,7 @@ class OnDemand:
             for step in model.possible_steps if model.serving or model.orders else ():
                 users.setdefault(step, set()).add(model.name)
         return [
-            self._resident(model, frozenset(users.get(model.name, ())))
-            for model in models
-            if any(model.versions)
+            self._resident(m, frozenset(users.get(m.name, ()))) for m in models if any(m.versions)
         ]
 
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
@@ -290,12 +283,8 @@ class OnDemand:
 
     async def _update_usages(self) -> None:
         """Request reports from the schedulers of all serving models that are on demand."""
-        versions = [
-            version
-            for model in self._registry.models.values()
-            if model.on_demand and not model.orders
-            for version in model.serving.values()
-        ]
+        models = (m for m in self._registry.models.values() if m.on_demand and not m.orders)
+        versions = [version for model in models for version in model.serving.values()]
         reports = [version.scheduler.snapshot() for version in versions]
         if reports:
             await asyncio.wait(reports, timeout=_REPORT_TIMEOUT_S)

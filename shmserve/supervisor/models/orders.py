@@ -279,25 +279,17 @@ class Order:
         Returns:
             Whether the configurations of the model have changed.
         """
-        model, new_versions, old_configurations = (
-            self.model,
-            self.model.incoming,
-            self.model.configurations,
-        )
+        model, incoming = self.model, self.model.incoming
+        old_configurations = model.configurations
         for number, update in self.updates.items():
-            new_versions[number].commit(update)
-        old_versions, model.serving = model.serving, new_versions
+            incoming[number].commit(update)
+        old_versions, model.serving = model.serving, incoming
         model.incoming, model.is_outdated = {}, self.is_outdated
         model.on_demand &= not self.pins
         # Failures of versions that are no longer configured are removed.
-        model.outcomes = {
-            number: outcome
-            for number, outcome in model.outcomes.items()
-            if number not in new_versions and not outcome.is_failure
-        } | dict.fromkeys(old_versions.keys() - new_versions.keys(), UNLOADED)
-        model.retiring += [
-            v for number, v in old_versions.items() if new_versions.get(number) is not v
-        ]
+        kept = {n: o for n, o in model.outcomes.items() if n not in incoming and not o.is_failure}
+        model.outcomes = kept | dict.fromkeys(old_versions.keys() - incoming.keys(), UNLOADED)
+        model.retiring += [v for number, v in old_versions.items() if incoming.get(number) is not v]
         self.keep_source()
         model.last_load = self.fingerprint, self.source.config
         self.phase = OrderPhase.PUBLISHING

@@ -51,10 +51,9 @@ class ModelRegistry:
 
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
+        summaries = sorted(self._summaries.items())
         pairs = [
-            [name, version]
-            for name, summary in sorted(self._summaries.items())
-            for version in sorted(summary.problems)
+            [name, version] for name, summary in summaries for version in sorted(summary.problems)
         ]
         return LoadsFailed(pairs, self.failed_loads)
 
@@ -101,9 +100,9 @@ class ModelRegistry:
 
         The publication of version "" is that the model is loaded on demand.
         """
+        versions, latest = model.published.items(), model.latest
         published: dict[str, ModelPublication] = {
-            number: version.publication(number == model.latest)
-            for number, version in model.published.items()
+            n: v.publication(n == latest) for n, v in versions
         }
         if model.on_demand:
             published[""] = ModelOnDemand(model.name, 0)
@@ -133,15 +132,9 @@ class ModelRegistry:
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
-        used_steps = {
-            step for user in models.values() if user.name != name for step in user.step_models
-        }
+        used = {step for user in models.values() if user.name != name for step in user.step_models}
         step_models = models[name].step_models if name in models else []
-        return [
-            step
-            for step in step_models
-            if step not in used_steps and step in models and models[step].for_ensembles
-        ]
+        return [s for s in step_models if s not in used and s in models and models[s].for_ensembles]
 
     def users_of(self, model: ModelEntry) -> list[ModelEntry]:
         """Return the ensembles whose serving or incoming versions need a model."""
@@ -223,19 +216,15 @@ class ModelRegistry:
         """
         by_model = {name: statuses(model) for name, model in self.models.items()}
         names = sorted({*folders, *(name for name, versions in by_model.items() if versions)})
-        return [
-            row
-            for name in names
-            for row in index_rows(name, by_model.get(name), folders.get(name), ready_only)
-        ]
+        parts = (
+            index_rows(name, by_model.get(name), folders.get(name), ready_only) for name in names
+        )
+        return [row for rows in parts for row in rows]
 
     def states(self) -> dict[tuple[str, str], Status]:
         """Return the status of each version, by name and version."""
-        return {
-            (name, version): state
-            for name, summary in self._summaries.items()
-            for version, state in summary.states.items()
-        }
+        summaries = self._summaries.items()
+        return {(n, v): state for n, summary in summaries for v, state in summary.states.items()}
 
     def progress(self) -> dict[str, str]:
         """Return the progress of each model that is loaded at the start."""
@@ -252,10 +241,8 @@ def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[st
     names, unvisited = {name}, [name]
     while unvisited:
         member = unvisited.pop()
-        neighbours = {
-            *step_models.get(member, ()),
-            *(user for user, steps in step_models.items() if member in steps),
-        }
+        users = (user for user, steps in step_models.items() if member in steps)
+        neighbours = {*step_models.get(member, ()), *users}
         unvisited += neighbours - names
         names |= neighbours
     return names
@@ -323,11 +310,8 @@ class ModelSummary(NamedTuple):
 
 def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
     logged = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-    reasons = [
-        f"version {number}: {reason}" if number else reason.rstrip("; \n")
-        for number, reason in problems.items()
-        if number not in logged
-    ]
+    shown = ((number, reason) for number, reason in problems.items() if number not in logged)
+    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in shown]
     return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 
@@ -383,10 +367,10 @@ def index_rows(
         return [_row(name, "", Status(ModelState.UNAVAILABLE, fault)) if fault else {"name": name}]
     if folder is None and all(status == _UNLOADED_STATUS for status in by_version.values()):
         return []
+    serving = (ModelState.READY, ModelState.ON_DEMAND)
+    rows = sorted(by_version.items(), key=lambda row: int(row[0] or 0))
     return [
-        _row(name, version, by_version[version])
-        for version in sorted(by_version, key=lambda version: int(version or 0))
-        if not ready_only or by_version[version].state in (ModelState.READY, ModelState.ON_DEMAND)
+        _row(name, v, status) for v, status in rows if not ready_only or status.state in serving
     ]
 
 

@@ -240,12 +240,8 @@ def ignored_folders(folder: ModelFolder) -> dict[str, str]:
     names = {path.name for path in _subfolders(folder.path)}
     ignored = sorted(names - {*_SHARED_FOLDERS, *map(str, folder.versions)})
     leading_zeros = "contains leading zeros in its directory name"
-    return {
-        name: leading_zeros
-        if re.fullmatch(r"0\d*", name)
-        else "fails to convert to integral number"
-        for name in ignored
-    }
+    no_integer = "fails to convert to integral number"
+    return {name: leading_zeros if re.fullmatch(r"0\d*", name) else no_integer for name in ignored}
 
 
 def no_version(folder: ModelFolder) -> str:

@@ -163,10 +163,8 @@ class VersionScheduler:
             raise Unavailable("the model is unloaded")
         if not ready_future.done():
             await context.hosts.close(hosted)
-            exited = hosted.child.exited
-            reason = hosted.close_future.result() or (
-                exited.result() if exited.done() else "closed"
-            )
+            ended = hosted.child.exited
+            reason = hosted.close_future.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._serving_scheduler = hosted
@@ -177,11 +175,8 @@ class VersionScheduler:
 
     def _start_record(self, number: int, spec: ModelSpec, worker_pids: list[int]) -> SchedulerStart:
         context, server = self._context, self._context.config
-        limits = replace(
-            server.scheduling,
-            quantiles=server.metrics.summary_quantiles,
-            rate_limited=self._rate_limited,
-        )
+        quantiles = server.metrics.summary_quantiles
+        limits = replace(server.scheduling, quantiles=quantiles, rate_limited=self._rate_limited)
         return SchedulerStart(
             kind="ensemble" if self._spec.steps else "scheduler",
             number=number,
@@ -263,9 +258,8 @@ class VersionScheduler:
 
     def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler belongs to another process, given its group."""
-        return self._serving_scheduler is not None and self._context.hosts.must_move(
-            self._serving_scheduler, group
-        )
+        serving = self._serving_scheduler
+        return serving is not None and self._context.hosts.must_move(serving, group)
 
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
@@ -278,11 +272,8 @@ class VersionScheduler:
         try:
             await self.start(config, [])
         except Unavailable:
-            self._latest, self._group, self.counters = (
-                self._serving_scheduler,
-                old_group,
-                old_counters,
-            )
+            self._latest = self._serving_scheduler
+            self._group, self.counters = old_group, old_counters
             raise
         old_counters.pass_to(new_counters)
 

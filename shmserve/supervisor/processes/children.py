@@ -545,13 +545,11 @@ def worker_preloads(
         return [_WORKER_MODULE]
     models = [model for root in repositories for model in root.glob("*/")]
     patterns = (*_TORCH_FILES, "*/*.onnx") if devices else _TORCH_FILES
-    unknown = (may_add_models and bool(repositories) and not models) or any(
-        file.is_dir() for file in files
-    )
+    is_empty = may_add_models and bool(repositories) and not models
+    unknown = is_empty or any(file.is_dir() for file in files)
     sources = {source for file in files for source in _imported_files(file)}
-    if not (unknown or any(map(_imports_torch, sources))) and not any(
-        _uses_torch(model, patterns) for model in models
-    ):
+    is_used = unknown or any(map(_imports_torch, sources))
+    if not is_used and not any(_uses_torch(model, patterns) for model in models):
         return [_WORKER_MODULE]
     modules = [
         module

@@ -199,12 +199,9 @@ class ControlSocket:
         return list(dict.fromkeys(map(pid_of, self._addresses(*roles))))
 
     def _addresses(self, *roles: str) -> list[Address]:
-        return [
-            address
-            for address, peer in self._enrolled_peers.items()
-            if address in self._identities
-            and (peer.role in roles or ("caller" in roles and address in self._callers))
-        ]
+        callers: set[Address] = self._callers if "caller" in roles else set()
+        connected = ((a, peer) for a, peer in self._enrolled_peers.items() if a in self._identities)
+        return [a for a, peer in connected if peer.role in roles or a in callers]
 
     # --- in
 
@@ -310,8 +307,7 @@ class LogControl:
             logger.info("log settings: %s", changes)
             self.settings = settings
             logs.apply(settings)
-            message = SetLogging(asdict(settings))
-            self._control.broadcast(message, "gateway", "host", "worker")
+            self._control.broadcast(SetLogging(asdict(settings)), "gateway", "host", "worker")
         return asdict(settings)
 
     def on_message(self, address: Address, message: Any) -> None:
@@ -348,9 +344,7 @@ class TraceControl:
         if changes:
             previous_changes = self._changes.get(model)
             merged_changes = (previous_changes or {}) | changes
-            self._changes[model] = {
-                key: value for key, value in merged_changes.items() if value is not None
-            }
+            self._changes[model] = {k: v for k, v in merged_changes.items() if v is not None}
             if problem := self._settings_of(model).problem:
                 self._changes[model] = previous_changes or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")

@@ -148,9 +148,8 @@ class RegionQuota:
         if not self._has_cuda:
             raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
         if copied:
-            raise InvalidArgument(
-                "memory that other processes may truncate is neither mapped nor pinned"
-            )
+            text = "memory that other processes may truncate is neither mapped nor pinned"
+            raise InvalidArgument(text)
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned:
             raise InvalidArgument(
@@ -184,19 +183,17 @@ class HandleCheck:
         handle = memory.cuda
         assert handle is not None
         if handle.device >= self.device_count:
-            raise InvalidArgument(
-                f"{CUDA_INVALID} (the server has {self.device_count} CUDA devices)"
-            )
+            text = f"{CUDA_INVALID} (the server has {self.device_count} CUDA devices)"
+            raise InvalidArgument(text)
         workers = list(self._workers(handle.device))
         if not workers:
             return
         number = next(self._numbers)
         future: asyncio.Future[MemoryChecked] = asyncio.get_running_loop().create_future()
         self._open_checks[number] = workers, future
+        size = memory.byte_size
         for pid in workers:
-            self._send(
-                pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, memory.byte_size)
-            )
+            self._send(pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, size))
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 response = await future
@@ -348,27 +345,20 @@ class RegionOpener:
             owner = replace(owner, copied=False)
         blocks = 0 if is_sealed else os.fstat(shared.fd).st_blocks
         region = OpenRegion(
-            *(name, MEMFD_KEY, 0, shared, 0, byte_size, owner),
-            blocks=blocks,
-            lease_holder=local_client,
-            pinned=pin,
+            name, MEMFD_KEY, 0, shared, 0, byte_size, owner, blocks=blocks, pinned=pin
         )
+        region.lease_holder = local_client
         self._count(region, copied=owner.copied)
         return region
 
-    async def adopt_cuda(
-        self, name: str, memory: Memory, peer: Peer, local_client: int
-    ) -> OpenRegion:
+    async def adopt_cuda(self, name: str, memory: Memory, peer: Peer, holder: int) -> OpenRegion:
         """Return the region of a local client's device memory, after a worker has checked it."""
         self._refuse_if_disabled()
         if self.handles is None:
             raise InvalidArgument("the server has no CUDA device whose memory could be shared")
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
-        region = OpenRegion(
-            *(name, "", memory.id, None, 0, memory.byte_size, owner),
-            lease_holder=local_client,
-            cuda=memory.cuda,
-        )
+        region = OpenRegion(name, "", memory.id, None, 0, memory.byte_size, owner, cuda=memory.cuda)
+        region.lease_holder = holder
         self._count(region)
         try:
             await self.handles.check(memory)

@@ -24,7 +24,7 @@ from shmserve.common.host import CUDA_INVALID
 from shmserve.common.peers import Ownership
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages.publications import RegionPublished, RegionRegistered
+from shmserve.ipc.messages.publications import RegionBlamed, RegionPublished, RegionRegistered
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, pack_range
 from shmserve.supervisor.host.handover_link import HandoverLink
 from shmserve.supervisor.host.service_manager import ServiceManager
@@ -44,9 +44,8 @@ class ExporterWatch:
         try:
             self._fd = os.pidfd_open(pid)
         except OSError as error:
-            raise InvalidArgument(
-                f"{CUDA_INVALID} (the process that exported it has exited)"
-            ) from error
+            text = f"{CUDA_INVALID} (the process that exported it has exited)"
+            raise InvalidArgument(text) from error
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._on_exit, on_exit)
 
@@ -92,6 +91,12 @@ class OpenRegion:
         status = os.fstat(self.shared.fd)
         return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
+    def report_truncation(self) -> RegionBlamed:
+        """Log that a worker died of the truncated object, and return the event."""
+        text = "was truncated while a worker used it, and the worker died"
+        logger.error("shared memory region '%s' %s: it is unregistered", self.name, text)
+        return RegionBlamed(self.name, f"it {text}")
+
     def publication(self, acknowledge: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""
         packed = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
@@ -107,19 +112,14 @@ class OpenRegion:
         if self.cuda is not None:
             return Memory.on_device(self.memory_id, end, self.cuda)
         assert shared is not None
-        return Memory(
-            *(self.memory_id, os.getpid(), shared.fd, shared.inode, min(shared.size, end)),
-            sealed=False,
-            copied=self.owner.copied,
-            pinned=self.pinned,
-        )
+        fields = (self.memory_id, os.getpid(), shared.fd, shared.inode, min(shared.size, end))
+        return Memory(*fields, sealed=False, copied=self.owner.copied, pinned=self.pinned)
 
     def registration_event(self) -> RegionRegistered:
         """Return the event that reports the region's registration."""
         device = -1 if self.cuda is None else self.cuda.device
-        return RegionRegistered(
-            self.name, self.key, self.offset, self.byte_size, self.owner.uid, device
-        )
+        fields = (self.name, self.key, self.offset, self.byte_size, self.owner.uid)
+        return RegionRegistered(*fields, device)
 
     @property
     def is_orphaned(self) -> bool:
@@ -188,9 +188,8 @@ class KeptRegions:
             try:
                 region = _reopen(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
-                logger.warning(
-                    "a registration of the previous server cannot be restored: %s", error
-                )
+                text = "a registration of the previous server cannot be restored: %s"
+                logger.warning(text, error)
                 for fd in fds:
                     os.close(fd)
                 self._manager.drop(name)
@@ -218,13 +217,9 @@ def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     description = fds[are_sealed.index(True)]
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
     fields = json.loads(os.pread(description, _MAX_DESCRIPTION_BYTES, 0))
-    region = OpenRegion(
-        memory_id=secrets.randbits(62),
-        shared=shared,
-        owner=Ownership(**fields.pop("owner")),
-        blocks=os.fstat(shared.fd).st_blocks,
-        **fields,
-    )
+    owner, blocks = Ownership(**fields.pop("owner")), os.fstat(shared.fd).st_blocks
+    number = secrets.randbits(62)
+    region = OpenRegion(memory_id=number, shared=shared, owner=owner, blocks=blocks, **fields)
     admit(region, shared)
     os.close(description)
     return region

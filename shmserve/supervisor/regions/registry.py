@@ -35,7 +35,6 @@ from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.publications import (
     MemoryDropped,
-    RegionBlamed,
     RegionDrained,
     RegionPublished,
     RegionRetired,
@@ -110,9 +109,8 @@ class DrainingRegions:
         self.retired.pop(region.memory_id, None)
         self._regions[region.memory_id] = region
         region.users = set(self._processes.pids("gateway"))
-        await self._processes.publish(
-            partial(RegionWithdrawn, region.name, region.memory_id), "gateway"
-        )
+        withdrawn = partial(RegionWithdrawn, region.name, region.memory_id)
+        await self._processes.publish(withdrawn, "gateway")
         self._close_unused(region)
         if region.memory_id in self._regions:
             region.is_listed = True
@@ -179,10 +177,8 @@ class RegionRegistry:
         for region in self._kept_regions.restore(registrations, self._opener.readmit):
             self._active_regions[region.name] = region
         if registrations:
-            logger.info(
-                "%d registered regions were taken over from the previous server",
-                len(self._active_regions),
-            )
+            text = "%d registered regions were taken over from the previous server"
+            logger.info(text, len(self._active_regions))
 
     async def apply(self, verb: str, kept_name: str, fds: list[int]) -> None:
         """Apply a change, KEEP or DROP, that the other server of a handover has sent.
@@ -250,9 +246,8 @@ class RegionRegistry:
             ShmserveError: InvalidArgument, AlreadyExists, PermissionDenied, Internal, Unavailable.
         """
         if not name:
-            raise InvalidArgument(
-                "'region name' is necessary to register system shared memory region"
-            )
+            text = "'region name' is necessary to register system shared memory region"
+            raise InvalidArgument(text)
         require_integer(offset, "offset")
         require_integer(byte_size, "byte_size")
         key = posix_shm.normalize_key(name, key)
@@ -279,7 +274,7 @@ class RegionRegistry:
         name: str,
         handle: CudaHandle,
         offset: int,
-        byte_size: int,
+        size: int,
         peer: Peer,
         exporter_pid: int = 0,
     ) -> None:
@@ -295,18 +290,15 @@ class RegionRegistry:
         if handles is None:
             raise cuda_not_supported(name)
         memory_id = secrets.randbits(62)
-        if not self._has_cuda(name, handle, offset, byte_size, peer):
+        if not self._has_cuda(name, handle, offset, size, peer):
             # The check does not hold the lock, since workers may be busy.
-            await handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
+            await handles.check(Memory.on_device(memory_id, offset + size, handle))
         async with self._lock:
-            if self._has_cuda(name, handle, offset, byte_size, peer):
+            if self._has_cuda(name, handle, offset, size, peer):
                 return
             existing_region = self._active_regions.get(name)
-            region = self._opener.open_cuda(
-                *(name, memory_id, handle, offset, byte_size, peer),
-                exporter_pid,
-                self._exporter_exited,
-            )
+            properties = (name, memory_id, handle, offset, size, peer, exporter_pid)
+            region = self._opener.open_cuda(*properties, self._exporter_exited)
             if existing_region is not None:
                 await self._withdraw(existing_region, _OBJECT_REMOVED)
             await self._activate(region)
@@ -317,17 +309,15 @@ class RegionRegistry:
         Raises:
             AlreadyExists: The name is in use for another region.
         """
-        existing_region = self._active_regions.get(name)
-        if existing_region is None or (
-            existing_region.is_orphaned and existing_region.owner.admits(peer)
-        ):
+        existing = self._active_regions.get(name)
+        if existing is None or (existing.is_orphaned and existing.owner.admits(peer)):
             return False
-        is_same = (existing_region.cuda, existing_region.offset, existing_region.byte_size) == (
+        is_same = (existing.cuda, existing.offset, existing.byte_size) == (
             handle,
             offset,
             size,
         )
-        if not is_same or not existing_region.owner.admits(peer):
+        if not is_same or not existing.owner.admits(peer):
             raise _name_in_use(name)
         return True
 
@@ -338,9 +328,8 @@ class RegionRegistry:
                     self._active_regions.get(region.name),
                     *self.draining.retired.values(),
                 ):
-                    logger.warning(
-                        "region '%s' is unregistered because its owner has exited", region.name
-                    )
+                    text = "region '%s' is unregistered because its owner has exited"
+                    logger.warning(text, region.name)
                     await self._withdraw(region, "its owner has exited")
 
         in_background(withdraw(), self._tasks)
@@ -374,18 +363,11 @@ class RegionRegistry:
         async with self._lock:
             for region in [*self.active(), *self.draining.retired.values()]:
                 if not region.owner.copied and region.has_shrunk():
-                    logger.error(
-                        "shared memory region '%s' was truncated while a worker used it, and the "
-                        "worker died: it is unregistered",
-                        region.name,
-                    )
-                    reason = "it was truncated while a worker used it, and the worker died"
-                    self._publish_event(RegionBlamed(region.name, reason))
-                    await self._withdraw(region, reason)
+                    blamed = region.report_truncation()
+                    self._publish_event(blamed)
+                    await self._withdraw(region, blamed.reason)
 
-    async def _withdraw(
-        self, region: OpenRegion, reason: str = "", *, retire: bool = False
-    ) -> None:
+    async def _withdraw(self, region: OpenRegion, reason: str = "", retire: bool = False) -> None:
         if self._active_regions.get(region.name) is region:
             del self._active_regions[region.name]
         self._kept_regions.remove(region)
@@ -400,18 +382,13 @@ class RegionRegistry:
         self.draining.close()
 
 
-def _is_same(existing_region: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
-    registered = (
-        existing_region.key,
-        existing_region.offset,
-        existing_region.byte_size,
-        existing_region.pinned,
-    )
-    if existing_region.shared is None or registered != (key, offset, byte_size, pin):
+def _is_same(region: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
+    registered = (region.key, region.offset, region.byte_size, region.pinned)
+    if region.shared is None or registered != (key, offset, byte_size, pin):
         return False
     current = posix_shm.open_object(key)
     os.close(current.fd)
-    return current.file == existing_region.shared.file
+    return current.file == region.shared.file
 
 
 def _name_in_use(name: str) -> AlreadyExists:

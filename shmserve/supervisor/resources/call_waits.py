@@ -81,15 +81,11 @@ class CallWaits:
         Returns:
             The call of this scheduler that must fail to end a deadlock, if there is one.
         """
-        waits = [
-            _Wait(
-                scheduler,
-                message.model,
-                {key: Caller.parse(callers) for key, callers in calls},
-                [(pid, {(pid, key) for key in keys}) for pid, *keys in instances],
-            )
-            for calls, instances in message.waits
-        ]
+        waits = []
+        for calls, instances in message.waits:
+            waiting = {key: Caller.parse(callers) for key, callers in calls}
+            occupied = [(pid, {(pid, key) for key in keys}) for pid, *keys in instances]
+            waits.append(_Wait(scheduler, message.model, waiting, occupied))
         self._reports[scheduler] = _Report(now_ns, waits)
         for address, report in list(self._reports.items()):
             if now_ns - report.received_ns > _VALIDITY_NS:

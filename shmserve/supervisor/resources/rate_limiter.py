@@ -51,11 +51,8 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, limit: RateLimit, device: int) -> Needs:
         """Return the needs of an instance on a device."""
-        resources = {
-            (resource.name, GLOBAL if resource.is_global else device): resource.count
-            for resource in limit.resources
-            if resource.count
-        }
+        needed = (r for r in limit.resources if r.count)
+        resources = {(r.name, GLOBAL if r.is_global else device): r.count for r in needed}
         return cls(resources, limit.priority or 1)
 
 
@@ -152,14 +149,12 @@ class RateLimiter:
         if limit is not None and limit < count:
             raise InvalidArgument(
                 f'Resource count for "{name}" is limited to {limit} which will prevent scheduling '
-                "of one or more model instances, the minimum required count is "
-                f"{count}"
+                f"of one or more model instances, the minimum required count is {count}"
             )
 
     def _configured_capacity(self, resource: Resource) -> int | None:
-        return self._configured_capacities.get(
-            resource, self._configured_capacities.get((resource[0], None))
-        )
+        capacities = self._configured_capacities
+        return capacities.get(resource, capacities.get((resource[0], None)))
 
     def _compute_capacities(self) -> None:
         maxima: dict[Resource, int] = {}
@@ -196,9 +191,7 @@ class RateLimiter:
         record = self._members.get(member)
         if record is None or (removed_instance := record.instances.pop(index, None)) is None:
             return []
-        self._pending = [
-            request for request in self._pending if request.instance is not removed_instance
-        ]
+        self._pending = [r for r in self._pending if r.instance is not removed_instance]
         self._compute_capacities()
         return self._grant()
 
@@ -247,11 +240,7 @@ class RateLimiter:
             return []
         instance = record.instance_by_ticket.pop(ticket, None)
         if instance is None:
-            self._pending = [
-                request
-                for request in self._pending
-                if (request.member, request.ticket) != (member, ticket)
-            ]
+            self._pending = [r for r in self._pending if (r.member, r.ticket) != (member, ticket)]
         else:
             self._used_resources.subtract(instance.needs.resources)
             if not executed:
@@ -264,11 +253,9 @@ class RateLimiter:
         Returns:
             The processes; none if an instance could run while they hold their tickets.
         """
+        records = self._members.values()
         holders = [
-            instance
-            for record in self._members.values()
-            for instance in record.instance_by_ticket.values()
-            if instance.pid in pids
+            i for record in records for i in record.instance_by_ticket.values() if i.pid in pids
         ]
         used_counts: Counter[Resource] = Counter()
         for instance in holders:
@@ -277,14 +264,8 @@ class RateLimiter:
         instances = [] if record is None else record.instances.values()
         if any(self._fits(instance.needs.resources, used_counts) for instance in instances):
             return set()
-        needed_resources = {
-            resource for instance in instances for resource in instance.needs.resources
-        }
-        return {
-            holder.pid
-            for holder in holders
-            if not needed_resources.isdisjoint(holder.needs.resources)
-        }
+        needed = {resource for instance in instances for resource in instance.needs.resources}
+        return {holder.pid for holder in holders if not needed.isdisjoint(holder.needs.resources)}
 
     def _grant(self) -> list[GrantedTicket]:
         granted: list[GrantedTicket] = []
@@ -299,10 +280,7 @@ class RateLimiter:
         return granted
 
     def _fits(self, needs: Mapping[Resource, int], used_counts: Mapping[Resource, int]) -> bool:
-        return all(
-            used_counts[resource] + count <= self._capacity[resource]
-            for resource, count in needs.items()
-        )
+        return all(used_counts[r] + count <= self._capacity[r] for r, count in needs.items())
 
     def _grant_request(self, request: _PendingRequest) -> None:
         self._pending.remove(request)
@@ -310,11 +288,9 @@ class RateLimiter:
         self._used_resources.update(needs)
         request.instance.executions += 1
         self._members[request.member].instance_by_ticket[request.ticket] = request.instance
-        for other_request in self._pending:
-            if other_request.number < request.number or other_request.rank < request.rank:
-                other_request.overtaken += not needs.keys().isdisjoint(
-                    other_request.instance.needs.resources
-                )
+        for other in self._pending:
+            if other.number < request.number or other.rank < request.rank:
+                other.overtaken += not needs.keys().isdisjoint(other.instance.needs.resources)
 
 
 class Tickets:

@@ -106,10 +106,8 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
 
 
 def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> None:
-    processes = RecordedProcesses()
-    memory = LocalMemory(
-        Capabilities(bytes(32)), RegionOpener(POLICY), processes, lambda event: None
-    )
+    processes, events = RecordedProcesses(), list[Any]()
+    memory = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), processes, events.append)
     client: Any = SimpleNamespace(number=100_000_001, uid=os.getuid(), pid=1)
     with SharedObject(8192) as object_, memfd() as sealed_fd:
         os.posix_fallocate(object_.fd, 0, 8192)
@@ -122,6 +120,9 @@ def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> No
         os.ftruncate(object_.fd, 4096)
         memory.drop_shrunk()
         assert [region.memory_id != shared_memory.id for region in memory.all()] == [True]
+        _, _, blamed, unregistered = events
+        assert (blamed.name, blamed.reason) == (unregistered.name, unregistered.reason)
+        assert "truncated" in blamed.reason
     memory.close()
 
 

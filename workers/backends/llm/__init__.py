@@ -49,6 +49,7 @@ def tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, An
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **options}
 
 
+_Json = dict[str, Any]
 INPUTS = [
     tensor("text_input", "STRING", 1, optional=True),
     tensor("input_ids", "INT32", -1, optional=True),
@@ -70,12 +71,7 @@ OUTPUTS = [
 ]
 
 
-def complete(
-    config: dict[str, Any],
-    inputs: list[dict[str, Any]],
-    outputs: list[dict[str, Any]],
-    parameters: dict[str, Any],
-) -> dict[str, Any]:
+def complete(config: _Json, inputs: list[_Json], outputs: list[_Json], parameters: _Json) -> _Json:
     """Return the configuration of a generative model with its missing inputs and outputs."""
     completed = {
         **config,
@@ -84,9 +80,8 @@ def complete(
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
         written_tensors = {tensor["name"]: tensor for tensor in config.get(field) or ()}
-        completed[field] = list(
-            ({tensor["name"]: tensor for tensor in tensors} | written_tensors).values()
-        )
+        by_name = {tensor["name"]: tensor for tensor in tensors}
+        completed[field] = list((by_name | written_tensors).values())
     return completed
 
 
@@ -160,9 +155,8 @@ class LlmBackend(Backend):
                 return replace(engine.step(message), text_ns=texts.spent_ns())
             except Exception as error:
                 texts.fail_requests(engine.request_keys(message), error)
-                return Stepped(
-                    message.step, [], 0, 0, 0, skipped=[row.sequence for row in message.rows]
-                )
+                skipped = [row.sequence for row in message.rows]
+                return Stepped(message.step, [], 0, 0, 0, skipped=skipped)
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:
             texts.put(partial(texts.end_beam_search, message))
@@ -187,11 +181,9 @@ class LlmBackend(Backend):
         settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
         checkpoint = self._checkpoint
         tool_parser, reasoning_parser = detect_parsers(checkpoint.templates.values())
-        settings = replace(
-            settings,
-            tool_parser=settings.tool_parser or tool_parser,
-            reasoning_parser=settings.reasoning_parser or reasoning_parser,
-        )
+        tool_parser = settings.tool_parser or tool_parser
+        reasoning_parser = settings.reasoning_parser or reasoning_parser
+        settings = replace(settings, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
         instances = max_instances_per_device(config.instance_group)
         return with_sizes(settings, checkpoint.architecture, self.context.device, instances)
 

@@ -56,10 +56,9 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
         self.sources = sources
         self.special = special
+        extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
         self._environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions
         )
         self._environment.globals |= {"raise_exception": _reject, "strftime_now": _format_now}
         self._environment.filters["tojson"] = _to_json
@@ -79,9 +78,8 @@ class ChatTemplate:
             InvalidArgument: The template rejects the conversation.
         """
         if not self.sources:
-            raise InvalidArgument(
-                "messages: the model has no chat template; send text_input instead"
-            )
+            text = "messages: the model has no chat template; send text_input instead"
+            raise InvalidArgument(text)
         variables = {"tools": None, "documents": None, **self.special, **chat}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._select_name(variables.pop("chat_template", None), variables["tools"])
@@ -109,9 +107,8 @@ class ChatTemplate:
                 "both halves, or another character"
             ) from None
         except Exception as error:  # templates may raise any error
-            raise InvalidArgument(
-                f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
-            ) from None
+            text = f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
+            raise InvalidArgument(text) from None
         return _cut_at_mark(text, last_text) if continues else text
 
     def _select_name(self, requested: Any, tools: Any) -> str:
@@ -119,9 +116,8 @@ class ChatTemplate:
         name = requested or ("tool_use" if tools and "tool_use" in self.sources else "default")
         if name not in self.sources:
             allowed_names = ", ".join(sorted(self.sources))
-            raise InvalidArgument(
-                f"chat_template: {clip(repr(name))} is unknown (allowed: {allowed_names})"
-            )
+            text = f"chat_template: {clip(repr(name))} is unknown (allowed: {allowed_names})"
+            raise InvalidArgument(text)
         return str(name)
 
     def _compile(self, name: str) -> _CompiledTemplate:
@@ -276,9 +272,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value
 
 
-def _prepare_message(
-    received_message: dict[str, Any], template: _CompiledTemplate
-) -> dict[str, Any]:
+def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> dict[str, Any]:
     """Return a received message in the form that a template requires.
 
     - Nulls and an empty list of calls are removed.
@@ -292,15 +286,14 @@ def _prepare_message(
       tool's message is always joined. As in vLLM, refusals and thoughts are texts.
     - A string becomes a part if the template only accepts parts.
     """
-    message = {name: value for name, value in received_message.items() if value is not None}
+    message = {name: value for name, value in received.items() if value is not None}
     for name in ("role", "name", "tool_call_id", *_REASONING_NAMES):
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
     if not isinstance(message.get("content"), str | list | None):
         content_text = clip(repr(message["content"]))
-        raise InvalidArgument(
-            f"messages: content {content_text} is not a string or a list of parts"
-        )
+        text = f"messages: content {content_text} is not a string or a list of parts"
+        raise InvalidArgument(text)
     if message["role"] == "developer" and not template.has_developer_role:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)
@@ -378,9 +371,8 @@ def _prepare_call(call: Any, is_text: bool) -> Any:
     if not function:
         return call
     if is_text:
-        arguments = (
-            arguments if arguments and isinstance(arguments, str) else _to_json(arguments or {})
-        )
+        if not (arguments and isinstance(arguments, str)):
+            arguments = _to_json(arguments or {})
     elif not isinstance(arguments, dict):
         value = None
         with contextlib.suppress(ValueError):

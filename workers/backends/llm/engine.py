@@ -146,9 +146,8 @@ class TokenSequence:
         """Return the row to sample from after the tokens and `drafts`."""
         prompt = self.prompt
         tokens = [*self.tokens, *drafts] if drafts else self.tokens
-        return SampledRow(
-            prompt.parameters, self.sample, tokens, len(prompt.tokens), prompt.end_tokens, allowed
-        )
+        size = len(prompt.tokens)
+        return SampledRow(prompt.parameters, self.sample, tokens, size, prompt.end_tokens, allowed)
 
     def append(self, tokens: list[int]) -> tuple[list[int], str]:
         """Append tokens until the sequence ends; return them, and the finish reason or ""."""
@@ -176,10 +175,7 @@ Propose = Callable[[Sequence[_SequenceRow]], dict[int, Proposal]]
 
 def propose_ngrams(rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
     """Propose tokens from each sequence itself (prompt lookup decoding; Saxena, 2023)."""
-    return {
-        sequence.number: Proposal(ngram_draft(sequence.tokens, row.draft_count))
-        for sequence, row in rows
-    }
+    return {s.number: Proposal(ngram_draft(s.tokens, row.draft_count)) for s, row in rows}
 
 
 def ngram_draft(tokens: Sequence[int], count: int) -> list[int]:
@@ -214,9 +210,7 @@ class DraftModel:
         ready_rows = self._catch_up(rows)
         max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for round_ in range(max_drafts):
-            draft_rows = [
-                (sequence, row) for sequence, row in ready_rows if row.draft_count > round_
-            ]
+            draft_rows = [(s, row) for s, row in ready_rows if row.draft_count > round_]
             logits = self._next_logits(draft_rows, proposals)
             self._append_drafts(logits, draft_rows, proposals)
         for sequence, row in ready_rows:
@@ -229,19 +223,17 @@ class DraftModel:
         Returns:
             The rows for whose sequences the model can propose tokens.
         """
-        behind_rows = [
-            (sequence, row)
-            for sequence, row in rows
-            if len(sequence.tokens) - sequence.draft_computed > _MAX_DRAFT_INPUT
+        behind = [
+            (s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT
         ]
-        if behind_rows:
+        if behind:
             batch = self._passes.empty()
-            for sequence, _ in behind_rows:
+            for sequence, _ in behind:
                 begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
                 sequence.draft_computed = end
             self._passes.logits(batch, [])
-        return [pair for pair in rows if pair not in behind_rows]
+        return [pair for pair in rows if pair not in behind]
 
     def _next_logits(
         self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
@@ -450,13 +442,8 @@ class WorkerEngine:
         outputs = [self._append_tokens(*part, raw_logits) for part in parts]
         self.emit(outputs)
         return [
-            RowResult(
-                output.sequence.number,
-                output.tokens,
-                output.finish_reason,
-                len(check.proposal.tokens),
-            )
-            for output, check in zip(outputs, checks, strict=True)
+            RowResult(o.sequence.number, o.tokens, o.finish_reason, len(check.proposal.tokens))
+            for o, check in zip(outputs, checks, strict=True)
         ]
 
     def _append_tokens(

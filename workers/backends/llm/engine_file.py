@@ -109,9 +109,8 @@ def with_sizes(
     blocks = settings.kv_cache_blocks
     if not blocks:
         weight_bytes = sum(math.prod(shape) for shape in model.weights().values()) * _FLOAT_BYTES
-        available_bytes = (
-            max(_available_bytes(device) / instances - weight_bytes, 0) * _KV_CACHE_SHARE
-        )
+        free_bytes = _available_bytes(device) / instances - weight_bytes
+        available_bytes = max(free_bytes, 0) * _KV_CACHE_SHARE
         max_blocks = settings.max_batch_size * -(-max_length // settings.block_size)
         blocks = max(min(int(available_bytes / block_bytes), max_blocks), 1)
     swap = settings.swap_blocks or int(settings.swap_space_gb * 1e9 / block_bytes)

@@ -366,10 +366,6 @@ def _names_pattern(names: Any, root: Any) -> str | None:
         return None
     if key in ("enum", "const"):
         return f"^(?:{'|'.join(map(re.escape, values))})$"
-    return (
-        {**_FORMATS, **_UUID_FORMATS}.get(value)
-        if key == "format"
-        else value
-        if key == "pattern"
-        else None
-    )
+    if key == "format":
+        return {**_FORMATS, **_UUID_FORMATS}.get(value)
+    return value if key == "pattern" else None

@@ -127,10 +127,8 @@ class MessageParser:
         The members are `content`, `reasoning` and `tool_calls`. Each call has its `index`; only its
         first part has its `id` and `name`.
         """
-        parts: dict[str, Any] = {
-            **self._parts,
-            **({"tool_calls": self._calls} if self._calls else {}),
-        }
+        calls = {"tool_calls": self._calls} if self._calls else {}
+        parts: dict[str, Any] = {**self._parts, **calls}
         self._parts, self._calls = {}, []
         return parts
 

@@ -136,11 +136,8 @@ class GenerationParameters:
     @cached_property
     def penalised(self) -> bool:
         """Return whether repeated tokens are penalised."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
     def restricted(self) -> bool:
@@ -219,9 +216,8 @@ def parse(
         problems += _find_unsupported({**_resolve_aliases(request), **grammars})
     if problems:
         parts = (problem.partition(": ") for problem in problems)
-        raise InvalidArgument(
-            "; ".join(f"{request_names.get(name, name)}: {text}" for name, _, text in parts)
-        )
+        texts = (f"{request_names.get(name, name)}: {text}" for name, _, text in parts)
+        raise InvalidArgument("; ".join(texts))
     return GenerationParameters(**values)
 
 
@@ -266,9 +262,8 @@ def _find_contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str
         problems.append(f"best_of: {best_of} is less than n {count}")
     if not values.get("use_beam_search"):
         if best_of > count and values.get("stream"):
-            problems.append(
-                f"stream: the best of {best_of} samples are known only when all are complete"
-            )
+            text = f"stream: the best of {best_of} samples are known only when all are complete"
+            problems.append(text)
         return problems
     if values.get("stream"):
         reason = "a beam search returns its texts at the end"
@@ -494,9 +489,7 @@ _parse_grammar = partial(_parse_text, kind="grammar")
 def _parse_choice(name: str, value: Any) -> dict[str, Any]:
     allowed_text = f"a list of 1 to {_MAX_CHOICES} strings, none of them empty"
     choices = _decode_json(value, allowed_text)
-    is_valid = isinstance(choices, list) and all(
-        isinstance(choice, str) and choice for choice in choices
-    )
+    is_valid = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not is_valid or not 0 < len(choices) <= _MAX_CHOICES:
         raise ValueError(allowed_text)
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)

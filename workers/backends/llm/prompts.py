@@ -84,9 +84,8 @@ def read_inputs(request: Request, max_bytes: int, max_objects: int = MAX_OBJECTS
             inputs[name] = raw[4:]
             continue
         if is_long and not truncates:
-            raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {max_bytes}"
-            )
+            text = f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {max_bytes}"
+            raise InvalidArgument(text)
         if name == "input_ids":
             inputs[name] = tensor.numpy().ravel().copy()
             continue
@@ -257,9 +256,7 @@ class PromptReader:
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens
-        earlier = {
-            entry.sample: np.frombuffer(entry.tokens, np.int32).tolist() for entry in resumed
-        }
+        earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
         prompt.eos = -1 if ignores else self._checkpoint.eos
@@ -295,9 +292,8 @@ class PromptReader:
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
             if wrong.size:
                 last_token = self._vocabulary - 1
-                raise InvalidArgument(
-                    f"tokens: {wrong[0]} is not a token; allowed are 0 to {last_token}"
-                )
+                problem = f"tokens: {wrong[0]} is not a token; allowed are 0 to {last_token}"
+                raise InvalidArgument(problem)
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
             outputs["text_output"] = "BYTES", [piece.encode() for piece in texts]

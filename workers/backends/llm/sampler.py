@@ -159,9 +159,7 @@ def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
     """Apply `logit_bias`, `allowed_token_ids` and `bad_words` to logits [vocabulary], in place."""
     parameters = row.parameters
     if parameters.logit_bias:
-        ids, biases = (
-            torch.from_numpy(array).to(logits.device) for array in parameters.bias_arrays
-        )
+        ids, biases = (torch.from_numpy(part).to(logits.device) for part in parameters.bias_arrays)
         logits[ids] += biases
     if parameters.allowed_token_ids:
         allowed_ids = torch.from_numpy(parameters.allowed_array).to(logits.device)
@@ -350,17 +348,15 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     for begin in range(0, len(tokens), size):
         part = tokens[begin : begin + size]
         scores = logits[begin : begin + size].log_softmax(-1)
-        token_scores = scores.gather(
-            1, torch.tensor(part, device=scores.device).unsqueeze(1)
-        ).squeeze(1)
+        indices = torch.tensor(part, device=scores.device).unsqueeze(1)
+        token_scores = scores.gather(1, indices).squeeze(1)
         likeliest = scores.topk(min(top, scores.shape[1]))
         ranks = (scores > token_scores.unsqueeze(1)).sum(1) + 1
         columns = (token_scores, likeliest.indices, likeliest.values, ranks)
+        rows = zip(part, *(column.tolist() for column in columns), strict=True)
         results += (
             TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
-            for token, value, ids, values, rank in zip(
-                part, *(column.tolist() for column in columns), strict=True
-            )
+            for token, value, ids, values, rank in rows
         )
     return results
 

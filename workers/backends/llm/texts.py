@@ -285,12 +285,8 @@ class TextResponse:
         return best_samples
 
     def _is_last(self, sample: SampleText) -> bool:
-        other_samples = (
-            other_sample for other_sample in self.samples if other_sample is not sample
-        )
-        return bool(sample.finish_reason) and not any(
-            other_sample.is_open for other_sample in other_samples
-        )
+        any_open = any(item.is_open for item in self.samples if item is not sample)
+        return bool(sample.finish_reason) and not any_open
 
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
@@ -329,15 +325,14 @@ class TextResponse:
         prompt = self.prompt
         parsed_samples = [sample for sample in self.samples if sample.parser is not None]
         reasoning_tokens = sum(sample.reasoning_tokens for sample in parsed_samples)
-        return orjson.dumps(
-            {
-                **({"reasoning_tokens": reasoning_tokens} if parsed_samples else {}),
-                "prompt_tokens": len(prompt.tokens),
-                "completion_tokens": sum(sample.token_count for sample in self.samples),
-                "cached_tokens": max(prompt.cached_tokens, 0),
-                "samples": [sample.token_count for sample in counted],
-            }
-        )
+        usage = {
+            **({"reasoning_tokens": reasoning_tokens} if parsed_samples else {}),
+            "prompt_tokens": len(prompt.tokens),
+            "completion_tokens": sum(sample.token_count for sample in self.samples),
+            "cached_tokens": max(prompt.cached_tokens, 0),
+            "samples": [sample.token_count for sample in counted],
+        }
+        return orjson.dumps(usage)
 
     def _encode_logprobs(self, sample: SampleText, tokens: list[ScoredToken]) -> bytes:
         """Return the log probabilities of a response as JSON.

@@ -138,19 +138,15 @@ class TokenTexts:
     def _sorted_tokens(self) -> tuple[list[bytes], list[int]]:
         """Return the sorted bytes of the tokens that are not special, and these tokens."""
         tokens = self.tokenizer.get_vocab().values()
-        pairs = sorted(
-            (self.bytes_of(token), token) for token in tokens if token not in self.special
-        )
+        pairs = sorted((self.bytes_of(t), t) for t in tokens if t not in self.special)
         return [data for data, _ in pairs], [token for _, token in pairs]
 
     def beginning_with(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes begin with `data`."""
         pieces, tokens = self._sorted_tokens
         start_index = bisect.bisect_left(pieces, data)
-        end_index = bisect.bisect_right(
-            pieces, data, start_index, key=lambda piece: piece[: len(data)]
-        )
-        return tokens[start_index:end_index]
+        end = bisect.bisect_right(pieces, data, start_index, key=lambda piece: piece[: len(data)])
+        return tokens[start_index:end]
 
     def containing(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes contain `data`."""
@@ -179,12 +175,10 @@ class TokenTexts:
     def count_complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
         count = len(tokens)
-        while missing_bytes := self._incomplete_bytes(
-            tokens[max(count - _MAX_HELD_TOKENS, 0) : count]
-        ):
-            while missing_bytes > 0:
+        while missing := self._incomplete_bytes(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
+            while missing > 0:
                 count -= 1
-                missing_bytes -= len(self.bytes_of(tokens[count]))
+                missing -= len(self.bytes_of(tokens[count]))
         return count
 
     def _incomplete_bytes(self, tokens: Sequence[int]) -> int:
@@ -301,10 +295,8 @@ class Detokenizer:
         """Return the text after the context in `text`; its tokens become the context."""
         pending_tokens = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
-        extends_context = text.startswith(self._context_text)
-        new_text = (
-            text[len(self._context_text) :] if extends_context else self._decode(pending_tokens)
-        )
+        extends = text.startswith(self._context_text)
+        new_text = text[len(self._context_text) :] if extends else self._decode(pending_tokens)
         self._tokens, self._context_count = pending_tokens, len(pending_tokens)
         self._context_text = self._decode(pending_tokens)
         self._emitted_length += len(new_text)

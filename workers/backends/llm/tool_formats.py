@@ -83,10 +83,9 @@ class Lark:
         """Return an expression for a text; special tokens in it are matched as tokens."""
         names = "|".join(map(re.escape, self.special))
         parts = re.split(f"({names})", text) if names else [text]
+        special = self.special
         tokens = (
-            f"<[{self.special[part]}]>" if part in self.special else _quote(part)
-            for part in parts
-            if part
+            f"<[{special[part]}]>" if part in special else _quote(part) for part in parts if part
         )
         return " ".join(tokens) or '""'
 
@@ -242,9 +241,7 @@ def _read_mistral_call(parser: MessageParser) -> Reading[None]:
 def _mistral_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
     tag = "[TOOL_CALLS]"
     if "[ARGS]" in lark.special:
-        bodies = (
-            f"{lark.text(tool.name + '[ARGS]')} {lark.json(tool.parameters)}" for tool in tools
-        )
+        bodies = (f"{lark.text(t.name + '[ARGS]')} {lark.json(t.parameters)}" for t in tools)
         rest_rule = lark.alternatives(bodies)
         return CallGrammar([(tag, rest_rule)], "", f"{lark.text(tag)} {rest_rule}")
     bodies = (_json_call_rule(lark, tool, "arguments") for tool in tools)
@@ -589,13 +586,9 @@ def _escape(text: str) -> str:
 
 
 def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
-    rests = {
-        tool.name: lark.rule(f"{_python_arguments(lark, tool)} {lark.text(')')}") for tool in tools
-    }
+    rests = {t.name: lark.rule(f"{_python_arguments(lark, t)} {lark.text(')')}") for t in tools}
     heads = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
-    call = lark.alternatives(
-        f"{lark.text(name + '(')} {arguments_rule}" for name, arguments_rule in rests.items()
-    )
+    call = lark.alternatives(f"{lark.text(name + '(')} {rule}" for name, rule in rests.items())
     return CallGrammar(heads, lark.text(", "), call, lark.text("]"))
 
 

@@ -311,14 +311,8 @@ class MessageFormats:
                     start = f"{start} | @body"
                 else:
                     start = f"{start}{'*' if request.parallel else '?'} TEXT"
-        return "\n".join(
-            [
-                NO_FORCING,
-                f"start: {self._reasoning_rule(lark, output_format)} ({start})",
-                *lark.rules,
-                f"TEXT: {_ANY_TEXT}",
-            ]
-        )
+        start_rule = f"start: {self._reasoning_rule(lark, output_format)} ({start})"
+        return "\n".join([NO_FORCING, start_rule, *lark.rules, f"TEXT: {_ANY_TEXT}"])
 
     def _reasoning_rule(self, lark: Lark, output_format: MessageFormat) -> str:
         """Return the expression for the reasoning before the content, or ""."""

@@ -96,9 +96,8 @@ class NativeBackend(Backend):
         completed["input"] = config.get("input") or declaration.client_inputs(
             model, inputs, generated, self._position_prefix
         )
-        completed["output"] = config.get("output") or [
-            output for output in outputs if output["name"] not in generated
-        ]
+        kept = [output for output in outputs if output["name"] not in generated]
+        completed["output"] = config.get("output") or kept
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
@@ -208,11 +207,7 @@ class NativeBackend(Backend):
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             model = getattr(module, name, None)
             if not isinstance(model, type):
-                classes = [
-                    class_name
-                    for class_name, value in vars(module).items()
-                    if isinstance(value, type)
-                ]
+                classes = [key for key, value in vars(module).items() if isinstance(value, type)]
                 hint = suggestion(name, classes)
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{hint}")
             declaration.adopt_forward(model)
@@ -224,14 +219,8 @@ class NativeBackend(Backend):
     def _position_prefix(self, name: str) -> str:
         """Return `MODEL/VERSION/FILE:LINE:COLUMN: ` of an attribute, for the start of a message."""
         candidates = (name, name.partition(".")[0], "")
-        position = next(
-            (
-                self._positions[candidate]
-                for candidate in candidates
-                if candidate in self._positions
-            ),
-            "",
-        )
+        positions = (self._positions[item] for item in candidates if item in self._positions)
+        position = next(positions, "")
         where = f"{self.context.model_name}/{self.context.version}/{self._file}"
         return f"{where}:{position}: " if position else f"{where}: "
 
@@ -259,14 +248,12 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
                 or tensor_type.datatype != spec.datatype
                 or not shapes_match(dims, tensor_type.dims)
             ):
-                actual_text = "no"
+                actual = "no"
                 if tensor_type is not None:
-                    actual_text = (
-                        f"{TO_CONFIG[tensor_type.datatype]} {shape_text(tensor_type.dims)} for"
-                    )
+                    actual = f"{TO_CONFIG[tensor_type.datatype]} {shape_text(tensor_type.dims)} for"
                 raise InvalidArgument(
                     f"{side} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
-                    f"{shape_text(dims)} in the configuration, but 'predict' has {actual_text} "
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {actual} "
                     f"'{name}'"
                 )
         missing_names = sorted(required - set(specs))
@@ -314,17 +301,14 @@ class GeneratorStreams:
             with inference_mode(), _cancellable(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
-                future = self._event_loop().run(
-                    self._relay_async(iterator, stream), stream.fail_raised
-                )
+                relay = self._relay_async(iterator, stream)
+                future = self._event_loop().run(relay, stream.fail_raised)
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._finish(stream))
             else:
+                arguments = (iter(iterator), stream)
                 threading.Thread(
-                    target=self._run_generator,
-                    args=(iter(iterator), stream),
-                    name="stream",
-                    daemon=True,
+                    target=self._run_generator, args=arguments, name="stream", daemon=True
                 ).start()
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)

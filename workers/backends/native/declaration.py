@@ -39,12 +39,8 @@ T = TypeVar("T")
 
 # The return types of a `predict` with any number of responses.
 _ITERATORS = (
-    collections.abc.Iterable,
-    collections.abc.Iterator,
-    collections.abc.Generator,
-    collections.abc.AsyncIterable,
-    collections.abc.AsyncIterator,
-    collections.abc.AsyncGenerator,
+    *(collections.abc.Iterable, collections.abc.Iterator, collections.abc.AsyncIterable),
+    *(collections.abc.Generator, collections.abc.AsyncIterator, collections.abc.AsyncGenerator),
 )
 # Returns a message's prefix for an attribute or "predict.ARGUMENT".
 PositionPrefix = Callable[[str], str]
@@ -126,17 +122,13 @@ def _collect_signature(
 
 
 def _with_position(
-    prefix_of: PositionPrefix,
-    name: str,
-    function: Callable[P, T],
-    *args: P.args,
-    **kwargs: P.kwargs,
+    prefix: PositionPrefix, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Call a function; prefix the text of its InvalidArgument with the position of `name`."""
     try:
         return function(*args, **kwargs)
     except InvalidArgument as error:
-        raise InvalidArgument(f"{prefix_of(name)}{error.message}") from error
+        raise InvalidArgument(f"{prefix(name)}{error.message}") from error
 
 
 def adopt_forward(model: Any) -> None:
@@ -174,9 +166,10 @@ def _type_hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(predict, include_extras=True)
     except Exception as error:
-        raise InvalidArgument(
+        text = (
             f"an annotation of '{model.__name__}.predict' cannot be read: {describe_error(error)}"
-        ) from error
+        )
+        raise InvalidArgument(text) from error
 
 
 def _declared_result(
@@ -189,9 +182,8 @@ def _declared_result(
         be several responses.
     """
     if "return" not in hints:
-        raise InvalidArgument(
-            f"'{model.__name__}.predict' has no return annotation: {_ANNOTATION_ADVICE}"
-        )
+        text = f"'{model.__name__}.predict' has no return annotation: {_ANNOTATION_ADVICE}"
+        raise InvalidArgument(text)
     result = hints["return"]
     streams = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
     if streams:
@@ -211,9 +203,8 @@ def _predict_method(model: type) -> Callable[..., Any]:
     if predict is None:
         raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
     if not inspect.isfunction(predict) or not inspect.signature(predict).parameters:
-        raise InvalidArgument(
-            f"'{model.__name__}.predict' must be an ordinary method, 'def predict(self, ...)'"
-        )
+        text = f"'{model.__name__}.predict' must be an ordinary method, 'def predict(self, ...)'"
+        raise InvalidArgument(text)
     return predict
 
 
@@ -255,9 +246,8 @@ def _outputs(
     if typing.get_origin(hint) is tuple:
         tensor_types = [_tensor_type(subject, item_hint)[1] for item_hint in typing.get_args(hint)]
         names = [f"output_{index}" for index in range(len(tensor_types))]
-        return dict(zip(names, tensor_types, strict=True)), lambda result: _by_position(
-            owner, names, result
-        )
+        to_outputs = partial(_by_position, owner, names)
+        return dict(zip(names, tensor_types, strict=True)), to_outputs
     record_type = typing.get_origin(hint) or hint  # the origin of a generic class
     is_typed_dict = typing.is_typeddict(record_type)
     if is_typed_dict or hasattr(record_type, "_fields") or dataclasses.is_dataclass(record_type):
@@ -384,10 +374,8 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
             # Methods are usually helpers of the class.
             similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
             if similar:
-                logger.warning(
-                    "%s'%s.%s' is unknown; did you mean '%s'?",
-                    *(prefix_of(name), model.__name__, name, similar),
-                )
+                text = "%s'%s.%s' is unknown; did you mean '%s'?"
+                logger.warning(text, prefix_of(name), model.__name__, name, similar)
 
 
 def whole_number(model: type, attribute: str, default: int) -> int:
@@ -398,9 +386,8 @@ def whole_number(model: type, attribute: str, default: int) -> int:
     """
     value = getattr(model, attribute, default)
     if type(value) is not int or value < 0:
-        raise InvalidArgument(
-            f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
-        )
+        text = f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
+        raise InvalidArgument(text)
     return value
 
 
@@ -420,10 +407,8 @@ def client_inputs(
             f"{sorted(names)}, got {ragged!r}"
         )
     client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
-    return [
-        tensor | ({"allow_ragged_batch": True} if tensor["name"] in ragged else {})
-        for tensor in client_tensors
-    ]
+    extra = {"allow_ragged_batch": True}
+    return [t | (extra if t["name"] in ragged else {}) for t in client_tensors]
 
 
 def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
@@ -469,6 +454,5 @@ def parameter(model: type, name: str) -> str | None:
     try:
         return json.dumps(value) if allowed_types == (dict,) else str(value)
     except TypeError as error:
-        raise InvalidArgument(
-            f"'{model.__name__}.{name}' must be {allowed_text}: {error}"
-        ) from None
+        text = f"'{model.__name__}.{name}' must be {allowed_text}: {error}"
+        raise InvalidArgument(text) from None

@@ -89,11 +89,8 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         Unavailable: onnxruntime does not support the device.
     """
     runtime = import_onnxruntime()
-    defaults = {
-        key: context.backend_config[key]
-        for key in _THREAD_PARAMETERS
-        if key in context.backend_config
-    }
+    settings = context.backend_config
+    defaults = {key: settings[key] for key in _THREAD_PARAMETERS if key in settings}
     config = replace(config, parameters={**defaults, **config.parameters})
     options = session_options(runtime, config, context.threads)
     operations = config.source.get("model_operations") or {}
@@ -163,9 +160,7 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
             )
         options[name] = {**device, **accelerator.parameters}
     if side == "gpu":
-        settings = {
-            key: config.parameters[key] for key in _CUDA_PARAMETERS if key in config.parameters
-        }
+        settings = {k: config.parameters[k] for k in _CUDA_PARAMETERS if k in config.parameters}
         options[_CUDA] = {**device, **settings, **options.get(_CUDA, {})}
     options[_CPU] = {}
     return list(options.items())
@@ -194,9 +189,7 @@ _BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, 
 
 # onnxruntime's names of the datatypes where they differ from numpy's.
 _ONNX_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
-_DATATYPES = {
-    f"tensor({_ONNX_NAMES.get(name, kind.name)})": name for name, kind in STORAGE_DTYPES.items()
-}
+_DATATYPES = {f"tensor({_ONNX_NAMES.get(n, kind.name)})": n for n, kind in STORAGE_DTYPES.items()}
 _UNBOUNDED = 2**31
 
 
@@ -262,11 +255,9 @@ def check(
         InvalidArgument: The configuration contradicts the file.
     """
     name, max_batch_size = signature.name, signature.max_batch_size
-    for tensor in (
-        (*description.inputs, *filter(_has_dimensions, description.outputs))
-        if max_batch_size > 0
-        else ()
-    ):
+    # An output without dimensions is a scalar, or its rank is unknown.
+    tensors = (*description.inputs, *(item for item in description.outputs if item.dims))
+    for tensor in tensors if max_batch_size > 0 else ():
         if tensor.dims[:1] != (-1,):
             raise InvalidArgument(
                 f"model '{name}' has max_batch_size {max_batch_size}, but the first dimension of "
@@ -287,19 +278,12 @@ def check(
                 )
             if spec.name not in generated:
                 _check_tensor(side, spec, file_tensors[spec.name], signature)
-    missing_inputs = sorted(
-        {item.name for item in description.inputs} - {*signature.inputs, *generated}
-    )
+    missing_inputs = sorted({i.name for i in description.inputs} - {*signature.inputs, *generated})
     if missing_inputs:
         raise InvalidArgument(
             f"unable to load model '{name}', configuration expects {len(signature.inputs)} inputs, "
             f"model provides {len(description.inputs)}: '{missing_inputs[0]}' is missing"
         )
-
-
-def _has_dimensions(output: FileTensor) -> bool:
-    """Check whether an output has dimensions; scalars and unknown ranks are indistinguishable."""
-    return bool(output.dims)
 
 
 def _check_tensor(side: str, spec: TensorSpec, tensor: FileTensor, signature: Signature) -> None:
@@ -360,11 +344,8 @@ class OnnxBackend(Backend):
         generated = {name for rule in batch_rules for name in rule.target_name}
         check(signature, description, generated)
         self._signature = signature
-        self._scalars = {
-            tensor.name
-            for tensor in description.inputs
-            if tensor.name in signature.inputs and not tensor.dims
-        }
+        names = signature.inputs
+        self._scalars = {t.name for t in description.inputs if t.name in names and not t.dims}
         self._names = [tensor.name for tensor in description.outputs]
         on_gpu = self.context.kind == "GPU"
         device = open_device(self.context.device) if on_gpu else Device("cpu")

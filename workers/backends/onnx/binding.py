@@ -81,7 +81,7 @@ class HostBinding:
             # The output may have an unexpected shape. The session is stateless and may run again.
             outputs = self._run_bound(inputs, names, {})
             self._unpredictable_outputs |= {
-                name for name in targets if outputs[name].shape != targets[name].shape
+                n for n in targets if outputs[n].shape != targets[n].shape
             }
             return outputs
 
@@ -125,9 +125,8 @@ class HostBinding:
             return None
         if memory_range.byte_size < byte_size:
             return None  # writing the output then fails the request, as intended
-        view: memoryview = self._context.mappings.view(
-            Range(memory_range.memory, memory_range.offset, byte_size)
-        )
+        used_range = Range(memory_range.memory, memory_range.offset, byte_size)
+        view: memoryview = self._context.mappings.view(used_range)
         return view
 
     def _run_bound(
@@ -136,19 +135,15 @@ class HostBinding:
         # Created for each run: in older versions of onnxruntime the binding owns its outputs.
         binding = self._session.io_binding()
         for name, array in inputs.items():
-            datatype = self._inputs[name].datatype
-            binding.bind_input(
-                name, "cpu", 0, _element_type(datatype), array.shape, _address(array)
-            )
+            kind = self._inputs[name].datatype
+            binding.bind_input(name, "cpu", 0, _element_type(kind), array.shape, _address(array))
         for name in names:
             target = targets.get(name)
             if target is None:
                 binding.bind_output(name, "cpu")
                 continue
-            datatype = self._outputs[name].datatype
-            binding.bind_output(
-                name, "cpu", 0, _element_type(datatype), target.shape, _address(target)
-            )
+            kind = self._outputs[name].datatype
+            binding.bind_output(name, "cpu", 0, _element_type(kind), target.shape, _address(target))
         self._session.run_with_iobinding(binding)
         ort_values = dict(zip(names, binding.get_outputs(), strict=True))
         return {
@@ -187,10 +182,8 @@ class DeviceBinding:
         self._session.run_with_iobinding(binding)
         binding.synchronize_outputs()
         ort_values = binding.get_outputs()
-        return {
-            name: self._own_tensor(name, ort_value, binding)
-            for name, ort_value in zip(names, ort_values, strict=True)
-        }
+        pairs = zip(names, ort_values, strict=True)
+        return {name: self._own_tensor(name, ort_value, binding) for name, ort_value in pairs}
 
     def _own_tensor(self, name: str, ort_value: Any, binding: Any) -> torch.Tensor:
         """Return a tensor over memory of onnxruntime, which it keeps."""
@@ -240,10 +233,8 @@ def _symbol_sizes(tensors: Mapping[str, FileTensor], inputs: Mapping[str, Array]
 
 def _predict_shape(tensor: FileTensor, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     """Return the shape of an output in a call, or None if it is not known before the call."""
-    shape = [
-        sizes.get(symbol, -1) if dim == -1 else dim
-        for dim, symbol in zip(tensor.dims, tensor.symbols, strict=True)
-    ]
+    pairs = zip(tensor.dims, tensor.symbols, strict=True)
+    shape = [sizes.get(symbol, -1) if dim == -1 else dim for dim, symbol in pairs]
     return None if -1 in shape else tuple(shape)
 
 
@@ -279,20 +270,11 @@ def _as_strings(name: str, array: Array) -> Array:
 
 def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
     """Return the output ranges of at least `min_bytes` bytes that overlap no other range."""
-    ranges = {
-        name: memory_range
-        for name, memory_range in request.memory_ranges.items()
-        if memory_range.byte_size >= min_bytes and not memory_range.memory.copied
-    }
+    named = request.memory_ranges.items()
+    ranges = {n: r for n, r in named if r.byte_size >= min_bytes and not r.memory.copied}
     if not ranges:
         return {}
-    taken_ranges = [
-        item.memory_range for item in request.inputs.values() if item.memory_range is not None
-    ]
-    taken_ranges += request.memory_ranges.values()
-    return {
-        name: memory_range
-        for name, memory_range in ranges.items()
-        # A range overlaps itself once.
-        if sum(memory_range.overlaps(taken_range) for taken_range in taken_ranges) == 1
-    }
+    taken = [i.memory_range for i in request.inputs.values() if i.memory_range is not None]
+    taken += request.memory_ranges.values()
+    # A range overlaps itself once.
+    return {n: r for n, r in ranges.items() if sum(r.overlaps(item) for item in taken) == 1}

@@ -296,9 +296,8 @@ class PythonExecution:
             if not responses:
                 self._lender.discard_loans()
                 raise
-            logger.exception(
-                "model '%s' failed after it had sent its responses", self._context.model_name
-            )
+            text = "model '%s' failed after it had sent its responses"
+            logger.exception(text, self._context.model_name)
         self._lender.check_loans(responses)
         _detach_kept_inputs(requests, received_requests)
         return responses
@@ -390,9 +389,7 @@ class PythonExecution:
     @staticmethod
     def _sent_responses(received_requests: Sequence[ReceivedRequest]) -> list[Response]:
         """Return the responses that the model has sent, if every request has one."""
-        sent_responses = [
-            request.outbox.response for request in received_requests if request.outbox is not None
-        ]
+        sent_responses = [r.outbox.response for r in received_requests if r.outbox is not None]
         responses = [response for response in sent_responses if response is not None]
         return responses if len(responses) == len(received_requests) else []
 
@@ -472,15 +469,13 @@ async def _wait_for_senders(outboxes: Sequence[SingleResponse]) -> None:
         outbox_changed.clear()
 
 
-def _detach_kept_inputs(
-    requests: Sequence[Request], received_requests: Sequence[ReceivedRequest]
-) -> None:
+def _detach_kept_inputs(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """Copy the inputs that the model keeps, because their memory is reused."""
     for index, request in enumerate(requests):
         if not request.shared:
             continue
-        is_referenced = sys.getrefcount(received_requests[index]) > _LIST_REFCOUNT
-        tensors = received_requests[index].tensors
+        is_referenced = sys.getrefcount(received[index]) > _LIST_REFCOUNT
+        tensors = received[index].tensors
         for name in tensors:
             if is_referenced or sys.getrefcount(tensors[name]) > _LIST_REFCOUNT:
                 tensors[name].detach()

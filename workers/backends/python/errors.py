@@ -126,13 +126,11 @@ def check_parameters(parameters: Any) -> dict[str, bool | int | str]:
         raise TritonModelException(f"Expect dict, got {type(parameters)}")
     for key, value in parameters.items():
         if not isinstance(key, str):
-            raise TritonModelException(
-                f"Expect parameters keys to have type str, found type {type(key)}"
-            )
+            text = f"Expect parameters keys to have type str, found type {type(key)}"
+            raise TritonModelException(text)
         if not isinstance(value, bool | int | str):
-            raise TritonModelException(
-                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
-            )
+            text = f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            raise TritonModelException(text)
         if isinstance(value, int) and not -_INT64 <= value < _INT64:
             raise TritonModelException(f"parameter '{key}' is out of the range of int64")
     return dict(parameters)

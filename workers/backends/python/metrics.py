@@ -117,7 +117,7 @@ def _locked_for_change() -> Iterator[None]:
 
 
 class _Owner:
-    """The metrics of one `MetricFamily` object; `alive` while the object is."""
+    """The metrics of one `MetricFamily` object, which exists while `is_alive`."""
 
     def __init__(self, family: _Family) -> None:
         self.family = family
@@ -218,9 +218,8 @@ def _check_buckets(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[f
     except TypeError:
         raise RuntimeError(NO_CAST) from None
     if list(bounds) != sorted(set(bounds)):
-        raise TritonModelException(
-            _CREATE_FAILED + refusal_text("Bucket Boundaries must be strictly sorted")
-        )
+        text = refusal_text("Bucket Boundaries must be strictly sorted")
+        raise TritonModelException(_CREATE_FAILED + text)
     # The bucket le="+Inf" is always present and must not be duplicated.
     return bounds[:-1] if bounds and bounds[-1] == math.inf else bounds
 

@@ -56,9 +56,8 @@ class InferenceResponse:
         outputs = list(output_tensors)
         for tensor in outputs:
             if tensor is None:
-                raise TritonModelException(
-                    "Output tensor for inference response should not be empty."
-                )
+                text = "Output tensor for inference response should not be empty."
+                raise TritonModelException(text)
             if type(tensor) is not Tensor and not isinstance(tensor, Tensor):
                 raise TypeError(f"an output of a response must be a Tensor, not {type(tensor)}")
         if error is not None and not isinstance(error, TritonError):
@@ -140,9 +139,8 @@ class ResponseIterator:
             self._call = None
         if outcome is None:
             raise StopIteration("Iteration is done for the responses.")
-        self._responses.append(
-            from_call(outcome) if isinstance(outcome, CallResponse) else from_error(outcome)
-        )
+        response = from_call(outcome) if isinstance(outcome, CallResponse) else from_error(outcome)
+        self._responses.append(response)
 
     def cancel(self) -> None:
         """Cancel the call, unless all responses have arrived.
@@ -328,9 +326,8 @@ class PreferredMemory:
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         if not isinstance(preferred_memory_type, MemoryType):
-            raise TypeError(
-                f"preferred_memory_type must be a MemoryType, not {preferred_memory_type!r}"
-            )
+            text = f"preferred_memory_type must be a MemoryType, not {preferred_memory_type!r}"
+            raise TypeError(text)
         as_int(preferred_device_id, "preferred_device_id", -(2**63))
 
 
@@ -379,15 +376,12 @@ class InferenceRequest:
         priority: int = 0,
     ) -> None:
         if inputs is None or requested_output_names is None or model_name is None:
-            raise TypeError(
-                "an InferenceRequest needs inputs, requested_output_names and model_name"
-            )
+            text = "an InferenceRequest needs inputs, requested_output_names and model_name"
+            raise TypeError(text)
         request_id = as_text(request_id, "request_id")
         model_name = as_text(model_name, "model_name")
-        names = [
-            as_text(name, "an output's name")
-            for name in as_list(requested_output_names, "the outputs")
-        ]
+        values = as_list(requested_output_names, "the outputs")
+        names = [as_text(name, "an output's name") for name in values]
         tensors = as_list(inputs, "inputs")
         for option, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
             if not isinstance(option, kind):

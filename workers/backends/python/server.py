@@ -40,9 +40,8 @@ class ServerApi:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self.calls = CallRouter(
-            context.control, context.arena.memory.byte_size, context.spans.append
-        )
+        byte_size = context.arena.memory.byte_size
+        self.calls = CallRouter(context.control, byte_size, context.spans.append)
         self.can_call = False
         self.executing_requests: Sequence[Request] = ()
         self._executing_thread = 0
@@ -211,9 +210,8 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     try:
         current_server().unload_model(model_name, bool(unload_dependents))
     except ShmserveError as error:
-        raise TritonModelException(
-            f"Failed to unload model: {refusal_text(error.message)}"
-        ) from None
+        text = f"Failed to unload model: {refusal_text(error.message)}"
+        raise TritonModelException(text) from None
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -233,9 +231,8 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     try:
         return current_server().is_model_ready(model_name, model_version)
     except ShmserveError as error:
-        raise TritonModelException(
-            f"Failed to check model readiness: {refusal_text(error.message)}"
-        ) from None
+        text = f"Failed to check model readiness: {refusal_text(error.message)}"
+        raise TritonModelException(text) from None
 
 
 def get_model_dir() -> str:

@@ -98,22 +98,16 @@ class Lender:
             self._lends_copies = self._trials_left > 0
 
     def _detach_kept(self, kept_inputs: Sequence[Input]) -> None:
-        logger.warning(
-            "model '%s' keeps references to its inputs, so each input is copied from now on",
-            self._model_name,
-        )
-        memory_ranges = [
-            source.memory_range for source in kept_inputs if source.memory_range is not None
-        ]
+        text = "model '%s' keeps references to its inputs, so each input is copied from now on"
+        logger.warning(text, self._model_name)
+        memory_ranges = [s.memory_range for s in kept_inputs if s.memory_range is not None]
         self._mappings.detach(memory_ranges)
         self._copy_counter.inputs += sum(memory_range.byte_size for memory_range in memory_ranges)
 
 
 def _has_changed(source: Input, original: memoryview) -> bool:
-    bytes_before, bytes_after = (
-        np.frombuffer(original, np.uint8),
-        np.frombuffer(source.raw, np.uint8),
-    )
+    bytes_before = np.frombuffer(original, np.uint8)
+    bytes_after = np.frombuffer(source.raw, np.uint8)
     return not np.array_equal(bytes_before, bytes_after)
 
 

@@ -143,10 +143,8 @@ class PytorchBackend(Backend):
         try:
             return self._results.map_outputs(program.call(*args, **kwargs))
         except UnicodeDecodeError as error:
-            problem = (
-                f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
-            )
-            raise InvalidArgument(problem) from None
+            text = f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
+            raise InvalidArgument(text) from None
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
@@ -162,13 +160,11 @@ class PytorchBackend(Backend):
         if use_graphs and recorder is not None:
             try:
                 with self._grad_free():
-                    graphs = Graphs(
-                        plan, signature, self._device.torch, self._call_program, recorder
-                    )
+                    call = self._call_program
+                    graphs = Graphs(plan, signature, self._device.torch, call, recorder)
             except Exception as error:  # any error, because not every model can be captured
-                logger.warning(
-                    "model '%s' runs without CUDA graphs: %s", signature.name, describe_error(error)
-                )
+                text = "model '%s' runs without CUDA graphs: %s"
+                logger.warning(text, signature.name, describe_error(error))
             else:
                 plan = replace(plan, workspace=graphs.workspace)
         plan.log(signature.name)
@@ -263,7 +259,7 @@ def _set_options(parameters: dict[str, str]) -> None:
 def _missing_tensors_message(config: ModelSpec, program: Program) -> str:
     names = [argument.name for argument in program.arguments] if program.arguments else ["INPUT__0"]
     inputs = ", ".join(
-        f'{{ name: "{name}" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }}' for name in names
+        f'{{ name: "{n}" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }}' for n in names
     )
     return (
         f"model '{config.name}': the model file does not contain the datatypes and shapes "

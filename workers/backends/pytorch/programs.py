@@ -79,22 +79,16 @@ class ArgumentBinding:
         if arguments is None:
             positions = _positions(model, "input", inputs, len(inputs))
         else:
-            position_by_name = {
-                argument.name: position for position, argument in enumerate(arguments)
-            }
+            position_by_name = {a.name: position for position, a in enumerate(arguments)}
             if all(name in position_by_name for name in inputs):
                 positions = [position_by_name[name] for name in inputs]
             else:
                 self._check_count(model, inputs, arguments)
                 positions = _positions(model, "input", inputs, len(arguments))
-            missing_arguments = [
-                argument.name
-                for position, argument in enumerate(arguments)
-                if argument.required and position not in positions
-            ]
-            if missing_arguments:
+            missing = [a.name for i, a in enumerate(arguments) if a.required and i not in positions]
+            if missing:
                 raise InvalidArgument(
-                    f"model '{model}' takes the argument(s) {_quoted_list(missing_arguments)}, but "
+                    f"model '{model}' takes the argument(s) {_quoted_list(missing)}, but "
                     "its configuration has no input of this name; the inputs are "
                     f"{_quoted_list(inputs)}"
                 )
@@ -173,20 +167,14 @@ class ResultBinding:
             # All outputs are then mapped by field: the order may differ.
             return self._by_key(dict(zip(fields, result, strict=True)))
         values = result if isinstance(result, (tuple, list)) else (result,)
-        missing_outputs = [
-            name
-            for name, position in zip(self._outputs, self._positions, strict=True)
-            if position >= len(values)
-        ]
+        pairs = [*zip(self._outputs, self._positions, strict=True)]
+        missing_outputs = [name for name, position in pairs if position >= len(values)]
         if missing_outputs:
             raise Internal(
                 f"model '{self._model}' returned {len(values)} output(s), but not "
                 f"{_quoted_list(missing_outputs)}"
             )
-        return {
-            name: values[position]
-            for name, position in zip(self._outputs, self._positions, strict=True)
-        }
+        return {name: values[position] for name, position in pairs}
 
     def _by_key(self, result: Mapping[str, Any]) -> dict[str, Any]:
         missing_outputs = [name for name in self._outputs if name not in result]
@@ -219,13 +207,11 @@ def _positions(
                 )
         return indices
     if len(names) > 1:
-        logger.warning(
+        text = (
             "model '%s': %ss %s are neither names of the model nor end in __INDEX; they are "
-            "mapped by their order in the configuration",
-            model,
-            side,
-            _quoted_list(names),
+            "mapped by their order in the configuration"
         )
+        logger.warning(text, model, side, _quoted_list(names))
     return list(range(len(names)))
 
 
@@ -290,10 +276,7 @@ def load_script(path: Path, device: Device) -> Program:
     schema = module.forward.schema
     inputs = schema.arguments[1:]
     arguments = [
-        Argument(
-            argument.name, not argument.has_default_value(), strings=_is_strings(argument.type)
-        )
-        for argument in inputs
+        Argument(a.name, not a.has_default_value(), strings=_is_strings(a.type)) for a in inputs
     ]
     single_dict = len(inputs) == 1 and isinstance(inputs[0].type, torch._C.DictType)
     call, count = module, None
@@ -303,9 +286,8 @@ def load_script(path: Path, device: Device) -> Program:
             count = len(result_type.elements())
         elif isinstance(result_type, torch._C.TensorType):
             count = 1
-        elif _is_strings(
-            result_type
-        ):  # a list of strings is a single output, not a list of outputs
+        # A list of strings is a single output, not a list of outputs.
+        elif _is_strings(result_type):
             call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
     return Program(call, None if single_dict else arguments, count, single_dict, module=module)
 
@@ -378,18 +360,16 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
     module_class = _module_class(import_file(path, f"shmserve_model_{name}"), path)
     module: torch.nn.Module = module_class()
     if module_class.forward is torch.nn.Module.forward:
-        raise InvalidArgument(
-            f"class '{module_class.__name__}' in '{path.name}' has no method 'forward'"
-        )
+        text = f"class '{module_class.__name__}' in '{path.name}' has no method 'forward'"
+        raise InvalidArgument(text)
     weights = _find_weights(path)
     if weights is not None:
         weights_by_name = _read_weights(weights)
         try:
             module.load_state_dict(weights_by_name)
         except (RuntimeError, TypeError) as error:
-            raise InvalidArgument(
-                f"'{weights.name}' does not fit the class '{module_class.__name__}': {error}"
-            ) from error
+            text = f"'{weights.name}' does not fit the class '{module_class.__name__}': {error}"
+            raise InvalidArgument(text) from error
     module.to(device.torch).eval()
     arguments = _arguments(module.forward)
     options = _compile_options(parameters)
@@ -403,26 +383,18 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
-    classes = [
-        value
-        for _, value in sorted(vars(module).items())
-        if isinstance(value, type) and issubclass(value, torch.nn.Module)
-    ]
-    own_classes = [
-        module_class for module_class in classes if module_class.__module__ == module.__name__
-    ] or classes
+    values = (value for _, value in sorted(vars(module).items()) if isinstance(value, type))
+    classes = [value for value in values if issubclass(value, torch.nn.Module)]
+    own_classes = [c for c in classes if c.__module__ == module.__name__] or classes
     if not own_classes:
         raise InvalidArgument(f"'{path.name}' does not define a subclass of torch.nn.Module")
     for module_class in own_classes:
         if module_class.__name__ == "Model":
             return module_class
     if len(own_classes) > 1:
-        logger.warning(
-            "'%s' defines %s: %s is served. To select a class, name it 'Model'",
-            path.name,
-            ", ".join(module_class.__name__ for module_class in own_classes),
-            own_classes[0].__name__,
-        )
+        names = ", ".join(c.__name__ for c in own_classes)
+        text = "'%s' defines %s: %s is served. To select a class, name it 'Model'"
+        logger.warning(text, path.name, names, own_classes[0].__name__)
     return own_classes[0]
 
 
@@ -450,13 +422,9 @@ def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
-        arguments.append(
-            Argument(
-                parameter.name,
-                parameter.default is parameter.empty,
-                by_name=parameter.kind is parameter.KEYWORD_ONLY,
-            )
-        )
+        is_required = parameter.default is parameter.empty
+        by_name = parameter.kind is parameter.KEYWORD_ONLY
+        arguments.append(Argument(parameter.name, is_required, by_name=by_name))
     return arguments
 
 
@@ -486,17 +454,11 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
     names = [name for name in signature.user_inputs if isinstance(name, str)]
     inputs = tuple(_describe_tensor(name, values[name]) for name in names)
-    results = [
-        spec.arg.name if isinstance(spec.arg, TensorArgument) else None
-        for spec in signature.output_specs
-        if spec.kind.name == "USER_OUTPUT"
-    ]
+    specs = (spec for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT")
+    results = [spec.arg.name if isinstance(spec.arg, TensorArgument) else None for spec in specs]
     labels = _labels(exported, len(results))
-    outputs = tuple(
-        _describe_tensor(label, values[result])
-        for label, result in zip(labels, results, strict=True)
-        if result is not None
-    )
+    pairs = zip(labels, results, strict=True)
+    outputs = tuple(_describe_tensor(label, values[r]) for label, r in pairs if r is not None)
     return FileDescription(inputs, outputs, _largest_batch(exported, (*inputs, *outputs)))
 
 

@@ -139,9 +139,8 @@ class VllmBackend(Backend):
             stream.send(Response(Output.select(values, requested or values)), final=True)
             return
         for name in _UNSUPPORTED_INPUTS & inputs.keys():
-            raise Unsupported(
-                f"{name}: not supported; backend 'vllm' serves requests for text only"
-            )
+            text = f"{name}: not supported; backend 'vllm' serves requests for text only"
+            raise Unsupported(text)
         call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
         call.options.setdefault("priority", request.work.priority)
         flags = {name for name in FLAGS if inputs.get(f"return_{name}")}

@@ -122,9 +122,7 @@ class VllmAnswer:
         encoded = {"content": [self._entry(token, scores, top) for token, scores in tokens]}
         if prompt and request.prompt_logprobs is not None:
             top = request.prompt_logprobs
-            encoded["prompt"] = [
-                scores and self._entry(token, scores, top) for token, scores in prompt
-            ]
+            encoded["prompt"] = [scores and self._entry(t, scores, top) for t, scores in prompt]
         return orjson.dumps(encoded)
 
     def _entry(self, token: int, scores: Mapping[int, Any] | None, top: int) -> dict[str, Any]:

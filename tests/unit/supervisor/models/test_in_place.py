@@ -160,10 +160,10 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     model.commit(reduction)
     observed_states.append(model.instances.states())
     worker = model.instances.children()[1]
-    model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
+    model._on_message(m.InstanceRetired(worker.pid + 1))
     await run_loop_turns()
     assert worker.alive
-    model._on_scheduler_message(m.InstanceRetired(worker.pid))
+    model._on_message(m.InstanceRetired(worker.pid))
     await run_loop_turns()
     assert not worker.alive and model.ready
     observed_states.append(model.instances.states())

@@ -82,7 +82,7 @@ async def test_only_the_process_its_scheduler_names_is_killed(
     second_process = processes.children[-1]
     monkeypatch.setattr(FakeChild, "kill", lambda child, *number: killed_children.append(child))
     for child in (first_process, second_process):
-        model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
+        model._on_message(m.KillInstance(child.pid, "it takes too long"))
     await run_loop_turns()
     await processes.end()
     meant_process = second_process
@@ -137,7 +137,7 @@ async def test_an_instance_in_a_crash_loop_stays_down(
             await model.until_ready()
         worker = processes.children[-1] if death else processes.children[0]
         if serves and death == max_crashes // 2:
-            model._on_scheduler_message(m.InstanceServed(worker.pid))
+            model._on_message(m.InstanceServed(worker.pid))
         worker.kill(signal.SIGABRT)
         await run_loop_turns(1)
     await run_loop_turns()
@@ -191,7 +191,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
     await model.start()
     for _ in range(8):
         if serves:
-            model._on_scheduler_message(m.InstanceServed(processes.children[0].pid))
+            model._on_message(m.InstanceServed(processes.children[0].pid))
         model.scheduler.serving.child.kill()
         await run_loop_turns(40)
     is_ready = model.ready

@@ -114,12 +114,10 @@ class Rope:
         """
         parameters, half = self.parameters, head_dim // 2
         rotations = (parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0)
-        low, high = (
-            head_dim
-            * math.log(parameters[_ORIGINAL] / (rotation * 2 * math.pi))
-            / (2 * math.log(self.theta))
-            for rotation in rotations
+        turns = (
+            math.log(parameters[_ORIGINAL] / (rotation * 2 * math.pi)) for rotation in rotations
         )
+        low, high = (head_dim * turn / (2 * math.log(self.theta)) for turn in turns)
         if parameters.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
@@ -191,11 +189,9 @@ class Architecture:
         epsilon = config.get("rms_norm_eps")
         if epsilon is not None and not 0 <= epsilon <= _MAX_NUMBER:
             problems.append(f"config.json: rms_norm_eps: {epsilon!r} is not a number from 0")
-        for name, allowed_values in _SUPPORTED.items():
-            if config.get(name, allowed_values[0]) not in allowed_values:
-                problems.append(
-                    f"config.json: {name}: {config[name]!r} is not {allowed_values[0]!r}"
-                )
+        for name, allowed in _SUPPORTED.items():
+            if config.get(name, allowed[0]) not in allowed:
+                problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")
         if len(problems) > problem_count:
             return None
         rope = _rope(config, problems)
@@ -300,10 +296,8 @@ def _family(config: Mapping[str, Any], problems: list[str]) -> str:
         allowed_names = ", ".join(_FAMILIES)
         if not names and config.get("model_type"):
             field, value, allowed_names = "model_type", config["model_type"], ", ".join(DEFAULTS)
-        problems.append(
-            f"config.json: {field}: {value or 'nothing'} is not supported "
-            f"(supported: {allowed_names})"
-        )
+        text = f"{value or 'nothing'} is not supported (supported: {allowed_names})"
+        problems.append(f"config.json: {field}: {text}")
     return family
 
 
@@ -338,9 +332,8 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     scaling = config.get(field) or {}
     nested = ", ".join(name for name, value in scaling.items() if isinstance(value, dict))
     if nested:  # transformers ignores them in these architectures
-        problems.append(
-            f"config.json: {field}: {nested}: parameters of layer types are not supported"
-        )
+        text = f"config.json: {field}: {nested}: parameters of layer types are not supported"
+        problems.append(text)
         return Rope(10_000.0, "default", {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
@@ -349,9 +342,8 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
         problems.append(f"config.json: {field}: partial_rotary_factor: {factor!r} is not 1.0")
     if kind not in _ROPE_FIELDS:
         allowed_names = ", ".join(_ROPE_FIELDS)
-        problems.append(
-            f"config.json: {field}: {kind!r} is not supported (supported: {allowed_names})"
-        )
+        text = f"config.json: {field}: {kind!r} is not supported (supported: {allowed_names})"
+        problems.append(text)
         return Rope(10_000.0, "default", {})
     positions = config["max_position_embeddings"]
     original = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or positions
@@ -369,9 +361,8 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
         is_flag = name == "truncate" and isinstance(number, bool)
         is_zero = type(number) in (int, float) and number == 0 and name in optional
         if not (is_flag or is_zero or _is_positive(number)):
-            problems.append(
-                f"config.json: {field}: {name}: {clip(repr(number))} is not a positive number"
-            )
+            text = f"{clip(repr(number))} is not a positive number"
+            problems.append(f"config.json: {field}: {name}: {text}")
             return Rope(10_000.0, "default", {})
     if kind == "yarn" and theta <= 1:
         problems.append(f"config.json: {field}: rope_theta: {theta} is not a number above 1")

@@ -62,10 +62,8 @@ class KvCache:
         self.keys = [layer[0] for layer in self.pool]
         self.values = [layer[1] for layer in self.pool]
         # Views of the same memory with a row for each head and slot.
-        self.flat_layers = [
-            (keys.flatten(0, 1), values.flatten(0, 1))
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
+        pairs = zip(self.keys, self.values, strict=True)
+        self.flat_layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pairs]
 
     def write(self, layer: int, keys_and_values: torch.Tensor, slots: torch.Tensor) -> None:
         """Store keys and values in slots: [tokens, KV heads of keys, then of values, head size]."""
@@ -159,9 +157,7 @@ class Pass:
         new_positions = range(start, start + len(tokens))
         self.tokens += tokens
         self.positions += new_positions
-        self.slots += [
-            block_table[position // size] * size + position % size for position in new_positions
-        ]
+        self.slots += [block_table[p // size] * size + p % size for p in new_positions]
         self.spans.append(RowSpan(first_row, len(tokens), start, block_table, is_prompt))
         return first_row
 
@@ -173,9 +169,8 @@ class Pass:
             count = bisect_left(indices, end) - bisect_left(indices, span.first_row)
             if count:
                 start = span.start + span.size - count
-                new_span = RowSpan(
-                    len(selected_rows.tokens), count, start, span.block_table, span.is_prompt
-                )
+                first_row = len(selected_rows.tokens)
+                new_span = RowSpan(first_row, count, start, span.block_table, span.is_prompt)
                 selected_rows.spans.append(new_span)
                 selected_rows.tokens += self.tokens[end - count : end]
                 selected_rows.positions += self.positions[end - count : end]
@@ -257,12 +252,10 @@ class VisibleKeys(NamedTuple):
         counts = np.zeros((row_count, heads + 2 * kv_heads), np.int32)
         counts[row_indices, :heads] = np.array([row.width for row in decode])[:, None]
         indices = torch.from_numpy(np.concatenate(columns))
+        data = torch.from_numpy(np.concatenate(values))
+        shape = (counts.size, kv_heads * cache.slot_count)
         mask_matrix = torch.sparse_csr_tensor(
-            _row_pointers(counts),
-            indices,
-            torch.from_numpy(np.concatenate(values)),
-            (counts.size, kv_heads * cache.slot_count),
-            check_invariants=False,
+            _row_pointers(counts), indices, data, shape, check_invariants=False
         )
         offsets = _row_pointers(counts[row_indices, :heads])
         width_groups = [len(part) for part in columns], widths
@@ -285,9 +278,7 @@ class VisibleKeys(NamedTuple):
             weights = scores.view(-1, widths[0]).softmax(-1).view(-1)
         else:
             groups = zip(scores.split(lengths), widths, strict=True)
-            weights = torch.cat(
-                [group.view(-1, width).softmax(-1).view(-1) for group, width in groups]
-            )
+            weights = torch.cat([g.view(-1, width).softmax(-1).view(-1) for g, width in groups])
         output = torch._embedding_bag_forward_only(
             values, self.columns, self.offsets, per_sample_weights=weights, include_last_offset=True
         )
@@ -355,14 +346,8 @@ class Run(NamedTuple):
         if span.start and (span.is_prompt or span.size > 1):
             shape = padded_count(span.size) if span.is_prompt else span.size, span.length
             mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.start)
-        return cls(
-            span.first_row,
-            span.size,
-            span.length,
-            blocks[0] * block_size,
-            torch.tensor(blocks, device=device) if is_scattered else None,
-            mask,
-        )
+        scattered = torch.tensor(blocks, device=device) if is_scattered else None
+        return cls(span.first_row, span.size, span.length, blocks[0] * block_size, scattered, mask)
 
 
 def padded_count(count: int) -> int:

@@ -182,9 +182,7 @@ class Checkpoint:
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight as float32."""
         parts = self.quantisation.parts(name, self.stored)
-        tensors = {
-            role: self._open(part.path).get_tensor(part.name) for role, part in parts.items()
-        }
+        tensors = {role: self._open(p.path).get_tensor(p.name) for role, p in parts.items()}
         if "scales" not in tensors:
             weight: torch.Tensor = tensors["values"].float()
             return weight
@@ -381,9 +379,7 @@ def _add_tokens(
     if kind == "Qwen2Tokenizer":  # the class resets the properties of special tokens
         tokenizer.add_special_tokens([_added_token(text) for text in texts])
         return
-    tokens_by_text = {
-        token.content: token for token in tokenizer.get_added_tokens_decoder().values()
-    }
+    tokens_by_text = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens(
         [tokens_by_text.get(_content(token)) or _added_token(token) for token in named_tokens]
         + [_added_token(token) for token in extra if _content(token) not in tokens_by_text]
@@ -513,9 +509,8 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
     if not templates and isinstance(setting, list):
         named_templates = [template for template in setting if isinstance(template, dict)]
         if len(named_templates) < len(setting):
-            problems.append(
-                "tokenizer_config.json: chat_template: an item of the list is not an object"
-            )
+            text = "tokenizer_config.json: chat_template: an item of the list is not an object"
+            problems.append(text)
         setting = {template.get("name"): template.get("template") for template in named_templates}
     if not templates and isinstance(setting, dict):
         return {str(name): str(template) for name, template in setting.items()}

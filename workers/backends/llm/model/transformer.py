@@ -341,12 +341,9 @@ class Transformer:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         head_norms = None
         if model.head_norms:
-            head_norms = torch.cat(
-                [
-                    self._weight(f"{attention}.q_norm.weight").expand(model.heads, -1),
-                    self._weight(f"{attention}.k_norm.weight").expand(model.kv_heads, -1),
-                ]
-            )
+            q_norm = self._weight(f"{attention}.q_norm.weight").expand(model.heads, -1)
+            k_norm = self._weight(f"{attention}.k_norm.weight").expand(model.kv_heads, -1)
+            head_norms = torch.cat([q_norm, k_norm])
         input_norm = self._norm_gain(f"{prefix}.input_layernorm")
         post_attention_norm = self._norm_gain(f"{prefix}.post_attention_layernorm")
         # Large gains would reduce the precision of weights with fewer bits.
@@ -426,9 +423,8 @@ class DecodeGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         for rows, blocks in reversed(list(_graph_sizes(max_rows, max_length, self._cache))):
-            inputs = torch.zeros(
-                (rows, _ROW_COLUMNS + blocks), dtype=torch.int64, device=self._model.device
-            )
+            shape = (rows, _ROW_COLUMNS + blocks)
+            inputs = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
             # Libraries allocate their memory in the first call, which must not be captured.
             decode_logits(self._model, self._cache, inputs)
             torch.cuda.synchronize()
