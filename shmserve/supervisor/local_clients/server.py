@@ -127,7 +127,10 @@ class LocalMemory:
             raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
         size = require_integer(request.byte_size, "byte_size")
         if not size or handle.device < 0:
-            raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
+            raise InvalidArgument(
+                f"'byte_size' must be at least 1, got {size}; 'device_id' must be at least 0, got "
+                f"{handle.device}"
+            )
         number, uid = client.number, client.uid
         memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
         memory = Memory.on_device(memory_id, size, handle)

@@ -249,8 +249,9 @@ async def read_body(
     except BodyTooLarge as error:
         raise RequestTooLarge(error.message) from None
     except UnsupportedEncoding:
+        encoding = clip(repr(request.headers.get("Content-Encoding")))
         raise UnsupportedMediaType(
-            "the Content-Encoding of the body is not supported; use gzip, deflate or identity"
+            f"Content-Encoding: {encoding} is not supported; use gzip, deflate or identity"
         ) from None
     if type(body) is not dict:
         raise InvalidArgument(f"the body must be a JSON object, got {_describe_type(body)}")
