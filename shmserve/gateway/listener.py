@@ -350,9 +350,8 @@ class Acceptor:
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
         self._warning_count = 0
-        self._draining_connections: set[LimitedConnection] = (
-            set()
-        )  # connections that were asked to close
+        # Connections that were asked to close.
+        self._draining_connections: set[LimitedConnection] = set()
         self._on_drained: Callable[[], None] | None = None
 
     def __call__(self) -> LimitedConnection:

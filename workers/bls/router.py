@@ -505,7 +505,7 @@ class CallRouter:
             unpacked = self._responses[schema]
             response = unpacked.inferred(data)
         except MalformedMessage as error:
-            logger.error("a worker's response is malformed: %s", error)
+            logger.error("model '%s': a response is malformed: %s", call.request.model, error)
             return Internal("internal error")
         outcome = copy_response(response, self.mappings, call.request.model)
         self.schedulers.release(call.endpoint, release_messages(unpack_ranges(data)))

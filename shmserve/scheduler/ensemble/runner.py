@@ -131,7 +131,7 @@ class StepRunner:
             except MalformedMessage as error:
                 self.malformed_messages += 1
                 model = step.firing.step.step.model
-                logger.error("model '%s': a worker's response is malformed: %s", model, error)
+                logger.error("model '%s': a response is malformed: %s", model, error)
                 self._requests.fail(request, Internal.code, "internal error", now_ns)
         if more_follow:
             self.schedulers.credit(step, 1)

@@ -124,8 +124,9 @@ class Results:
         if replies is None:
             self.unexpected_messages += 1
             logger.error(
-                "an instance returned replies that do not match its batch; the requests of the "
-                "batch fail"
+                "process %d returned replies that do not match its batch; the requests of the "
+                "batch fail",
+                slot.pid,
             )
             replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
         for reply in replies:

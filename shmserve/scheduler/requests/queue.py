@@ -271,7 +271,8 @@ class RequestQueue:
             now_ns,
             deadline_ns,
             now_ns + timeout_ns if timeout_ns else 0,
-            # A timeout that the queue policy applies rejects the request; others hurry the batch.
+            # The batch starts before this deadline. A timeout of the queue policy has no such
+            # effect: it rejects the request when it expires.
             deadline_ns if deadline_ns and not own_timeout_us else NEVER,
             message,
             level,

@@ -439,7 +439,7 @@ class Texts:
             except queue.Empty:
                 pass
             except Exception:
-                logger.exception("a job of the thread of texts failed")
+                logger.exception("the text thread of the model failed to process a job")
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 

@@ -466,7 +466,7 @@ class UnaryCall(GrpcCall):
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
 _MAX_JOINED_BYTES = 64 * 1024  # bytes of small messages that are joined in one frame
-# Unread messages of a stream, since a small message uses more than its bytes.
+# The limit of unread messages of a stream: small messages use more memory than their bytes.
 _MAX_QUEUED_MESSAGES = 256
 
 
