@@ -111,26 +111,22 @@ class EngineSettings:
         """
         problems: list[_Problem] = []
         profile = document.get("profile", "")
-        values = {
-            **PROFILES.get(str(profile), {}),
-            **_valid_settings(cls, document, "", problems),
-        }
+        own = _valid_settings(cls, document, "", problems)
+        values = {**PROFILES.get(str(profile), {}), **own}
         speculation = document.get("speculative_decoding", {})
         if not isinstance(speculation, Mapping):
             problems.append(_invalid_value("speculative_decoding", speculation, "a mapping"))
         else:
-            speculation_values = _valid_settings(
-                SpeculationSettings, speculation, "speculative_decoding.", problems
-            )
+            prefix = "speculative_decoding."
+            speculation_values = _valid_settings(SpeculationSettings, speculation, prefix, problems)
             values["speculative_decoding"] = SpeculationSettings(**speculation_values)
         settings = cls(**values)
         if not problems:  # otherwise contradictions may result from an invalid value
             problems += settings._contradictions()
         if problems:
             locations = {key: f"{origin}:{position}" for key, position in (positions or {}).items()}
-            raise InvalidArgument(
-                "\n".join(f"{locations.get(key, origin)}: {key}: {text}" for key, text in problems)
-            )
+            lines = (f"{locations.get(key, origin)}: {key}: {text}" for key, text in problems)
+            raise InvalidArgument("\n".join(lines))
         return settings
 
     @classmethod
@@ -227,9 +223,8 @@ def _valid_settings(
     valid_settings: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in defaults:
-            allowed_text = (
-                suggestion(str(name), defaults) or f" (allowed: {', '.join(sorted(defaults))})"
-            )
+            allowed_text = f" (allowed: {', '.join(sorted(defaults))})"
+            allowed_text = suggestion(str(name), defaults) or allowed_text
             problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed_text}"))
         elif name != "speculative_decoding":
             allowed_values = _allowed_values(name, value, defaults[name])

@@ -50,9 +50,8 @@ KNOWN_PARAMETERS = (
     *("execution_mode", "engine", "device_id"),
 )
 LARGEST_MAX_STREAMS = 65_536
-LARGEST_INSTANCE_BOUND = (
-    4096  # limited, because each instance is a process with an entry in the supervisor
-)
+# Limited, because each instance is a process with an entry in the supervisor.
+LARGEST_INSTANCE_BOUND = 4096
 SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
 LONGEST_IDLE_S = 1_000_000.0

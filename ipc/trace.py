@@ -161,9 +161,8 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
                 break
             span = Span(*item)
             span_ids = filter(None, (span.span_id, span.parent_id))
-            if not (
-                all(map(_SPAN_ID.fullmatch, span_ids)) and span.span_id and span.version.isdecimal()
-            ):
+            are_ids = all(map(_SPAN_ID.fullmatch, span_ids))
+            if not (are_ids and span.span_id and span.version.isdecimal()):
                 break
             unpacked.append(span)
     except Exception as error:  # msgpack and values that are not lists raise many types
@@ -175,11 +174,8 @@ def span_subtree(spans: list[Span], span_id: str) -> list[Span]:
     """Return the span with this id and its descendants; other spans are of the same batch."""
     included_ids, remaining_spans = {span_id}, spans
     while True:
-        children = [
-            span
-            for span in remaining_spans
-            if span.span_id in included_ids or span.parent_id in included_ids
-        ]
+        ids = included_ids
+        children = [s for s in remaining_spans if s.span_id in ids or s.parent_id in ids]
         if not children:
             return [span for span in spans if span.span_id in included_ids]
         included_ids |= {span.span_id for span in children}
@@ -212,9 +208,8 @@ def phase_durations(
     request_span = next((span for span in spans if span.span_id == span_id), None)
     if request_span is not None:
         durations |= _inner_durations(request_span, spans_by_parent, submitted_ns)
-        durations["respond_us"] = _microseconds(
-            request_span.compute_end_ns or request_span.responded_ns, now_ns
-        )
+        finished_ns = request_span.compute_end_ns or request_span.responded_ns
+        durations["respond_us"] = _microseconds(finished_ns, now_ns)
     return durations
 
 

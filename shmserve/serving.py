@@ -191,9 +191,8 @@ def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
         return kind("\n".join(dict.fromkeys(match[2] for match in matches)))
     if status is None:
         return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
-    return InvalidArgument(
-        "\n".join(lines) or log.strip() or f"the server exited with status {status}"
-    )
+    text = "\n".join(lines) or log.strip() or f"the server exited with status {status}"
+    return InvalidArgument(text)
 
 
 # --- models
@@ -204,9 +203,8 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sour
     if isinstance(model, type):
         return [f"{_file_of(model, folder, sources)}:{model.__name__}"]
     if not isinstance(model, str | os.PathLike):
-        raise InvalidArgument(
-            f"serve() accepts a class, a path or a list of these, not {_article(model)}"
-        )
+        message = f"serve() accepts a class, a path or a list of these, not {_article(model)}"
+        raise InvalidArgument(message)
     text = os.fspath(model)
     path = Path(text)
     if not path.is_dir():
@@ -221,9 +219,8 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sour
 
 def _article(model: Any) -> str:
     name = type(model).__name__
-    return (
-        f"a {name}" if hasattr(model, "__name__") or model is None else f"an instance of '{name}'"
-    )
+    is_named = hasattr(model, "__name__") or model is None
+    return f"a {name}" if is_named else f"an instance of '{name}'"
 
 
 def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
@@ -267,9 +264,8 @@ def _source_of(cls: type) -> str:
         class_line, class_text = _class_block(cls)
         class_tree = ast.parse(class_text)
     except (OSError, TypeError, SyntaxError) as error:
-        raise InvalidArgument(
-            f"the source of class '{cls.__name__}' cannot be found: define it in a file"
-        ) from error
+        message = f"the source of class '{cls.__name__}' cannot be found: define it in a file"
+        raise InvalidArgument(message) from error
     statements = list(_statements(cls))
     used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}
     used_statements: list[ast.stmt] = []
@@ -381,11 +377,8 @@ def _names(tree: ast.AST) -> set[str]:
     for table in tables:
         tables += table.get_children()
         is_module = table.get_type() == "module"
-        names |= {
-            symbol.get_name()
-            for symbol in table.get_symbols()
-            if symbol.is_referenced() and (is_module or symbol.is_global())
-        }
+        referenced = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
+        names |= {symbol.get_name() for symbol in referenced if is_module or symbol.is_global()}
     return names
 
 
@@ -415,9 +408,6 @@ def _binds(statement: ast.AST) -> set[str]:
     targets = [*getattr(statement, "targets", []), getattr(statement, "target", None)]
     targets += [item.optional_vars for item in getattr(statement, "items", [])]
     targets = [node for target in targets if target for node in ast.walk(target)]
-    inner = [
-        _binds(node)
-        for node in ast.iter_child_nodes(statement)
-        if isinstance(node, ast.stmt | ast.ExceptHandler)
-    ]
+    parts = ast.iter_child_nodes(statement)
+    inner = [_binds(node) for node in parts if isinstance(node, ast.stmt | ast.ExceptHandler)]
     return {node.id for node in targets if isinstance(node, ast.Name)}.union(*inner)

@@ -103,14 +103,8 @@ class Arena:
         self._view = memoryview(self._map)
         self._free_list = FreeList(capacity)
         self._committed = 0
-        self.memory = Memory(
-            id=int.from_bytes(os.urandom(8)) >> 2,
-            pid=os.getpid(),
-            fd=self._fd,
-            inode=os.fstat(self._fd).st_ino,
-            byte_size=capacity,
-            sealed=True,
-        )
+        number, inode = int.from_bytes(os.urandom(8)) >> 2, os.fstat(self._fd).st_ino
+        self.memory = Memory(number, os.getpid(), self._fd, inode, capacity, sealed=True)
 
     @property
     def used_bytes(self) -> int:

@@ -106,9 +106,8 @@ class Driver(Cuda, CudaExporter):
         except ImportError as error:
             logger.error("cuda-bindings cannot be imported: %s", error)
             instructions = how_to_install("cuda-bindings", "cuda")
-            raise Unavailable(
-                f"CUDA shared memory needs the package cuda-bindings: {instructions}"
-            ) from None
+            text = f"CUDA shared memory needs the package cuda-bindings: {instructions}"
+            raise Unavailable(text) from None
         try:
             self._call("cuInit", 0)
         except Exception as error:  # the package raises its own error if a library is missing
@@ -244,9 +243,8 @@ class DeviceAllocation:
             finalizer.atexit = False  # the memory is freed with the process anyway
             self.handle = CudaHandle(cuda.export(self.pointer, device), device, uuid)
         except CudaError as error:
-            raise Unavailable(
-                f"{byte_size} bytes of shareable memory cannot be allocated on 'cuda:{device}'"
-            ) from error
+            text = f"{byte_size} bytes of shareable memory cannot be allocated on 'cuda:{device}'"
+            raise Unavailable(text) from error
 
 
 def _free(cuda: CudaExporter, pointer: int, device: int, pid: int) -> None:

@@ -49,9 +49,8 @@ def normalize_key(region: str, key: str) -> str:
     """
     bare_key = key.lstrip("/")
     if not bare_key or bare_key in (".", "..") or not _KEY_FORMAT.fullmatch("/" + bare_key):
-        raise InvalidArgument(
-            f"cannot register shared memory region '{region}' - invalid shm key '{key[:256]}'"
-        )
+        text = f"cannot register shared memory region '{region}' - invalid shm key '{key[:256]}'"
+        raise InvalidArgument(text)
     for prefix in _RESERVED_PREFIXES:
         if bare_key.startswith(prefix):
             raise InvalidArgument(
@@ -79,9 +78,10 @@ def open_object(key: str) -> SharedObject:
             "a client in another container must share its shared memory mount with the server)"
         ) from None
     except posix_ipc.PermissionsError:
-        raise Internal(
+        text = (
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"
-        ) from None
+        )
+        raise Internal(text) from None
     # ValueError: the system call returned EINVAL, as for a folder.
     except (OSError, ValueError) as error:
         if getattr(error, "errno", 0) in (errno.ENFILE, errno.EMFILE):
@@ -96,15 +96,8 @@ def open_object(key: str) -> SharedObject:
 def describe_object(fd: int) -> SharedObject:
     """Return the description of the object that is open as `fd`."""
     status = os.fstat(fd)
-    return SharedObject(
-        fd,
-        status.st_dev,
-        status.st_ino,
-        status.st_uid,
-        status.st_gid,
-        stat.S_IMODE(status.st_mode),
-        status.st_size,
-    )
+    owner, mode = (status.st_uid, status.st_gid), stat.S_IMODE(status.st_mode)
+    return SharedObject(fd, status.st_dev, status.st_ino, *owner, mode, status.st_size)
 
 
 def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) -> None:

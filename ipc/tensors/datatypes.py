@@ -20,9 +20,7 @@ ITEM_SIZE: dict[str, int] = {
     "BF16": 2,
 }
 # The configuration's spelling: TYPE_STRING is the protocol's BYTES.
-FROM_CONFIG: dict[str, str] = {
-    ("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"): name for name in ITEM_SIZE
-}
+FROM_CONFIG = {f"TYPE_{'STRING' if name == 'BYTES' else name}": name for name in ITEM_SIZE}
 TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFIG.items()}
 MAX_ELEMENT_COUNT = 2**64  # the result of `element_count` for this many elements or more
 

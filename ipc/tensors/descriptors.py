@@ -38,9 +38,8 @@ def require_integer(value: object, field_name: str) -> int:
         InvalidArgument: The value is no such integer; the text contains the name `field_name`.
     """
     if type(value) is not int or not 0 <= value <= MAX_INT64:
-        raise InvalidArgument(
-            f"'{field_name}' must be an integer in [0, {MAX_INT64}], got {str(value)[:40]!r}"
-        )
+        text = f"must be an integer in [0, {MAX_INT64}], got {str(value)[:40]!r}"
+        raise InvalidArgument(f"'{field_name}' {text}")
     return value
 
 

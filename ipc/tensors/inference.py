@@ -63,10 +63,11 @@ class Inference(Record):
     @property
     def is_aliased(self) -> bool:
         """Return whether an output is written over an input; see `has_overlap`."""
-        return has_overlap(
-            [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)],
-            [output.memory_range for output in self.outputs if output.memory_range is not None],
-        )
+        inputs = [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)]
+        outputs = [
+            output.memory_range for output in self.outputs if output.memory_range is not None
+        ]
+        return has_overlap(inputs, outputs)
 
 
 def has_overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
@@ -266,13 +267,10 @@ def pack_inference(request: Inference) -> Packed:
     data = pack_data(tensor.data for tensor in request.inputs)
     data += [pack_range(o.memory_range) for o in request.outputs if o.memory_range is not None]
     placed_outputs = [output for output in request.outputs if output.memory_range is not None]
-    schema = pack_request_schema(
-        request.inputs,
-        [output.name for output in request.outputs],
-        {output.name for output in placed_outputs},
-        {output.name for output in placed_outputs if output.or_input},
-        request.parameters,
-    )
+    names = [output.name for output in request.outputs]
+    placed = {output.name for output in placed_outputs}
+    or_input = {output.name for output in placed_outputs if output.or_input}
+    schema = pack_request_schema(request.inputs, names, placed, or_input, request.parameters)
     return schema, data
 
 
@@ -287,9 +285,8 @@ def unpack_inference(schema: bytes, data: Sequence[Any]) -> Inference:
 
 def pack_response_schema(outputs: Iterable[TensorRef], parameters: dict[str, Any]) -> bytes:
     """Return the schema of a response; the data of `outputs` are ignored."""
-    packed: bytes = _PACKER.pack(
-        ([(tensor.name, tensor.datatype, tensor.shape) for tensor in outputs], parameters)
-    )
+    tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in outputs]
+    packed: bytes = _PACKER.pack((tensors, parameters))
     return packed
 
 

@@ -78,11 +78,8 @@ class Padding:
         specs = parse_entries(text)
         if not specs:
             return None
-        pads = [
-            _pad_from_entry(name, dims[name], spec)
-            for name, spec in specs.items()
-            if "like" not in spec
-        ]
+        own = specs.items()
+        pads = [_pad_from_entry(name, dims[name], spec) for name, spec in own if "like" not in spec]
         cut_outputs = {name: spec["like"] for name, spec in specs.items() if "like" in spec}
         return cls(pads, cut_outputs)
 
@@ -182,9 +179,8 @@ class PaddedBatch:
         for pad, largest_shape, true_count in zip(
             self._pads, self._largest_shapes, self._true_elements, strict=True
         ):
-            padded_count = self._rows * element_count(
-                pad.padded_shape(largest_shape) or largest_shape
-            )
+            padded_shape = pad.padded_shape(largest_shape) or largest_shape
+            padded_count = self._rows * element_count(padded_shape)
             counts[pad.name] = padded_count, padded_count - true_count
         return counts
 
@@ -202,15 +198,9 @@ def parse_entries(text: str) -> dict[str, dict[str, Any]]:
 
 def _pad_from_entry(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:
     buckets = sorted(map(tuple, entry.get("buckets") or ()), key=element_count)
-    return Pad(
-        name,
-        dims,
-        entry.get("value", 0),
-        tuple(buckets),
-        entry.get("lengths", ""),
-        entry.get("mask", ""),
-        float(entry.get("max_waste", 1)),
-    )
+    value, max_waste = entry.get("value", 0), float(entry.get("max_waste", 1))
+    names = (entry.get("lengths", ""), entry.get("mask", ""))
+    return Pad(name, dims, value, tuple(buckets), *names, max_waste)
 
 
 def _fits(shape: Shape, bucket: Shape) -> bool:

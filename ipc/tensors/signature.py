@@ -120,9 +120,8 @@ class Signature:
             if output.name in requested:
                 raise InvalidArgument(f"output '{output.name}' already exists in request")
             if output.name not in self.outputs:
-                raise _UnknownTensorError(
-                    f"unexpected inference output '{output.name}' for model '{self.name}'"
-                )
+                text = f"unexpected inference output '{output.name}' for model '{self.name}'"
+                raise _UnknownTensorError(text)
             requested.add(output.name)
         if len(names) != len(self.inputs) or self.has_optional_inputs:
             self._check_count(names)
@@ -132,9 +131,8 @@ class Signature:
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)
             if spec is None:
-                raise _UnknownTensorError(
-                    f"unexpected inference input '{tensor.name}' for model '{self.name}'"
-                )
+                text = f"unexpected inference input '{tensor.name}' for model '{self.name}'"
+                raise _UnknownTensorError(text)
             shape = tensor.shape
             if tensor.datatype != spec.datatype:
                 raise InvalidArgument(
@@ -182,9 +180,7 @@ class Signature:
         return max(batch_size, 0)
 
     def _check_count(self, names: set[str]) -> None:
-        missing = [
-            name for name in self.inputs if name in self.required_inputs and name not in names
-        ]
+        missing = [n for n in self.inputs if n in self.required_inputs and n not in names]
         if not missing and len(names) <= len(self.inputs):
             return
         received_text = f"Got input(s) [{_quoted_names(sorted(names))}]"
@@ -239,10 +235,9 @@ def stopping_text(request_id: str, *, of_sequence: bool = False) -> str:
 
 def shapes_match(first_shape: Sequence[int], second_shape: Sequence[int]) -> bool:
     """Return whether two shapes match; -1 in either of them matches any size."""
-    return len(first_shape) == len(second_shape) and all(
-        first_size == second_size or -1 in (first_size, second_size)
-        for first_size, second_size in zip(first_shape, second_shape, strict=True)
-    )
+    pairs = zip(first_shape, second_shape, strict=True)
+    is_equal_rank = len(first_shape) == len(second_shape)
+    return is_equal_rank and all(a == b or -1 in (a, b) for a, b in pairs)
 
 
 def reshape(
@@ -295,9 +290,8 @@ def check_extent(name: str, shape: Sequence[int], count: int, item_size: int) ->
     if any(dim > MAX_INT64 for dim in shape):
         raise InvalidArgument(f"{problem} contains one or more invalid dimensions")
     if count > MAX_INT64:
-        raise InvalidArgument(
-            f"{problem} causes total element count to exceed maximum size of {MAX_INT64}"
-        )
+        text = f"{problem} causes total element count to exceed maximum size of {MAX_INT64}"
+        raise InvalidArgument(text)
     if count * item_size > MAX_INT64:
         raise InvalidArgument(
             f"byte size overflow for input '{name}': "

@@ -171,9 +171,8 @@ class VersionMismatch(MalformedMessage):
     """The error for a frame or a `Hello` of another protocol version."""
 
     def __init__(self, version: object) -> None:
-        super().__init__(
-            f"the peer has protocol version {version!r:.20}, this process has version {VERSION}"
-        )
+        text = f"this process has version {VERSION}"
+        super().__init__(f"the peer has protocol version {version!r:.20}, {text}")
 
 
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
@@ -297,11 +296,8 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
     hints = typing.get_type_hints(record_class)
     names = [f.name for f in fields(record_class)]
     annotations = [hints[name] for name in names]
-    nested_fields = tuple(
-        (i, codec)
-        for i, annotation in enumerate(annotations)
-        if (codec := _nested_codec(annotation))
-    )
+    codecs = ((i, _nested_codec(annotation)) for i, annotation in enumerate(annotations))
+    nested_fields = tuple((i, codec) for i, codec in codecs if codec)
     nested_indices = {index for index, _ in nested_fields}
     element_checks = tuple(
         (index, _checker(annotation))
@@ -311,13 +307,8 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
         and typing.get_args(annotation) != (Any,)
     )
     required_count = sum(f.default is MISSING for f in fields(record_class))
-    _TYPES_BY_TAG[tag] = (
-        record_class,
-        list(map(_plain_type, annotations)),
-        required_count,
-        element_checks,
-        nested_fields,
-    )
+    plain_types = list(map(_plain_type, annotations))
+    _TYPES_BY_TAG[tag] = (record_class, plain_types, required_count, element_checks, nested_fields)
     get_fields: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
     _GETTERS[record_class] = (
         _with_nested_packed(get_fields, nested_fields) if nested_fields else get_fields

@@ -148,9 +148,8 @@ class Router:
         self._path = endpoint.removeprefix(ENDPOINT_PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # the socket of a killed server
-        self._listener = Listener(
-            open_listening_socket(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG)
-        )
+        listening = open_listening_socket(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG)
+        self._listener = Listener(listening)
         try:
             self._socket_stat = os.stat(self._path)
         except OSError as error:  # the folder was removed at the same time
@@ -252,9 +251,8 @@ class Router:
     def _update_only_connection(self) -> None:
         """Update `_only_connection` after a change of the connections."""
         peers = self._peers.values()
-        self._only_connection = (
-            next(iter(peers)) if len(self._connections) == len(peers) == 1 else None
-        )
+        has_one = len(self._connections) == len(peers) == 1
+        self._only_connection = next(iter(peers)) if has_one else None
 
     def _accept(self) -> Connection | None:
         sock = self._listener.accept()

@@ -97,9 +97,8 @@ def _parse_parameter(text: str) -> tuple[str, Parameter]:
     if isinstance(parsed_value, float) and not math.isfinite(parsed_value):
         raise InvalidArgument(f"--parameter: '{name}' must be a finite number, got {value}")
     if not isinstance(parsed_value, bool | int | float | str):
-        raise InvalidArgument(
-            f"--parameter: '{name}' must be true, false, a number or a string, got {value}"
-        )
+        message = f"--parameter: '{name}' must be true, false, a number or a string, got {value}"
+        raise InvalidArgument(message)
     return name, parsed_value
 
 

@@ -59,10 +59,8 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
 def text(name: str, verdict: Verdict) -> str:
     """Return a verdict as text, wrapped at 80 columns; long commands are not broken (pure)."""
     label = f"{verdict.state:8}{name:16}"
-    facts, fix = (
-        "".join(c if c.isprintable() else " " for c in part)
-        for part in (verdict.found, verdict.fix)
-    )
+    parts = (verdict.found, verdict.fix)
+    facts, fix = ("".join(c if c.isprintable() else " " for c in part) for part in parts)
     width = _WIDTH - len(label)
     fact_lines = textwrap.wrap(facts, width, break_on_hyphens=False, break_long_words=False) or [""]
     lines = [label + fact_lines[0], *(" " * len(label) + line for line in fact_lines[1:])]

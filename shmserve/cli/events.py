@@ -51,21 +51,16 @@ def _as_json(received_event: ReceivedEvent) -> str:
 
 def _format_loss(received_event: ReceivedEvent, as_json: bool) -> str:
     if as_json:
-        fields = {
-            "time": _time(received_event),
-            "topic": received_event.topic,
-            "event": "EventsLost",
-        }
+        time_text, topic = _time(received_event), received_event.topic
+        fields = {"time": time_text, "topic": topic, "event": "EventsLost"}
         return json.dumps(fields | {"count": received_event.lost})
     text = f"{received_event.lost} events of {received_event.topic} lost"
     return f"{_time(received_event)} {text}: they were not read in time"
 
 
 def _as_text(received_event: ReceivedEvent) -> str:
-    return "".join(
-        c if c.isprintable() else "?"
-        for c in f"{_time(received_event)} {_text(received_event.event)}"
-    )
+    line = f"{_time(received_event)} {_text(received_event.event)}"
+    return "".join(c if c.isprintable() else "?" for c in line)
 
 
 def _text(event: Any) -> str:

@@ -71,9 +71,8 @@ def page(topic: str) -> str:
         return text.rstrip("\n") + "\n"
     nearest_topic = nearest(name, tuple(pages), min_similarity=0.55)
     hint = f", did you mean '{nearest_topic}'?" if nearest_topic else ";"
-    raise InvalidArgument(
-        f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"
-    )
+    message = f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"
+    raise InvalidArgument(message)
 
 
 def _link_command(link: re.Match[str]) -> str:

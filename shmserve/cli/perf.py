@@ -62,12 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
-    for name, minimum in (
-        ("batch", 1),
-        ("windows", 1),
-        ("sequence_length", 0),
-        ("max_in_flight", 1),
-    ):
+    minima = {"batch": 1, "windows": 1, "sequence_length": 0, "max_in_flight": 1}
+    for name, minimum in minima.items():
         if getattr(args, name) < minimum:
             flag = name.replace("_", "-")
             raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {minimum}")

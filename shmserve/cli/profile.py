@@ -94,15 +94,9 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
     def grown(name: str) -> float:
         return last_sample.get(name, 0.0) - first_sample.get(name, 0.0)
 
-    return Profile(
-        last_s - began_s,
-        grown("batch_size_count"),
-        grown("tokens_generated_total"),
-        grown("batch_size_sum"),
-        {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES},
-        throughput,
-        interrupted,
-    )
+    counts = (grown("batch_size_count"), grown("tokens_generated_total"), grown("batch_size_sum"))
+    phases = {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES}
+    return Profile(last_s - began_s, *counts, phases, throughput, interrupted)
 
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:

@@ -169,10 +169,8 @@ class _TrialRunner:
         plan = measure.MeasurementPlan(window_s / 2, window_s, _MAX_WINDOWS)
         requests = self.target.requests(in_flight)
         patience_s = self.args.patience
-        load = LoadGenerator(
-            self.poller, self.target.lane_factory, requests, in_flight, None, patience_s
-        )
+        lane_factory = self.target.lane_factory
+        load = LoadGenerator(self.poller, lane_factory, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
-            return measure.measure_load(
-                load, plan, "concurrency", in_flight, self.target.streams, dict
-            )
+            streams = self.target.streams
+            return measure.measure_load(load, plan, "concurrency", in_flight, streams, dict)

@@ -63,17 +63,14 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
 
 
 def _server_exited(run_dir: Path) -> Disconnected:
-    return Disconnected(
-        f"no server is running: the server of the run directory {run_dir} has exited"
-    )
+    text = f"the server of the run directory {run_dir} has exited"
+    return Disconnected(f"no server is running: {text}")
 
 
 def _candidates(default: Path) -> Iterator[Path]:
     """Yield this user's default run directories."""
-    for path in [
-        default,
-        *sorted(default.parent.glob(endpoints.sibling_run_directory(default, "*").name)),
-    ]:
+    siblings = sorted(default.parent.glob(endpoints.sibling_run_directory(default, "*").name))
+    for path in [default, *siblings]:
         with contextlib.suppress(OSError):
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.getuid()):

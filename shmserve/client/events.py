@@ -160,9 +160,8 @@ class EventReader:
                 try:
                     header, *events = unpack(frame)
                 except MalformedMessage as error:
-                    raise Disconnected(
-                        f"received data that are not events of a shmserve server: {error}"
-                    ) from None
+                    text = f"received data that are not events of a shmserve server: {error}"
+                    raise Disconnected(text) from None
                 return topic.decode(), header, events
             if self._monitor in ready_sockets:
                 recv_monitor_message(self._monitor)

@@ -141,9 +141,8 @@ class ClientModels:
         Unloaded on-demand models have no version.
         """
         loaded_keys = [key for key in list(self._models) if key[1]]
-        return sorted(
-            [*loaded_keys, *((n, "") for n in self.on_demand - {name for name, _ in loaded_keys})]
-        )
+        loaded_names = {name for name, _ in loaded_keys}
+        return sorted([*loaded_keys, *((name, "") for name in self.on_demand - loaded_names)])
 
     def close(self) -> None:
         """Remove all models."""

@@ -218,9 +218,8 @@ class Session:
 
     def _reconnect(self, old_connection: ServerConnection) -> ServerConnection:
         if old_connection.pid != os.getpid():
-            raise InvalidArgument(
-                "a forked process cannot use its parent's connection: call connect() there"
-            )
+            text = "a forked process cannot use its parent's connection: call connect() there"
+            raise InvalidArgument(text)
         with self._lock:
             if self._is_closed:
                 raise Disconnected("this client is closed")
@@ -263,9 +262,8 @@ class Session:
             hint = suggestion(next(iter(tensors)), _OPTIONS)
             raise InvalidArgument(f"inputs are given as a mapping or by keyword, not both{hint}")
         try:
-            return prepare(
-                self.memories, resolved, tensors if inputs is None else inputs, outputs, options
-            )
+            given = tensors if inputs is None else inputs
+            return prepare(self.memories, resolved, given, outputs, options)
         except InvalidArgument:
             _check_names(resolved, tensors if inputs is None else inputs, inputs is None)
             raise

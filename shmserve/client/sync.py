@@ -410,9 +410,8 @@ class Server:
 
     def _close_former(self) -> None:
         for waiter in self._former_channels[:]:
-            if not (
-                waiter.connection.draining and waiter.connection.alive and waiter.channel.waiting
-            ):
+            connection = waiter.connection
+            if not (connection.draining and connection.alive and waiter.channel.waiting):
                 self._former_channels.remove(waiter)
                 waiter.close()
 

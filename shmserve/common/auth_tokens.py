@@ -75,9 +75,9 @@ class Authorisation:
     def __init__(
         self, tokens: Tokens | None, restrictions: Restrictions, api_noun: str = "API"
     ) -> None:
+        pairs = (tokens or {}).items()
         self._tokens = [
-            (bytes.fromhex(digest), frozenset((*scopes, *_implied_scopes(scopes))))
-            for digest, scopes in (tokens or {}).items()
+            (bytes.fromhex(digest), frozenset((*s, *_implied_scopes(s)))) for digest, s in pairs
         ]
         self.asks_for_tokens = bool(self._tokens)
         if "metadata" in restrictions:
@@ -119,9 +119,8 @@ class Authorisation:
     def refuse_scope(scope: str, scopes: frozenset[str] | None) -> ShmserveError | None:
         """Return the error for a client whose `scopes` lack `scope`, or None if it is included."""
         if scopes is None:
-            return Unauthenticated(
-                "this server requires a known token: 'Authorization: Bearer TOKEN'"
-            )
+            text = "this server requires a known token: 'Authorization: Bearer TOKEN'"
+            return Unauthenticated(text)
         if scope not in scopes:
             return PermissionDenied(f"this token has no access to the {scope} API")
         return None
@@ -168,18 +167,16 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
             continue
         position = f"{_TOKENS_FILE}: '{path}' line {number}"
         if len(words) > 2:
-            raise InvalidArgument(
-                f"{position}: expected TOKEN or TOKEN SCOPE,SCOPE, found more words"
-            )
+            message = f"{position}: expected TOKEN or TOKEN SCOPE,SCOPE, found more words"
+            raise InvalidArgument(message)
         if len(words[0]) < _SHORTEST_TOKEN:
             raise InvalidArgument(f"{position}: a token needs {_SHORTEST_TOKEN} characters or more")
         scopes = words[1].split(",") if len(words) == 2 else SCOPES
         for scope in scopes:
             if scope not in SCOPES:
                 allowed_names = ", ".join(SCOPES)
-                raise InvalidArgument(
-                    f"{position}: unknown scope '{scope}' (allowed: {allowed_names})"
-                )
+                message = f"{position}: unknown scope '{scope}' (allowed: {allowed_names})"
+                raise InvalidArgument(message)
         digest = hashlib.sha256(_raw(words[0])).hexdigest()
         if digest in tokens:
             raise InvalidArgument(f"{position}: duplicate token")
@@ -203,15 +200,13 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
         names, _, setting = text.partition(":")
         header, _, value = setting.partition("=")
         if not (names and header and value):
-            raise InvalidArgument(
-                f"{flag} option format is '<config name>:<setting>=<value>'. Got {names}"
-            )
+            message = f"{flag} option format is '<config name>:<setting>=<value>'. Got {names}"
+            raise InvalidArgument(message)
         for name in names.split(","):
             if name not in RESTRICTABLE:
                 allowed_names = ", ".join(RESTRICTABLE)
-                raise InvalidArgument(
-                    f"{flag}: unknown restricted {kind} '{name}' (allowed: {allowed_names})"
-                )
+                message = f"{flag}: unknown restricted {kind} '{name}' (allowed: {allowed_names})"
+                raise InvalidArgument(message)
             if name in restrictions:
                 raise InvalidArgument(
                     f"{flag}: restricted {kind} '{name}' can not be specified in multiple config "

@@ -128,10 +128,8 @@ class ModelMetrics:
 
     def snapshot(self) -> list[Any]:
         """Return a checkpoint for `restore`."""
-        return [
-            to_lists(self._exited_families),
-            *([pid, to_lists(f)] for pid, f in self._instances.items()),
-        ]
+        exited = to_lists(self._exited_families)
+        return [exited, *([pid, to_lists(families)] for pid, families in self._instances.items())]
 
     def restore(self, snapshot: list[Any], alive_pids: Iterable[int]) -> None:
         """Continue from the checkpoint of a predecessor, whose live instances are `alive_pids`.

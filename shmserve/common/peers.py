@@ -277,9 +277,8 @@ def _query(end: Address, other: Address) -> bytes | None:
     body += _SOCKET.pack(end[1], other[1], source.packed, target.packed, _ANY_COOKIE)
     size = _HEADER.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
-        netlink.sendto(
-            _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body, (0, 0)
-        )
+        header = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
+        netlink.sendto(header + body, (0, 0))
         response = netlink.recv(_LARGEST, socket.MSG_DONTWAIT)
     _, kind, *_ = _HEADER.unpack_from(response)
     if kind != _NLMSG_ERROR:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,15 @@ def in_background(
 
     task.add_done_callback(on_done)
     return task
+
+
+async def collect(items: Iterable[T]) -> list[T]:
+    """Return the items as a list. Other tasks run after each item, so they wait for one only."""
+    collected = []
+    for item in items:
+        collected.append(item)
+        await asyncio.sleep(0)
+    return collected
 
 
 async def end_all(*tasks: asyncio.Future[Any]) -> None:

@@ -136,9 +136,8 @@ def _level(values: Sequence[str]) -> tuple[str, ...]:
     for value in values:
         if value not in LEVELS:
             allowed_levels = ", ".join(LEVELS)
-            raise InvalidArgument(
-                f"Unable to parse 'trace_level', got: {value} (allowed: {allowed_levels})"
-            )
+            text = f"Unable to parse 'trace_level', got: {value} (allowed: {allowed_levels})"
+            raise InvalidArgument(text)
     return tuple(dict.fromkeys(values))
 
 
@@ -150,9 +149,8 @@ def _number(name: str, text: str) -> int:
         raise InvalidArgument(f"Unable to parse 'trace_count'. Expecting value >= -1, got:{text}")
     if number not in allowed_range:
         bounds = f"[ {allowed_range.start}, {allowed_range.stop - 1} ]"
-        raise InvalidArgument(
-            f"Unable to parse '{name}', value is out of range {bounds}, got: {text}"
-        )
+        message = f"Unable to parse '{name}', value is out of range {bounds}, got: {text}"
+        raise InvalidArgument(message)
     return number
 
 
@@ -196,9 +194,8 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     )
     for name, value in exporter:
         if not _FORMS.get(name, _DIGITS).fullmatch(value):
-            expected_text = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(
-                name, "a number"
-            )
+            expected_texts = {"url": "an http or https URL", "resource": "KEY=VALUE"}
+            expected_text = expected_texts.get(name, "a number")
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected_text}")
     file = latest_values.get("triton,file", [""])[0]
     return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)

@@ -74,9 +74,8 @@ class Flag:
             if by_text and text.lower() not in by_text:
                 allowed_choices = ", ".join(self.choices)
                 similar = suggestion(text, self.choices)
-                raise InvalidArgument(
-                    f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
-                )
+                message = f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
+                raise InvalidArgument(message)
             return by_text.get(text.lower(), text)
         if self.words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
@@ -85,9 +84,8 @@ class Flag:
             raise InvalidArgument(f"--{self.name}: '{text}' is not {kind}")
         number: int | float = int(text) if self.kind is int else float(text)
         if not self.low <= number <= self.high:
-            raise InvalidArgument(
-                f"--{self.name}: {text} is out of range (allowed: {self.low} to {self.high})"
-            )
+            message = f"--{self.name}: {text} is out of range (allowed: {self.low} to {self.high})"
+            raise InvalidArgument(message)
         return number
 
     def take_value(self, remaining_words: list[str]) -> str:
@@ -222,9 +220,8 @@ def _cache_size(text: str) -> int:
     if name != "local":
         raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (allowed: local,size=BYTES)")
     if key != "size":
-        raise InvalidArgument(
-            f"{_CACHE}: unknown setting '{key}' of the local cache (allowed: size)"
-        )
+        message = f"{_CACHE}: unknown setting '{key}' of the local cache (allowed: size)"
+        raise InvalidArgument(message)
     size = _CACHE_SIZE.parse(value)
     assert isinstance(size, int)
     return size
@@ -317,9 +314,8 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
         parse = _SETTINGS.get(name)
         if parse is None:
             allowed_names = ", ".join(_SETTINGS)
-            raise InvalidArgument(
-                f"{_METRICS}: unknown setting '{name}' (allowed: {allowed_names})"
-            )
+            message = f"{_METRICS}: unknown setting '{name}' (allowed: {allowed_names})"
+            raise InvalidArgument(message)
         try:
             config = replace(config, **{name: parse(value)})
         except InvalidArgument as error:

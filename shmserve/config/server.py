@@ -370,9 +370,8 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
 
 def _missing_folder(path: str, parsed: Parsed) -> str:
     if path in parsed.after_boolean:
-        return (
-            f"--{parsed.after_boolean[path]}: '{path}' is not true or false, nor a folder of models"
-        )
+        flag = parsed.after_boolean[path]
+        return f"--{flag}: '{path}' is not true or false, nor a folder of models"
     return f"--model-repository: '{path}' is not a folder"
 
 
@@ -382,9 +381,8 @@ def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
     pairs = [text.partition("=") for text in references]
     for text, (name, equals, _) in zip(references, pairs, strict=True):
         if not name or not equals or name == "class":
-            raise InvalidArgument(
-                f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"
-            )
+            message = f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"
+            raise InvalidArgument(message)
     return {name: value for name, _, value in pairs}
 
 

@@ -179,9 +179,8 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         self._loop = asyncio.get_running_loop()
         # Schedulers obtain the pid from the identity.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
-        self._table = LinkTable(
-            identity, self._watch, self._unwatch, self._on_queued, self._on_deferred
-        )
+        callbacks = (self._watch, self._unwatch, self._on_queued, self._on_deferred)
+        self._table = LinkTable(identity, *callbacks)
         super().__init__(self._table)
         self._release_timer: asyncio.TimerHandle | None = None
         self._pending_statistics: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}

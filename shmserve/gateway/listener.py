@@ -164,9 +164,8 @@ class ClientIdentity:
         host = headers.get(_HOST)
         if listener.kind is ListenerKind.LOOPBACK and host != self._accepted_host:
             if not _names_server(host or "", listener.names):
-                return MisdirectedHost(
-                    "the Host header does not name this server (--allowed-host adds names)"
-                )
+                text = "the Host header does not name this server (--allowed-host adds names)"
+                return MisdirectedHost(text)
             self._accepted_host = host
         return None
 
@@ -350,7 +349,7 @@ class Acceptor:
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
         self._warning_count = 0
-        # Connections that were asked to close.
+        # The connections that were asked to close.
         self._draining_connections: set[LimitedConnection] = set()
         self._on_drained: Callable[[], None] | None = None
 
@@ -436,23 +435,16 @@ class Acceptor:
     def _evict(
         self, newcomer: LimitedConnection, connections: Collection[LimitedConnection], limit: int
     ) -> None:
-        candidates = [
-            connection
-            for connection in connections
-            if connection.open and connection is not newcomer
-        ]
+        candidates = [c for c in connections if c.open and c is not newcomer]
         if len(candidates) < limit or not newcomer.open:
             return  # connections that are closing already make up for the excess
         # Evicting several connections at a time amortises the cost during a flood of connections.
         evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
         evicted = evicted or _oldest(candidates, attrgetter("sending_since"), 1)
-        logger.log(
-            logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG,
-            "more than %d connections%s: %s",
-            limit,
-            "" if limit == self._max_connections else " of one peer",
-            f"{len(evicted)} idle connections were closed" if evicted else "one was refused",
-        )
+        level = logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG
+        source = "" if limit == self._max_connections else " of one peer"
+        outcome = f"{len(evicted)} idle connections were closed" if evicted else "one was refused"
+        logger.log(level, "more than %d connections%s: %s", limit, source, outcome)
         self._warning_count += 1
         for connection in evicted or [newcomer]:
             connection.abort()

@@ -56,10 +56,8 @@ class GatewayModel:
         # The prefix of error messages.
         self.prefix = f"in ensemble '{self.name}', " if ensemble else ""
         # A key with a character that labels exclude would make the whole page of metrics invalid.
-        self.tags = {
-            "_" + _NON_LABEL_CHARACTER.sub("_", key): value
-            for key, value in publication.config.metric_tags.items()
-        }
+        tags = publication.config.metric_tags.items()
+        self.tags = {"_" + _NON_LABEL_CHARACTER.sub("_", key): value for key, value in tags}
         self.decoupled = publication.config.decoupled
         self.backend = publication.config.backend
         # The settings of an engine that generates text.
@@ -213,11 +211,7 @@ class ModelTable:
 
     def all_versions(self) -> list[GatewayModel]:
         """Return every version of every model, sorted by name and version."""
-        return [
-            self._models[name][version]
-            for name in sorted(self._models)
-            for version in self.versions(name)
-        ]
+        return [self._models[name][v] for name in sorted(self._models) for v in self.versions(name)]
 
 
 def checked_version(version: str) -> str:

@@ -97,11 +97,8 @@ class Exporter:
     def __init__(self, settings: Iterable[Sequence[str]]) -> None:
         urls = [value for name, value in settings if name == "url"]
         attributes = [value.partition("=")[::2] for name, value in settings if name == "resource"]
-        processor_arguments: dict[str, Any] = {
-            _PROCESSOR_ARGUMENTS[name]: int(value)
-            for name, value in settings
-            if name in _PROCESSOR_ARGUMENTS
-        }
+        names = _PROCESSOR_ARGUMENTS
+        processor_arguments: dict[str, Any] = {names[n]: int(v) for n, v in settings if n in names}
         service_attributes = {"service.name": "shmserve", "service.version": shmserve.__version__}
         resource = Resource.create(service_attributes | dict(attributes))
         self._resource = _HashedResource(resource.attributes, resource.schema_url)
@@ -167,17 +164,11 @@ class Exporter:
         kind: SpanKind = SpanKind.INTERNAL,
         error: str = "",
     ) -> _ExportedSpan:
-        return _ExportedSpan(
-            name,
-            _SpanContext(trace_id, int(span_id, 16)),
-            _SpanContext(trace_id, int(parent_id, 16)) if parent_id else None,
-            self._resource,
-            attributes,
-            kind,
-            Status(StatusCode.ERROR, error) if error else None,
-            start_ns,
-            end_ns,
-        )
+        context = _SpanContext(trace_id, int(span_id, 16))
+        parent = _SpanContext(trace_id, int(parent_id, 16)) if parent_id else None
+        status = Status(StatusCode.ERROR, error) if error else None
+        fields = (attributes, kind, status, start_ns, end_ns)
+        return _ExportedSpan(name, context, parent, self._resource, *fields)
 
 
 def _gateway_phases(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:

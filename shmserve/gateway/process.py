@@ -161,11 +161,8 @@ class _Process:
             self._accept_received.set()
         schedulers = GatewaySchedulers()
         malloc_trim = MallocTrim()
-        supervisor = GatewaySupervisorLink(
-            endpoints.control(start.run_dir),
-            f"gateway.{start.name}.{os.getpid()}",
-            self._handle_message,
-        )
+        address, identity = endpoints.control(start.run_dir), f"gateway.{start.name}.{os.getpid()}"
+        supervisor = GatewaySupervisorLink(address, identity, self._handle_message)
         self._gateway = Gateway(
             settings=settings,
             schedulers=schedulers,
@@ -233,9 +230,8 @@ class _Process:
                 gateway.failures = message
             case ProcessExited(process=pid):
                 # Unread responses of the process may refer to its memory, so it is unmapped later.
-                asyncio.get_running_loop().call_later(
-                    _UNMAP_DELAY_S, gateway.mappings.unmap_process, pid
-                )
+                loop = asyncio.get_running_loop()
+                loop.call_later(_UNMAP_DELAY_S, gateway.mappings.unmap_process, pid)
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))
             case m.SetTracing(settings):

@@ -165,16 +165,13 @@ class RegionReferences:
             )
         if not region.written_ranges.warned:
             region.written_ranges.warned = True
-            logger.warning(
-                "requests in flight write to overlapping parts of shared memory region '%s'",
-                region.name,
-            )
+            text = "requests in flight write to overlapping parts of shared memory region '%s'"
+            logger.warning(text, region.name)
 
     def as_template(self) -> ReferenceTemplate:
         """Return the references for later requests with the same header."""
-        return ReferenceTemplate(
-            self._table, self._table.version, tuple(self.regions), tuple(self._spans)
-        )
+        regions, spans = tuple(self.regions), tuple(self._spans)
+        return ReferenceTemplate(self._table, self._table.version, regions, spans)
 
     @classmethod
     def from_template(cls, pattern: ReferenceTemplate) -> RegionReferences | None:
@@ -259,9 +256,8 @@ class RegionTable:
         elif memory_id not in self._by_id:
             self._by_id[memory_id] = region
             # Two names of one object share the ranges written to it.
-            region.written_ranges = self._spans.setdefault(
-                region.memory.object, region.written_ranges
-            )
+            shared_object = region.memory.object
+            region.written_ranges = self._spans.setdefault(shared_object, region.written_ranges)
             region.written_ranges.regions += 1
             self._by_name[message.name] = region
             self.version += 1
@@ -331,11 +327,8 @@ class RegionTable:
         regions_by_name = {region.name: region for region in self._draining_regions.values()}
         regions_by_name |= self._by_name
         if not name:
-            return [
-                region
-                for _, region in sorted(regions_by_name.items())
-                if region.admits(peer) and (region.memory.cuda is not None) == cuda
-            ]
+            regions = (region for _, region in sorted(regions_by_name.items()))
+            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
         kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
         region = regions_by_name.get(name)
         if region is None or not region.admits(peer):

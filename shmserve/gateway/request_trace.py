@@ -113,11 +113,7 @@ def trace_entries(
 
 def _tensor_entries(trace: RequestTrace) -> Iterator[dict[str, Any]]:
     """Yield the entries of tensors; an input is recorded with each response of a request."""
-    inputs = {
-        (tensor_entry.span_id, tensor_entry.name): tensor_entry
-        for tensor_entry in trace.tensors
-        if not tensor_entry.is_output
-    }
+    inputs = {(t.span_id, t.name): t for t in trace.tensors if not t.is_output}
     outputs = [tensor_entry for tensor_entry in trace.tensors if tensor_entry.is_output]
     span_ids = {span.span_id for span in trace.spans}
     for span_id, is_output, name, datatype, shape, data in [*inputs.values(), *outputs]:
@@ -143,26 +139,16 @@ def _timestamp_entries(trace: RequestTrace, protocol: str) -> list[dict[str, Any
     for span in trace.spans:
         timestamps = _span_timestamps(span)
         if span.span_id == root_span_id:
-            timestamps = [
-                *receive_timestamps,
-                ("REQUEST_START", trace.submitted_ns),
-                *timestamps[1:],
-                *send_timestamps,
-            ]
+            start = ("REQUEST_START", trace.submitted_ns)
+            timestamps = [*receive_timestamps, start, *timestamps[1:], *send_timestamps]
         parent = "" if span.span_id == root_span_id else span.parent_id
-        entries += _span_entries(
-            span.span_id, span.model, span.version, span.request_id, parent, timestamps
-        )
+        fields = (span.span_id, span.model, span.version, span.request_id)
+        entries += _span_entries(*fields, parent, timestamps)
     if not entries:  # the request has failed, so it has no entries of tensors
-        timestamps = [
-            *receive_timestamps,
-            ("REQUEST_START", trace.submitted_ns),
-            ("REQUEST_END", responded_ns),
-            *send_timestamps,
-        ]
-        entries = _span_entries(
-            root_span_id, trace.model, trace.version, trace.request_id, "", timestamps
-        )
+        timestamps = [*receive_timestamps, ("REQUEST_START", trace.submitted_ns)]
+        timestamps += [("REQUEST_END", responded_ns), *send_timestamps]
+        fields = (root_span_id, trace.model, trace.version, trace.request_id)
+        entries = _span_entries(*fields, "", timestamps)
     return entries
 
 

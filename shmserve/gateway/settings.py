@@ -44,9 +44,8 @@ class Tls:
         try:
             context.load_cert_chain(self.server_cert, self.server_key, password=str)
         except OSError:
-            raise InvalidArgument(
-                f"{flags_and_files} are not a certificate and its private key in PEM"
-            ) from None
+            text = f"{flags_and_files} are not a certificate and its private key in PEM"
+            raise InvalidArgument(text) from None
         if not _can_shake_hands(context):
             raise InvalidArgument(
                 f"{flags_and_files} have a type of key that clients reject "
@@ -57,9 +56,8 @@ class Tls:
             try:
                 context.load_verify_locations(self.root_cert)
             except OSError:
-                raise InvalidArgument(
-                    f"--grpc-root-cert: '{self.root_cert}' contains no PEM certificate"
-                ) from None
+                text = f"--grpc-root-cert: '{self.root_cert}' contains no PEM certificate"
+                raise InvalidArgument(text) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 

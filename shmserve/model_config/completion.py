@@ -316,9 +316,8 @@ def merge_autocomplete(
         for tensor in derived:
             index = positions.setdefault(tensor.name, len(written_tensors))
             if index < len(written_tensors):
-                conflicts += _merge_tensor(
-                    config.name, (kind, index), written_tensors[index], tensor
-                )
+                path = (kind, index)
+                conflicts += _merge_tensor(config.name, path, written_tensors[index], tensor)
             else:
                 written_tensors.add().CopyFrom(tensor)  # type: ignore[arg-type]
     source.check(merged_config, conflicts)
@@ -371,11 +370,8 @@ def _merge_tensor(
     written_tensor: ModelInput | ModelOutput,
     derived: ModelInput | ModelOutput,
 ) -> list[Problem]:
-    if (
-        written_tensor.data_type
-        and derived.data_type
-        and written_tensor.data_type != derived.data_type
-    ):
+    data_types = (written_tensor.data_type, derived.data_type)
+    if all(data_types) and data_types[0] != data_types[1]:
         text = (
             f"unable to load model '{model_name}', configuration expects datatype "
             f"{DataType.Name(written_tensor.data_type)} for {path[0]} '{written_tensor.name}', "

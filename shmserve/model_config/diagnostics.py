@@ -71,8 +71,9 @@ class Source:
         the text does not contain, has neither origin nor position. A problem that may result from
         an unread value is omitted.
         """
+        origin = self.origin
         lines = [
-            f"{position_text(self.origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems
+            f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems
         ]
         gaps = _Gaps(self)
         for problem in problems:
@@ -118,11 +119,8 @@ class _Gaps:
     def concern(self, key: Key) -> bool:
         """Check whether the unread parts of the text may contain a value for `key`."""
         enclosing = (key[:end] for end in range(1, len(key) + 1))
-        return (
-            key in self._incomplete
-            or not self._unread.isdisjoint(enclosing)
-            or (key not in self._positions and key[:-1] in self._misspelt_in)
-        )
+        is_unread = key in self._incomplete or not self._unread.isdisjoint(enclosing)
+        return is_unread or (key not in self._positions and key[:-1] in self._misspelt_in)
 
 
 def position_text(origin: str, at: str) -> str:

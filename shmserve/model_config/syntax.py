@@ -361,9 +361,8 @@ def _block_from_json(
         is_list = isinstance(member, list | tuple)
         if is_list:
             next(positions)
-        member_values = [
-            _value_from_json(item, positions, depth) for item in (member if is_list else [member])
-        ]
+        items = member if is_list else [member]
+        member_values = [_value_from_json(item, positions, depth) for item in items]
         values = [value for value in member_values if value is not None]
         block.entries.append(Entry(str(name), values, is_list, True, name_at))
     return block

@@ -27,9 +27,8 @@ from shmserve.protocols.tensors import ModelTensor, encode, find_input, load_val
 
 _MAX_REQUESTS = 1000  # maximum number of requests read from a file or a program
 _SEED = 0
-_INTEGER_BOUND = (
-    128  # exclusive bound of random integers, small because many models use them as indices
-)
+# The exclusive bound of random integers, small because many models use them as indices.
+_INTEGER_BOUND = 128
 
 Inputs = list[InputTensor]
 
@@ -107,9 +106,8 @@ def read_requests(interface: ModelInterface, options: DataOptions) -> list[Input
         InvalidArgument: The data does not fit the model, or a file is invalid.
     """
     if options.batch > 1 and not interface.batches:
-        raise InvalidArgument(
-            f"--batch: {options.batch} rows, but the model does not support batches"
-        )
+        message = f"--batch: {options.batch} rows, but the model does not support batches"
+        raise InvalidArgument(message)
     shapes = dict(_parse_shape(text, interface) for text in options.shapes)
     flag_inputs = dict(_parse_value(text, interface) for text in options.values)
     maker = _TensorMaker(interface, options, shapes)
@@ -194,9 +192,8 @@ class _TensorMaker:
         if flat.size * self.options.batch == element_count(shape):
             flat = np.tile(flat, self.options.batch)
         if flat.size != element_count(shape):
-            raise InvalidArgument(
-                f"input '{name}': {flat.size} elements do not fit the shape {shape}"
-            )
+            text = f"input '{name}': {flat.size} elements do not fit the shape {shape}"
+            raise InvalidArgument(text)
         return self.encode_input(name, flat.reshape(shape).tolist())
 
     def _from_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
@@ -219,9 +216,8 @@ def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]
     if not colon or any(dim < 0 for dim in shape):
         raise InvalidArgument(f"--shape: expected NAME:N,N,..., got '{text}'")
     if name not in model.inputs:
-        raise InvalidArgument(
-            f"--shape: the model has no input '{name}'; it has {', '.join(model.inputs)}"
-        )
+        message = f"--shape: the model has no input '{name}'; it has {', '.join(model.inputs)}"
+        raise InvalidArgument(message)
     return name, shape
 
 
@@ -280,9 +276,8 @@ def _read_program(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTe
     interface = {name: (spec.datatype, spec.shape) for name, spec in maker.model.inputs.items()}
     for number, entry in enumerate(run_program(path, interface)):
         if not isinstance(entry, Mapping):
-            raise InvalidArgument(
-                f"--data: request {number} of '{path}' is not a mapping of inputs to values"
-            )
+            text = f"--data: request {number} of '{path}' is not a mapping of inputs to values"
+            raise InvalidArgument(text)
         try:
             yield {name: maker.encode_input(name, value) for name, value in entry.items()}
         except (InvalidArgument, ValueError, TypeError) as error:

@@ -184,9 +184,8 @@ class LoadGenerator:
         if len(self._free_slots) == self._slot_count:
             self._last_completion_ns = now_ns
         elif now_ns - self._last_completion_ns > self._patience_ns:
-            raise Unavailable(
-                f"the server has not responded to a request for {self._patience_ns / 1e9:g} s"
-            )
+            text = f"the server has not responded to a request for {self._patience_ns / 1e9:g} s"
+            raise Unavailable(text)
 
     def _send_due(self, now_ns: int) -> int:
         """Send the requests that are due, and return the nanoseconds until the next one."""
@@ -220,10 +219,8 @@ class LoadGenerator:
         """Return the current counts."""
         records = self.records
         # An interrupt can leave an incomplete row, whose last column is then missing.
-        return Mark(
-            *(_clock(), len(records.responses), len(records.gaps_ns), records.failed_count()),
-            time.process_time(),
-        )
+        counts = (len(records.responses), len(records.gaps_ns), records.failed_count())
+        return Mark(_clock(), *counts, time.process_time())
 
     def finish(self) -> None:
         """Stop sending, and wait for requests in flight. Raises Unavailable."""

@@ -28,10 +28,8 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 
 def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
-    return [
-        (end_mark.requests - start_mark.requests) * 1e9 / (end_mark.at_ns - start_mark.at_ns)
-        for start_mark, end_mark in itertools.pairwise(marks)
-    ]
+    pairs = itertools.pairwise(marks)
+    return [(end.requests - m.requests) * 1e9 / (end.at_ns - m.at_ns) for m, end in pairs]
 
 
 def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
@@ -207,9 +205,7 @@ def measure_load(
     point.interrupted = interrupted
     if streams:
         _add_responses(point, load.records, marks[0], marks[-1])
-    point.server = {
-        model: statistics_change(before.get(model, {}), now) for model, now in after.items()
-    }
+    point.server = {m: statistics_change(before.get(m, {}), now) for m, now in after.items()}
     return point
 
 

@@ -94,9 +94,8 @@ def notes(point: Point) -> list[str]:
     if point.interrupted:
         warnings.append(f"interrupted after {point.seconds:.1f} s of measurement")
     elif not point.settled:
-        warnings.append(
-            "the last windows differ: measure for longer, or on a machine with less other load"
-        )
+        text = "the last windows differ: measure for longer, or on a machine with less other load"
+        warnings.append(text)
     if point.errors:
         warnings.append(f"{point.errors} requests failed; mostly: {point.error}")
     if point.client_busy > _BUSY_CLIENT:
@@ -152,9 +151,7 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
     "~" marks overlapping confidence intervals of the throughput.
     """
     old_by_name = {point.name: point for point in old_points}
-    matched_points = [
-        (old_by_name[point.name], point) for point in new_points if point.name in old_by_name
-    ]
+    matched_points = [(old_by_name[p.name], p) for p in new_points if p.name in old_by_name]
     if not matched_points:
         return "nothing to compare: the older report has none of these loads"
     lines = [f"{'new / old':<18}{'requests/s':>12}{'p50':>9}{'p99':>9}{'client':>9}"]
@@ -164,7 +161,7 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
             *((old.latency["p99"], new.latency["p99"]), (old.client_us, new.client_us)),
         )
         ratio, *other_ratios = [
-            f"{after / old_by_name:.3f}" if old_by_name else "-" for old_by_name, after in pairs
+            f"{after / earlier:.3f}" if earlier else "-" for earlier, after in pairs
         ]
         within_error = abs(new.per_second - old.per_second) <= new.confidence + old.confidence
         ratio = f"~{ratio}" if within_error else ratio
@@ -184,12 +181,9 @@ class Line(NamedTuple):
 def draw(title: str, points: Sequence[Point]) -> str:
     """Return the chart of a sweep or of a load."""
     if len(points) > 1:
+        labels = [f"{point.value:g}" for point in points]
         lines = [
-            Line(
-                key,
-                [(point.per_second, point.latency[key]) for point in points],
-                [f"{point.value:g}" for point in points],
-            )
+            Line(key, [(point.per_second, point.latency[key]) for point in points], labels)
             for key in ("p50", "p90", "p99")
         ]
         return _svg(title, "requests a second", lines)
@@ -203,9 +197,8 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
     lines = []
     numbered_trials = [(str(n + 1), trial) for n, trial in enumerate(trials) if trial.per_second]
     for name in ("within", "above"):
-        series = [
-            pair for pair in numbered_trials if (pair[1].p99_ms <= target_ms) == (name == "within")
-        ]
+        is_within = name == "within"
+        series = [pair for pair in numbered_trials if (pair[1].p99_ms <= target_ms) == is_within]
         points = [(trial.per_second, trial.p99_ms) for _, trial in series]
         lines.append(Line(name, points, [number for number, _ in series], is_joined=False))
     max_rate = max((trial.per_second for _, trial in numbered_trials), default=1.0)
@@ -234,9 +227,8 @@ def _svg(title: str, x_label: str, lines: Sequence[Line], *, ticked: bool = True
         _text(_WIDTH / 2, _HEIGHT - 12, x_label, "middle"),
         _text(10, _TOP - 8, "ms", "start"),
     ]
-    parts += [
-        _grid(_LEFT, pixel_y(y), _WIDTH - _RIGHT, pixel_y(y)) for y in _log_ticks(min_y, max_y)
-    ]
+    ticks = _log_ticks(min_y, max_y)
+    parts += [_grid(_LEFT, pixel_y(y), _WIDTH - _RIGHT, pixel_y(y)) for y in ticks]
     parts += [_text(_LEFT - 6, pixel_y(y) + 4, f"{y:g}", "end") for y in _log_ticks(min_y, max_y)]
     if ticked:
         for x in _linear_ticks(max_x):
@@ -277,9 +269,7 @@ def _text(x: float, y: float, text: str, anchor: str, series: str = "") -> str:
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten between the two numbers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [
-        step * 10.0**power for power in powers for step in _TICKS if low <= step * 10**power <= high
-    ]
+    return [s * 10.0**power for power in powers for s in _TICKS if low <= s * 10**power <= high]
 
 
 def _linear_ticks(maximum: float) -> list[float]:

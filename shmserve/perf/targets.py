@@ -214,9 +214,8 @@ def _open_openai(
     address = servers.parse_address(args.url)
     if address.protocol != "http":
         raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
-    lane_factory = OpenAILaneFactory(
-        address, servers.read_credentials(args), poller, OPENAI_PATHS[args.openai]
-    )
+    credentials = servers.read_credentials(args)
+    lane_factory = OpenAILaneFactory(address, credentials, poller, OPENAI_PATHS[args.openai])
     requests = [lane_factory.encode(OpenAIRequest(body)) for body in _bodies(args)]
     _send_probe(args, poller, lane_factory, requests[0])
     location = address.location + lane_factory.route
@@ -260,9 +259,8 @@ class SystemMemory:
         except (OSError, posix_ipc.Error) as error:
             with contextlib.suppress(posix_ipc.Error):
                 posix_ipc.unlink_shared_memory(self._key)
-            raise Unavailable(
-                f"{byte_size} bytes of shared memory cannot be allocated: {error}"
-            ) from None
+            text = f"{byte_size} bytes of shared memory cannot be allocated: {error}"
+            raise Unavailable(text) from None
         shared_memory.close_fd()
         self.fields: dict[str, Any] = {"key": self._key, "offset": 0, "byte_size": byte_size}
 

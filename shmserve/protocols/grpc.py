@@ -69,18 +69,12 @@ class GrpcTransport:
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Call ModelMetadata and return the inputs by name."""
         metadata = self._call("ModelMetadata", name=model, version=version)
-        return {
-            tensor.name: ModelTensor(tensor.name, tensor.datatype, tuple(tensor.shape))
-            for tensor in metadata.inputs
-        }
+        return {t.name: ModelTensor(t.name, t.datatype, tuple(t.shape)) for t in metadata.inputs}
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """Call ModelStreamInfer, which every model supports, and yield each response."""
-        call = self._channel.stream_stream(
-            _SERVICE + "ModelStreamInfer",
-            pb.ModelInferRequest.SerializeToString,
-            pb.ModelStreamInferResponse.FromString,
-        )
+        codecs = (pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString)
+        call = self._channel.stream_stream(_SERVICE + "ModelStreamInfer", *codecs)
         with _transport_errors():
             for response in call(iter([encode_infer_message(request)]), metadata=self._metadata):
                 if response.error_message:
@@ -138,11 +132,8 @@ class GrpcTransport:
 
     def _call(self, method: str, **fields: Any) -> Any:
         request = getattr(pb, f"{method}Request")(**fields)
-        call = self._channel.unary_unary(
-            _SERVICE + method,
-            type(request).SerializeToString,
-            getattr(pb, f"{method}Response").FromString,
-        )
+        decode = getattr(pb, f"{method}Response").FromString
+        call = self._channel.unary_unary(_SERVICE + method, type(request).SerializeToString, decode)
         with _transport_errors():
             return call(request, metadata=self._metadata)
 
@@ -165,9 +156,8 @@ def _transport_errors() -> Iterator[None]:
 def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
     credentials.tls()  # gRPC's own error does not name the invalid file
     files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
-    return grpc.ssl_channel_credentials(
-        *(Path(file).read_bytes() if file else None for file in files)
-    )
+    contents = (Path(file).read_bytes() if file else None for file in files)
+    return grpc.ssl_channel_credentials(*contents)
 
 
 def encode_infer_message(request: OutgoingRequest) -> Any:
@@ -209,17 +199,12 @@ def set_parameters(message: Any, values: Mapping[str, Parameter]) -> None:
 
 def _decode_response(reply: Any) -> dict[str, Any]:
     try:
-        outputs = [
-            output_json(tensor.name, tensor.datatype, tensor.shape, raw)
-            for tensor, raw in zip(reply.outputs, reply.raw_output_contents, strict=True)
-        ]
+        pairs = zip(reply.outputs, reply.raw_output_contents, strict=True)
+        outputs = [output_json(t.name, t.datatype, t.shape, raw) for t, raw in pairs]
     except (KeyError, ValueError) as error:
         raise TransportError("the server's response is malformed") from error
-    parameters = {
-        name: getattr(value, value.WhichOneof("parameter_choice"))
-        for name, value in reply.parameters.items()
-        if name != _FINAL_PARAMETER
-    }
+    values = ((n, value) for n, value in reply.parameters.items() if n != _FINAL_PARAMETER)
+    parameters = {n: getattr(value, value.WhichOneof("parameter_choice")) for n, value in values}
     return response_json(reply.model_name, reply.model_version, reply.id, parameters, outputs)
 
 
@@ -238,9 +223,8 @@ class GrpcLaneFactory:
         """
         self.streams = streams
         self.poller = poller
-        self._connect = partial(
-            ClientConnection, address, create_tls_context(address, credentials, "h2"), poller
-        )
+        tls = create_tls_context(address, credentials, "h2")
+        self._connect = partial(ClientConnection, address, tls, poller)
         fields = {
             ":method": "POST",
             ":scheme": "https" if address.tls else "http",
@@ -310,9 +294,8 @@ class GrpcLane:
         position, received_size = 0, len(messages)
         while received_size - position >= _MESSAGE_PREFIX_SIZE:
             content_start = position + _MESSAGE_PREFIX_SIZE
-            next_position = content_start + int.from_bytes(
-                messages[position + 1 : content_start], "big"
-            )
+            size = int.from_bytes(messages[position + 1 : content_start], "big")
+            next_position = content_start + size
             if next_position > received_size:
                 break
             self._response(bytes(messages[content_start:next_position]))
@@ -340,9 +323,8 @@ class GrpcLane:
         self._messages.clear()
         was_busy, self._is_busy = self._is_busy, False
         if was_busy:
-            self.observer.on_end(
-                error or ("the server ended the stream" if self._lane_factory.streams else "")
-            )
+            end_text = "the server ended the stream" if self._lane_factory.streams else ""
+            self.observer.on_end(error or end_text)
 
     def close(self) -> None:
         """Ignore later responses; the factory closes the connection."""
@@ -378,16 +360,10 @@ class Http2Client:
         self._decoder = Decoder()
         self._decoder.header_table_size = 0
         self._errors_by_block: dict[bytes, str] = {}
-        settings = h2.encode_settings(
-            {
-                _HEADER_TABLE_SIZE_SETTING: 0,
-                h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW,
-                h2.ENABLE_PUSH: 0,
-            }
-        )
-        self._queue_output(
-            h2.PREFACE + settings + _encode_window_update(0, h2.LARGEST_WINDOW - h2.DEFAULT_WINDOW)
-        )
+        values = {_HEADER_TABLE_SIZE_SETTING: 0, h2.ENABLE_PUSH: 0}
+        settings = h2.encode_settings({**values, h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW})
+        window_update = _encode_window_update(0, h2.LARGEST_WINDOW - h2.DEFAULT_WINDOW)
+        self._queue_output(h2.PREFACE + settings + window_update)
 
     @property
     def open(self) -> bool:
@@ -404,9 +380,8 @@ class Http2Client:
         stream = self._next_stream_id
         self._next_stream_id += 2
         self._streams[stream] = _LaneStream(lane, self._initial_window)
-        self._queue_output(
-            h2.encode_frame_header(len(head), h2.HEADERS, h2.END_HEADERS, stream) + head
-        )
+        frame_header = h2.encode_frame_header(len(head), h2.HEADERS, h2.END_HEADERS, stream)
+        self._queue_output(frame_header + head)
         return stream
 
     def send(self, stream: int, message: bytes, *, is_last: bool) -> None:
@@ -437,9 +412,8 @@ class Http2Client:
                 self._window -= len(part)
                 outgoing.window -= len(part)
                 flags = h2.END_STREAM if is_last and not message else 0
-                self._queue_output(
-                    h2.encode_frame_header(len(part), h2.DATA, flags, stream) + bytes(part)
-                )
+                frame_header = h2.encode_frame_header(len(part), h2.DATA, flags, stream)
+                self._queue_output(frame_header + bytes(part))
             if message:
                 self._waiting_messages.append((stream, message, is_last))
 
@@ -461,9 +435,8 @@ class Http2Client:
             next_position = position + h2.FRAME_HEADER_SIZE + (high << 8 | low)
             if next_position > data_size:
                 break
-            self._handle_frame(
-                frame_type, flags, stream, data[position + h2.FRAME_HEADER_SIZE : next_position]
-            )
+            payload = data[position + h2.FRAME_HEADER_SIZE : next_position]
+            self._handle_frame(frame_type, flags, stream, payload)
             position = next_position
         self._partial_frame = data[position:]
 
@@ -480,17 +453,13 @@ class Http2Client:
             case h2.SETTINGS | h2.PING if not flags & h2.ACK:
                 if frame_type == h2.SETTINGS:
                     self._handle_settings(payload)
-                self._queue_output(
-                    h2.encode_frame(
-                        frame_type, h2.ACK, 0, payload if frame_type == h2.PING else b""
-                    )
-                )
+                content = payload if frame_type == h2.PING else b""
+                self._queue_output(h2.encode_frame(frame_type, h2.ACK, 0, content))
             case h2.WINDOW_UPDATE:
                 self._enlarge_window(stream, h2.parse_uint32(payload, "WINDOW_UPDATE"))
             case h2.RST_STREAM:
-                self._finish_stream(
-                    stream, f"the server reset the call ({int.from_bytes(payload)})"
-                )
+                text = f"the server reset the call ({int.from_bytes(payload)})"
+                self._finish_stream(stream, text)
             case h2.GOAWAY:
                 self._connection.close()
                 self.on_lost(

@@ -78,11 +78,9 @@ class HttpTransport:
         """Send GET /v2/models/NAME and return the inputs by name."""
         metadata = self._get_object(model_path(model, version))
         try:
+            inputs = metadata["inputs"]
             return {
-                tensor["name"]: ModelTensor(
-                    tensor["name"], tensor["datatype"], tuple(tensor["shape"])
-                )
-                for tensor in metadata["inputs"]
+                t["name"]: ModelTensor(t["name"], t["datatype"], tuple(t["shape"])) for t in inputs
             }
         except (KeyError, TypeError) as error:
             raise TransportError("the server did not answer with a model's metadata") from error
@@ -98,9 +96,8 @@ class HttpTransport:
         except TransportError as error:
             if _DECOUPLED_ERROR not in error.message:
                 raise
-        with self._open_response(
-            *_encode_inference(request, binary=False), accept=_JSON_LINES
-        ) as reply:
+        call = _encode_inference(request, binary=False)
+        with self._open_response(*call, accept=_JSON_LINES) as reply:
             for line in reply:
                 yield _decode_response(line, None)
 
@@ -261,8 +258,7 @@ def encode_inference_header(request: OutgoingRequest, binary: bool) -> dict[str,
         default_parameters = {"binary_data": True} if binary else {}
         parts = {name: part.parameters() for name, part in request.parts.items()}
         header["outputs"] = [
-            {"name": name, "parameters": parts.get(name, default_parameters)}
-            for name in request.outputs
+            {"name": n, "parameters": parts.get(n, default_parameters)} for n in request.outputs
         ]
     elif binary:
         parameters["binary_data_output"] = True
@@ -283,13 +279,8 @@ def _decode_response(body: bytes, header_length: int | None) -> dict[str, Any]:
             else:
                 output["data"] = decode(output["datatype"], output["shape"], binary_data[:size])
                 binary_data = binary_data[size:]
-        return response_json(
-            header["model_name"],
-            header["model_version"],
-            header.get("id", ""),
-            header.get("parameters"),
-            header["outputs"],
-        )
+        head = (header["model_name"], header["model_version"], header.get("id", ""))
+        return response_json(*head, header.get("parameters"), header["outputs"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TransportError("the server's response is malformed") from error
 
@@ -553,9 +544,8 @@ class OpenAILaneFactory(HttpLaneFactory):
 
 def _tensor_value(tensor: InputTensor) -> Any:
     if tensor.part is not None:
-        raise InvalidArgument(
-            "generate_stream does not support shared memory; use gRPC, or --run-dir"
-        )
+        text = "generate_stream does not support shared memory; use gRPC, or --run-dir"
+        raise InvalidArgument(text)
     value = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))
     while isinstance(value, list) and len(value) == 1:
         value = value[0]

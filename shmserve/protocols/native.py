@@ -54,10 +54,8 @@ class NativeTransport:
         except ShmserveError as error:
             raise TransportError(error.message) from error
         batch = (-1,) if signature.max_batch_size else ()
-        return {
-            name: ModelTensor(name, spec.datatype, (*batch, *spec.dims))
-            for name, spec in signature.inputs.items()
-        }
+        inputs = signature.inputs.items()
+        return {n: ModelTensor(n, spec.datatype, (*batch, *spec.dims)) for n, spec in inputs}
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """Send a request as a stream, for any kind of model, and yield its responses."""
@@ -188,9 +186,8 @@ class NativeLane:
     def send(self, request: Call) -> None:
         """Queue a request."""
         lane_factory = self._lane_factory
-        built_request = lane_factory.session.pack(
-            lane_factory.connection, request, stream=lane_factory.streams
-        )
+        session, connection = lane_factory.session, lane_factory.connection
+        built_request = session.pack(connection, request, stream=lane_factory.streams)
         if lane_factory.streams:
             pending = ClientStream(lane_factory.channel, built_request)
             pending.on_item = partial(self._on_responses, pending)

@@ -41,9 +41,8 @@ class ModelTensor:
 def find_input(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
     """Return the input of this name. Raises InvalidArgument if the model has none."""
     if name not in inputs:
-        raise InvalidArgument(
-            f"the model has no input '{name}'; it has {', '.join(inputs) or 'none'}"
-        )
+        text = f"the model has no input '{name}'; it has {', '.join(inputs) or 'none'}"
+        raise InvalidArgument(text)
     return inputs[name]
 
 
@@ -82,9 +81,8 @@ def _load_array(name: str, path: Path) -> _Array:
         reason = getattr(error, "strerror", None) or error
         raise InvalidArgument(f"input '{name}': cannot read {path}: {reason}") from error
     if not isinstance(array, np.ndarray):
-        raise InvalidArgument(
-            f"input '{name}': {path} contains several arrays; save a single array"
-        )
+        text = f"input '{name}': {path} contains several arrays; save a single array"
+        raise InvalidArgument(text)
     return array
 
 
@@ -215,9 +213,8 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
     try:
         from PIL import Image
     except ImportError as error:
-        raise InvalidArgument(
-            f"{subject}: decoding an image needs Pillow (pip install pillow)"
-        ) from error
+        text = f"{subject}: decoding an image needs Pillow (pip install pillow)"
+        raise InvalidArgument(text) from error
     dims = tensor.shape[-3:]
     has_channels_first = len(dims) == 3 and dims[0] in (1, 3) and dims[2] not in (1, 3)
     channels = dims[0 if has_channels_first else -1] if len(dims) == 3 else 1

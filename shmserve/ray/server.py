@@ -121,9 +121,8 @@ class NodeServer:
 
     def _check_process(self) -> None:
         if self._process is not None and (status := self._process.poll()) is not None:
-            raise RuntimeError(
-                f"shmserve serve exited with status {status}; see the log of this replica"
-            )
+            text = f"shmserve serve exited with status {status}; see the log of this replica"
+            raise RuntimeError(text)
 
     async def _answers(self, path: str) -> bool:
         timeout = aiohttp.ClientTimeout(_CHECK_S)

@@ -321,18 +321,14 @@ class BatchingCore(Core[ScheduledRequest]):
     def drain(self, sequences: bool) -> None:
         self._awaits_sequences = sequences
         if sequences and self._dispatch.open_sequences:
-            logger.info(
-                "model '%s': waiting until all open sequences (%d) have ended",
-                self._name,
-                self._dispatch.open_sequences,
-            )
+            text = "model '%s': waiting until all open sequences (%d) have ended"
+            logger.info(text, self._name, self._dispatch.open_sequences)
         self._dispatch.flush()
 
     @property
     def unfinished(self) -> int:
-        return self._responses.live_requests or (
-            self._awaits_sequences and self._dispatch.open_sequences
-        )
+        sequences = self._dispatch.open_sequences if self._awaits_sequences else 0
+        return self._responses.live_requests or sequences
 
     @property
     def live_requests(self) -> int:

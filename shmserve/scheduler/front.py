@@ -194,11 +194,8 @@ class OverloadLog:
         """Write the log line with the number of refused requests, and reset it."""
         self.due_ns = NEVER
         if self._refused_count:
-            logger.warning(
-                "model '%s' is overloaded: its queue is full, and %d more requests were rejected",
-                self._model,
-                self._refused_count,
-            )
+            text = "model '%s' is overloaded: its queue is full, and %d more requests were rejected"
+            logger.warning(text, self._model, self._refused_count)
             self._refused_count = 0
 
 
@@ -302,9 +299,8 @@ class Front(Generic[R]):
     def __post_init__(self) -> None:
         self._clients: ClientTable[R] = ClientTable(self._links)
         self._overload = OverloadLog(self._model)
-        self._reports = Reports(
-            self._core.statistics, self._control, self._wall_clock, self._gauges
-        )
+        statistics = self._core.statistics
+        self._reports = Reports(statistics, self._control, self._wall_clock, self._gauges)
 
     @property
     def live_requests(self) -> int:

@@ -300,13 +300,9 @@ def schema_key(model: str, version: str, request: RequestSchema) -> _SchemaKey:
     requested outputs in order. It does not cover the request's id, priority, timeout and deadline.
     """
     order = sorted(range(len(request.inputs)), key=lambda index: request.inputs[index].name)
-    key_parts = (
-        model,
-        version,
-        [request.inputs[index][:3] for index in order],
-        sorted(request.parameters.items()),
-        [output.name for output in request.outputs],
-    )
+    inputs = [request.inputs[index][:3] for index in order]
+    outputs = [output.name for output in request.outputs]
+    key_parts = (model, version, inputs, sorted(request.parameters.items()), outputs)
     return _SchemaKey(msgpack.packb(key_parts), order)
 
 

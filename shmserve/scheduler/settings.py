@@ -145,9 +145,8 @@ class Settings:
         dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
         preserves_order = dynamic is not None and dynamic.preserve_ordering
-        engine = (
-            config.parameters.get(ENGINE_PARAMETER, "") if config.backend == LLM_BACKEND else ""
-        )
+        is_llm = config.backend == LLM_BACKEND
+        engine = config.parameters.get(ENGINE_PARAMETER, "") if is_llm else ""
         streams = parse_max_streams(config.parameters.get(MAX_STREAMS, "")) or 0
         return cls(
             name=config.name,
@@ -178,9 +177,8 @@ def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | No
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
-            target_ms = model_spec.parse_target_ms(
-                config.parameters.get(model_spec.TARGET_PARAMETER, "")
-            )
+            target = config.parameters.get(model_spec.TARGET_PARAMETER, "")
+            target_ms = model_spec.parse_target_ms(target)
             return replace(rules, target_ns=round((target_ms or 0) * 1e6))
         case _:
             return rules
@@ -189,11 +187,8 @@ def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | No
 def _batching(dynamic: DynamicBatching, max_batch_size: int) -> Batching:
     largest = max(1, max_batch_size)
     preferred = frozenset(size for size in dynamic.preferred_batch_size if size > 0)
-    return Batching(
-        max_batch_size=largest,
-        preferred=preferred or frozenset({largest}),
-        delay_ns=dynamic.max_queue_delay_microseconds * _NS_PER_US,
-    )
+    delay_ns = dynamic.max_queue_delay_microseconds * _NS_PER_US
+    return Batching(largest, preferred or frozenset({largest}), delay_ns)
 
 
 def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | None:
@@ -245,13 +240,10 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
 
 
 def _policy(policy: LevelPolicy, default_bound: int, preserves_order: bool) -> LevelPolicy:
-    return replace(
-        policy,
-        max_queue_size=policy.max_queue_size or default_bound,
-        # A delayed request would hold up the responses of all others.
-        allow_timeout_override=policy.allow_timeout_override
-        and not (preserves_order and policy.delays),
-    )
+    max_queue_size = policy.max_queue_size or default_bound
+    # A delayed request would hold up the responses of all others.
+    may_override = policy.allow_timeout_override and not (preserves_order and policy.delays)
+    return replace(policy, max_queue_size=max_queue_size, allow_timeout_override=may_override)
 
 
 def _execution_limit_s(config: ModelSpec, default: float) -> float:
@@ -264,7 +256,6 @@ def _execution_limit_s(config: ModelSpec, default: float) -> float:
         seconds = math.nan
     if math.isfinite(seconds) and seconds >= 0:
         return seconds
-    logger.warning(
-        "parameter '%s' is not a number of seconds; it is ignored", model_spec.EXECUTION_TIMEOUT
-    )
+    text = "parameter '%s' is not a number of seconds; it is ignored"
+    logger.warning(text, model_spec.EXECUTION_TIMEOUT)
     return default

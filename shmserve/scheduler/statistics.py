@@ -196,9 +196,7 @@ class Statistics(Table):
             self.inference_count += sum(units)
             self.request_seconds.observe(*totals)
         times = [
-            (now_ns, enqueued_ns, timing)
-            for now_ns, _, _, enqueued_ns, timing in successes
-            if timing is not None
+            (now_ns, enqueued_ns, t) for now_ns, _, _, enqueued_ns, t in successes if t is not None
         ]
         times += late_times
         if times:

@@ -193,11 +193,9 @@ def _restore_entry(value: Any, stored_value: Any) -> Any:
 
 
 def _to_integers(stored_value: Any) -> Any:
-    return (
-        [_to_integers(item) for item in stored_value]
-        if isinstance(stored_value, list)
-        else int(stored_value)
-    )
+    if isinstance(stored_value, list):
+        return [_to_integers(item) for item in stored_value]
+    return int(stored_value)
 
 
 class CountedRequest(Protocol):
@@ -341,9 +339,8 @@ class ExecutionStats(Table):
         rows = {int(size): [int(n) for n in row] for size, *row in snapshot["batch_sizes"]}
         super().restore({**snapshot, "batch_sizes": {}})
         self.batch_sizes = rows
-        self._copied_bytes = [
-            int(snapshot["copied_bytes"][direction]) for direction in ("in", "out")
-        ]
+        copied_bytes = snapshot["copied_bytes"]
+        self._copied_bytes = [int(copied_bytes[direction]) for direction in ("in", "out")]
 
     def last_ms(self, now_ns: int, wall_ns: int) -> int:
         """Return the time of the last execution in ms since the epoch, or 0."""

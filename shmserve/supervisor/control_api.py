@@ -107,17 +107,11 @@ class ControlApi:
                 pids = self._registry.readiness_worker_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:
-                return await self._region(pid, request)
+                payload = await self._handle_region(pid, request)
+                # Until the service manager and a successor have the registrations.
+                await self._kept.flush()
+                return payload
         return None
-
-    async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
-        """Handle a request about a region.
-
-        Wait until the service manager and a successor have the registrations.
-        """
-        payload = await self._handle_region(pid, request)
-        await self._kept.flush()
-        return payload
 
     def _handle_region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
         peer = Peer(request.uid, tuple(request.groups))

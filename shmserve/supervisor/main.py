@@ -282,7 +282,9 @@ def _compose_context(
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
-    front_zygote = _create_front_zygote(processes, run_dir)
+    # numpy's BLAS starts threads on import, which these processes do not need.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    front_zygote = Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
@@ -293,16 +295,10 @@ def _compose_context(
         logging=logging,
         tracing=TraceControl(control, config.trace, config.gateway.slow_request_ms),
         local_clients=LocalClientServer(
-            run_dir.path,
-            config.shm.group,
-            capabilities,
-            memory,
-            snapshot.for_local_client,
+            *(run_dir.path, config.shm.group, capabilities, memory, snapshot.for_local_client),
             control.acknowledgements,
             partial(_on_local_client_disconnected, control, memory),
-            load_on_demand,
-            listeners.local,
-            listeners.predecessor_listener,
+            *(load_on_demand, listeners.local, listeners.predecessor_listener),
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
@@ -318,12 +314,6 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
     control.broadcast(exited, "scheduler", "ensemble")
     memory.release(number)
     control.broadcast(exited, "worker")
-
-
-def _create_front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
-    # numpy's BLAS starts threads on import, which these processes do not need.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
 
 
 def _create_worker_zygote(

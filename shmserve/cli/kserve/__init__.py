@@ -10,11 +10,8 @@ from shmserve import __version__
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument(
-        "--image",
-        default=f"shmserve:{__version__}",
-        help="the container image with shmserve [%(default)s]",
-    )
+    text = "the container image with shmserve [%(default)s]"
+    parser.add_argument("--image", default=f"shmserve:{__version__}", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -108,15 +108,12 @@ class File:
 def files(host: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
     settings_file = host.settings / "shmserve.yaml"
-    return [
-        File(
-            path,
-            purpose,
-            None if body is None else stamp(body, path == settings_file),
-            path == settings_file,
-        )
-        for path, purpose, body in _bodies(host)
-    ]
+    files = []
+    for path, purpose, body in _bodies(host):
+        is_settings = path == settings_file
+        contents = None if body is None else stamp(body, is_settings)
+        files.append(File(path, purpose, contents, is_settings))
+    return files
 
 
 def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
@@ -442,9 +439,8 @@ class _Change:
         self._command(*self._manager, "daemon-reload")
         if verb == "install" and not self._dry_run:
             manager = " ".join(self._manager)
-            print(
-                f"Models go to {self._target.models}. Then: {manager} enable --now shmserve.service"
-            )
+            command = f"{manager} enable --now shmserve.service"
+            print(f"Models go to {self._target.models}. Then: {command}")
             if not self._target.token:
                 token = self._target.settings / "token"
                 print(

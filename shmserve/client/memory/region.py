@@ -185,9 +185,8 @@ class Region(Mapping[str, Any]):
         """Return the range of a tensor in the form sent to the server. Raises Released."""
         if self.lease.released:
             raise Released("this region was released")
-        memory_range: Range = self.segment.memory_range(
-            self._offsets[name], self._templates[name].byte_size
-        )
+        byte_size = self._templates[name].byte_size
+        memory_range: Range = self.segment.memory_range(self._offsets[name], byte_size)
         return memory_range
 
     def release(self) -> None:
@@ -245,9 +244,8 @@ def _descriptor(source: Any) -> int:
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
         except OSError as error:
-            raise InvalidArgument(
-                f"'{name}' cannot be used as shared memory: {error.strerror}"
-            ) from None
+            text = f"'{name}' cannot be used as shared memory: {error.strerror}"
+            raise InvalidArgument(text) from None
     fd = getattr(source, "_fd", source)  # SharedMemory's descriptor
     try:
         return os.dup(fd.fileno() if hasattr(fd, "fileno") else fd)
@@ -281,9 +279,8 @@ def check_datatype(name: str, datatype: str, signature: Signature) -> None:
 
 def _parse_specs(tensors: Specs) -> dict[str, TensorSchema]:
     if not isinstance(tensors, Mapping):
-        raise InvalidArgument(
-            f"expected a mapping of names to (shape, datatype), got {tensors!r:.80}"
-        )
+        text = f"expected a mapping of names to (shape, datatype), got {tensors!r:.80}"
+        raise InvalidArgument(text)
     templates: dict[str, TensorSchema] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
@@ -315,9 +312,8 @@ def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorSche
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):
-        raise InvalidArgument(
-            f"'{name}': shape {shape} has a dimension that is not an integer >= 0"
-        )
+        text = f"'{name}': shape {shape} has a dimension that is not an integer >= 0"
+        raise InvalidArgument(text)
     size = element_count(dims) * item_size
     if size > MAX_INT64:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")

@@ -123,9 +123,8 @@ class AttachedSegment(Segment):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
             raise InvalidArgument("the memory must be open for reading and writing")
         if self.size < max(1, byte_size):
-            raise InvalidArgument(
-                f"the memory has {self.size} bytes, and the tensors need {byte_size}"
-            )
+            text = f"the memory has {self.size} bytes, and the tensors need {byte_size}"
+            raise InvalidArgument(text)
         try:
             # The memory must be a memfd that cannot shrink, since workers map no other memory.
             if not seals & fcntl.F_SEAL_SEAL:
@@ -211,9 +210,8 @@ class Memories:
                 return block
             used_bytes = self._used()
             # A larger segment also serves later requests.
-            preferred_size = min(
-                max(_SMALLEST, min(used_bytes, _LARGEST_SHARED)), self._limit - used_bytes
-            )
+            grown_size = max(_SMALLEST, min(used_bytes, _LARGEST_SHARED))
+            preferred_size = min(grown_size, self._limit - used_bytes)
             size = byte_size if whole_segment else max(byte_size, preferred_size)
             self._check_limit(used_bytes, size)
             segment = Segment(size)

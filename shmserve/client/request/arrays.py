@@ -59,9 +59,8 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
         return array, "BYTES"
     array_datatype = datatype_of(array, expected_datatype)
     if not array_datatype:
-        raise InvalidArgument(
-            f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
-        )
+        text = f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
+        raise InvalidArgument(text)
     return _as_contiguous(array), array_datatype
 
 
@@ -87,9 +86,8 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
         except (RuntimeError, TypeError) as error:
             raise InvalidArgument(f"input '{name}' cannot be read from torch: {error}") from error
     if isinstance(value, np.ma.MaskedArray):
-        raise InvalidArgument(
-            f"input '{name}' is a masked array: pass its .data, or call .filled()"
-        )
+        text = f"input '{name}' is a masked array: pass its .data, or call .filled()"
+        raise InvalidArgument(text)
     if isinstance(value, np.ndarray):
         # The method of a `View`, which raises Released after its release.
         as_plain = getattr(value, "plain", None)
@@ -98,15 +96,13 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
         try:
             return np.from_dlpack(value), ""
         except (BufferError, RuntimeError, TypeError) as error:
-            raise InvalidArgument(
-                f"input '{name}' cannot be read through DLPack: {error}"
-            ) from error
+            text = f"input '{name}' cannot be read through DLPack: {error}"
+            raise InvalidArgument(text) from error
     try:
         return _from_lists(value, expected_datatype)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgument(
-            f"input '{name}' cannot be converted to {expected_datatype}: {error}"
-        ) from error
+        text = f"input '{name}' cannot be converted to {expected_datatype}: {error}"
+        raise InvalidArgument(text) from error
 
 
 def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:

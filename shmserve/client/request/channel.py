@@ -68,13 +68,8 @@ class ClientRequest(InflightRequest):
     """
 
     __slots__ = (
-        "abandoned",
-        "channel",
-        "is_retry",
-        "on_done",
-        "outcome",
-        "packed_request",
-        "release_memory",
+        *("abandoned", "channel", "is_retry", "on_done", "outcome"),
+        *("packed_request", "release_memory"),
     )
 
     def __init__(
@@ -130,10 +125,8 @@ class ClientRequest(InflightRequest):
         """
         if retry_after_s > 0:
             return QueueFull(text, retry_after_s)
-        if (
-            code == "UNAVAILABLE"
-            and 0 < self.packed_request.options.deadline_ns <= time.monotonic_ns()
-        ):
+        has_expired = 0 < self.packed_request.options.deadline_ns <= time.monotonic_ns()
+        if code == "UNAVAILABLE" and has_expired:
             return TimedOut(text)
         return from_code(code, text)
 
@@ -181,9 +174,8 @@ class ClientRequest(InflightRequest):
             spans: The packed spans of the response.
         """
         span_id, sent_ns = TraceContext.of(self.submit.trace).span_id, self.submit.arrived_ns
-        explanation = phase_durations(
-            unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns()
-        )
+        now_ns = time.monotonic_ns()
+        explanation = phase_durations(unpack_spans(spans), span_id, sent_ns, sent_ns, now_ns)
         result.parameters["explanation"] = explanation
 
     @property

@@ -146,10 +146,7 @@ def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     if not isinstance(parameters, Mapping):
         raise InvalidArgument(f"parameters must be a mapping, got {parameters!r:.80}")
-    return {
-        _text("the name of a parameter", name): _value(name, parameters[name])
-        for name in parameters
-    }
+    return {_text("the name of a parameter", n): _value(n, parameters[n]) for n in parameters}
 
 
 def _value(name: str, value: Any) -> Any:
@@ -282,11 +279,8 @@ def _prepare_region(
                     f"model '{model.name}'"
                 )
         refs = [region.ref(name) for name in region if name in signature.inputs]
-        outputs = [
-            RequestedOutput(name, region.output_range(name, signature))
-            for name in region
-            if name not in signature.inputs
-        ]
+        names = (name for name in region if name not in signature.inputs)
+        outputs = [RequestedOutput(name, region.output_range(name, signature)) for name in names]
         signature.check(options.request_id, refs, outputs)
         packed = pack(refs, outputs, options.parameters)
         if not options.parameters:
@@ -299,9 +293,8 @@ def _encode(array: Array, name: str) -> bytes:
     try:
         return encode_bytes(array)
     except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"input '{name}' has text that cannot be encoded as UTF-8: {error}"
-        ) from None
+        text = f"input '{name}' has text that cannot be encoded as UTF-8: {error}"
+        raise InvalidArgument(text) from None
 
 
 class _UntemplatedRequest:
@@ -369,13 +362,8 @@ class _UntemplatedRequest:
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
-        template = ClientTemplate(
-            model.signature,
-            tuple(self._templates),
-            outputs,
-            self._memories,
-            with_outputs=with_outputs,
-        )
+        arguments = (model.signature, tuple(self._templates), outputs, self._memories)
+        template = ClientTemplate(*arguments, with_outputs=with_outputs)
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:

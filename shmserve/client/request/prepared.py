@@ -99,9 +99,7 @@ class ClientTemplate:
         requested = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, fit.batch_size) for name in requested}
         uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
-        self._output_sizes = {
-            name: size for name, size in sizes.items() if size is not None and uses_slot
-        }
+        self._output_sizes = {n: s for n, s in sizes.items() if s is not None and uses_slot}
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
         self._schema = self._pack_schema({})
         self.uses_slots = uses_slot or not self._inline
@@ -111,9 +109,8 @@ class ClientTemplate:
             memories.register_owner(self)
 
     def _pack_schema(self, parameters: Mapping[str, Any]) -> bytes:
-        return pack_request_schema(
-            self._refs, self._requested_names, self._output_sizes, (), dict(parameters)
-        )
+        sizes = self._output_sizes
+        return pack_request_schema(self._refs, self._requested_names, sizes, (), dict(parameters))
 
     def pack_request(
         self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
@@ -152,9 +149,8 @@ class ClientTemplate:
         arrays: list[Array] = []
         inputs: list[Any] = []
         for template in slot_templates:
-            arrays.append(
-                np.ndarray(template.shape, dtype_of(template.datatype), segment.bytes, offset)
-            )
+            dtype = dtype_of(template.datatype)
+            arrays.append(np.ndarray(template.shape, dtype, segment.bytes, offset))
             inputs.append(pack_range(segment.memory_range(offset, template.byte_size)))
             offset += aligned(template.byte_size)
         outputs: list[Any] = []

@@ -123,11 +123,9 @@ def read(reader: Reader, message: Finished) -> Result:
 
 def _check_complete(packed: PackedRequest, result: Result) -> None:
     requested = [output.name for output in RequestSchema(packed.schema).outputs]
-    missing_outputs = [
-        name for name in requested or packed.model.signature.outputs if name not in result
-    ]
-    if missing_outputs:
-        names = ", ".join(f"'{name}'" for name in missing_outputs)
+    missing = [name for name in requested or packed.model.signature.outputs if name not in result]
+    if missing:
+        names = ", ".join(f"'{name}'" for name in missing)
         raise Internal(f"model '{packed.model.name}' did not return the requested outputs {names}")
 
 
@@ -221,14 +219,12 @@ def _copy_output(reader: Reader, memory_range: Range, segment: AnySegment | None
                 "strings cannot be read from device memory; request this output "
                 "without memory for it"
             )
-        return bytearray(
-            segment.bytes[memory_range.offset : memory_range.offset + memory_range.byte_size]
-        )
+        start = memory_range.offset
+        return bytearray(segment.bytes[start : start + memory_range.byte_size])
     try:
         return reader.copy_range(memory_range)
     except Unavailable as error:
         if not isinstance(error.__cause__, PermissionError):
             raise
-        raise Unsupported(
-            "an output is too large for a message; pass memory from `allocate` for it"
-        ) from None
+        text = "an output is too large for a message; pass memory from `allocate` for it"
+        raise Unsupported(text) from None

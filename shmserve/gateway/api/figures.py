@@ -53,9 +53,7 @@ class Figures:
             reports: The reports, as `management.collect_reports` returns them.
             now_s: The time of the reports, in monotonic seconds.
         """
-        by_version = {
-            f"{report['name']}/{report['version']}": report["shmserve"] for report in reports
-        }
+        by_version = {f"{r['name']}/{r['version']}": r["shmserve"] for r in reports}
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now_s - WINDOW_S:
             self._snapshots.popleft()
         earlier_s, earlier_reports = self._snapshots[0] if self._snapshots else (now_s, {})
@@ -65,9 +63,10 @@ class Figures:
             new_exits = report["workers_lost"] - previous_reports.get(key, report)["workers_lost"]
             if new_exits > 0:
                 self._exits.setdefault(key, deque()).append((now_s, new_exits))
+        elapsed_s = now_s - earlier_s
         return {
             key: build_row(
-                report, earlier_reports.get(key), now_s - earlier_s, self._recent_exits(key, now_s)
+                report, earlier_reports.get(key), elapsed_s, self._recent_exits(key, now_s)
             )
             for key, report in by_version.items()
         }
@@ -93,9 +92,8 @@ class History:
         snapshots = self._snapshots
         if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
             return
-        snapshots.append(
-            (time_s, {key: _build_point(row) for key, row in rows.items() if "success" in row})
-        )
+        points = {key: _build_point(row) for key, row in rows.items() if "success" in row}
+        snapshots.append((time_s, points))
         # After the clock was set back, earlier snapshots lie in the future and are dropped, too.
         while not time_s - HISTORY_S <= snapshots[0][0] <= time_s:
             snapshots.popleft()
@@ -145,18 +143,14 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exits: int
         exits_text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
         is_new = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
-        figures["hurts"] = max(
-            figures["hurts"], (_NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK) + exits
-        )
+        rank = _NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK
+        figures["hurts"] = max(figures["hurts"], rank + exits)
     return figures
 
 
 def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> Row:
-    increases = {
-        name: max(0, report[name] - earlier_report.get(name, 0))
-        for name in report
-        if type(report[name]) is int
-    }
+    names = (name for name in report if type(report[name]) is int)
+    increases = {name: max(0, report[name] - earlier_report.get(name, 0)) for name in names}
     batch_sizes, earlier_sizes = report["batch_size"], earlier_report["batch_size"]
     batch_counts = _bucket_increases(batch_sizes, earlier_sizes)
     reasons = earlier_report["batches_closed"]
@@ -173,17 +167,13 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
         "phases": _mean_phase_ms(increases),
     }
     if sum(batch_counts):
-        figures["batch"] = _four_digits(
-            (batch_sizes["sum"] - earlier_sizes["sum"]) / sum(batch_counts)
-        )
+        rows = batch_sizes["sum"] - earlier_sizes["sum"]
+        figures["batch"] = _four_digits(rows / sum(batch_counts))
     if "generated" in report:
         figures |= {
-            name: _four_digits(increases[key] / seconds) for name, key in _GENERATION_RATES.items()
+            n: _four_digits(increases[key] / seconds) for n, key in _GENERATION_RATES.items()
         }
-        figures |= {
-            name: _quantiles_ms(report[key], earlier_report[key])
-            for name, key in _TOKEN_TIMES.items()
-        }
+        figures |= {n: _quantiles_ms(report[k], earlier_report[k]) for n, k in _TOKEN_TIMES.items()}
     return figures
 
 
@@ -221,12 +211,8 @@ def _quantiles_ms(histogram: Report, earlier_histogram: Report) -> list[float]:
 
 
 def _bucket_increases(histogram: Report, earlier_histogram: Report) -> list[int]:
-    return [
-        max(0, count - earlier_count)
-        for count, earlier_count in zip(
-            histogram["counts"], earlier_histogram["counts"], strict=True
-        )
-    ]
+    pairs = zip(histogram["counts"], earlier_histogram["counts"], strict=True)
+    return [max(0, count - earlier_count) for count, earlier_count in pairs]
 
 
 def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) -> float:

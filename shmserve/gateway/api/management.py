@@ -72,9 +72,8 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
         model = gateway.models.resolve(name, version)
         if not (model.ready and model.checks_ready):
             return model.ready
-        return bool(
-            (await gateway.supervisor.send_request(AskReady, model.name, model.version))["ready"]
-        )
+        reply = await gateway.supervisor.send_request(AskReady, model.name, model.version)
+        return bool(reply["ready"])
     except InvalidArgument:
         raise
     except ShmserveError:
@@ -266,9 +265,8 @@ async def model_statistics(gateway: Gateway, name: str, version: str) -> list[di
     try:
         models = [gateway.models.resolve(name, version or v) for v in versions]
     except ShmserveError:
-        raise InvalidArgument(
-            f"requested model version is not available for model '{name}'"
-        ) from None
+        text = f"requested model version is not available for model '{name}'"
+        raise InvalidArgument(text) from None
     reports = await collect_reports(gateway, models[:1] if version else models)
     if not reports:
         raise Unavailable(f"the statistics of model '{name}' are not available now")

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import model_metrics
-from shmserve.common.host import CpuUtilization, memory_bytes, processes
+from shmserve.common.host import CpuUtilization, Process, memory_bytes, processes
+from shmserve.common.tasks import collect
 from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.model_spec import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)
-
 
 # The report of each model, with its labels.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
@@ -60,9 +60,8 @@ class ExpositionFamily:
         texts = [str(float(bound)) for bound in histogram["buckets"]]
         bounds = [text.removesuffix(".0") if integers else text for text in texts]
         cumulative = 0
-        for bound, cumulative in zip(
-            [*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True
-        ):
+        pairs = zip([*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True)
+        for bound, cumulative in pairs:
             self.add({**labels, "le": bound}, cumulative, "_bucket")
         self.add(labels, cumulative, "_count")
         self.add(labels, histogram["sum"], "_sum")
@@ -230,11 +229,8 @@ def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
 
 def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
-    generative_reports = [
-        (labels, {**report, **_derive_values(report)})
-        for labels, report in reports
-        if "generated" in report
-    ]
+    generative = (pair for pair in reports if "generated" in pair[1])
+    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in generative]
     for family in _FAMILIES["generative"]:
         yield family.to_exposition(generative_reports)
 
@@ -263,12 +259,15 @@ class MetricsExporter:
         """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect_reports(gateway, gateway.models.all_versions())
-        families = list(self._all_families(reports))
+        running = await collect(processes(os.getppid()))
+        families = await collect(self._all_families(reports, running))
         server_names = {family.name for family in families}
         return (_exposition_text(families) + _model_families(reports, server_names)).encode()
 
-    def _all_families(self, reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
-        """Yield all families of the server."""
+    def _all_families(
+        self, reports: list[dict[str, Any]], running: list[Process]
+    ) -> Iterator[ExpositionFamily]:
+        """Yield all families of the server, whose processes are `running`."""
         settings, models = self._gateway.settings, self._gateway.models
         plain_reports: Reports = []
         tagged: Reports = []
@@ -287,25 +286,18 @@ class MetricsExporter:
         yield from generative_families(plain_reports)
         yield from self._region_families()
         yield from self._host_families()
-        yield from _process_families()
+        yield from _process_families(running)
 
     def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
-        yield _create_family(
-            *("gauge", "nv_model_load_duration_secs", "Model load time in seconds"),
-            *(
-                ({"model": model.name, "version": model.version, **model.tags}, model.load_seconds)
-                for model in models
-            ),
+        loads = (
+            ({"model": m.name, "version": m.version, **m.tags}, m.load_seconds) for m in models
         )
-        yield _create_family(
-            *(
-                "gauge",
-                "shmserve_model_failed",
-                "Model versions that do not serve: their load failed",
-            ),
-            *(({"model": name, "version": version}, 1) for name, version in failures.models),
-        )
+        family = ("nv_model_load_duration_secs", "Model load time in seconds")
+        yield _create_family("gauge", *family, *loads)
+        text = "Model versions that do not serve: their load failed"
+        failed = (({"model": name, "version": version}, 1) for name, version in failures.models)
+        yield _create_family("gauge", "shmserve_model_failed", text, *failed)
         yield _create_family(
             *("gauge", "shmserve_models", "Model versions by state"),
             ({"state": "failed"}, len(failures.models)),
@@ -329,9 +321,8 @@ class MetricsExporter:
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
         total, used = memory_bytes()
-        yield _create_gauge(
-            "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu.read()
-        )
+        utilization = self._cpu.read()
+        yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", utilization)
         yield _create_gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _create_gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
         # Triton's pool of pinned memory does not exist here, because memory is pinned in place.
@@ -351,16 +342,13 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
-    parsed_reports = [
-        model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
-    ]
+    parsed_reports = [model_metrics.parse(r["shmserve"].get("families", [])) for r in reports]
     families = model_metrics.sum_families(parsed_reports)
     unique = {name: family for name, family in families.items() if name not in server_names}
     if len(unique) < len(families):
-        logger.warning(
-            "metrics of models that have the names of the server's metrics are not shown: %s",
-            ", ".join(sorted(families.keys() - unique.keys())),
-        )
+        names = ", ".join(sorted(families.keys() - unique.keys()))
+        text = "metrics of models that have the names of the server's metrics are not shown: %s"
+        logger.warning(text, names)
     return model_metrics.exposition(unique)
 
 
@@ -372,8 +360,7 @@ _PROCESS_FAMILIES = (
 )
 
 
-def _process_families() -> Iterator[ExpositionFamily]:
-    running = list(processes(os.getppid()))
+def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
     for kind, name, text, attribute in _PROCESS_FAMILIES:
         samples = (({"process": process.title}, getattr(process, attribute)) for process in running)
         yield _create_family(kind, name, text, *samples)

@@ -182,18 +182,13 @@ async def register_cuda(
     if not devices:
         raise cuda_not_supported(name)
     if len(handle.raw) != HANDLE_SIZE:
-        raise InvalidArgument(
-            f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, this {len(handle.raw)})"
-        )
+        text = f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, this {len(handle.raw)})"
+        raise InvalidArgument(text)
     if not 0 <= handle.device < devices:
-        raise InvalidArgument(
-            f"{CUDA_INVALID} (device_id {handle.device}; the server has {devices} CUDA devices)"
-        )
-    if (
-        not 0
-        < require_integer(byte_size, "byte_size")
-        <= MAX_INT64 - require_integer(offset, "offset")
-    ):
+        text = f"{CUDA_INVALID} (device_id {handle.device}; the server has {devices} CUDA devices)"
+        raise InvalidArgument(text)
+    size = require_integer(byte_size, "byte_size")
+    if not 0 < size <= MAX_INT64 - require_integer(offset, "offset"):
         raise InvalidArgument(f"{CUDA_INVALID} (byte_size {byte_size}, offset {offset})")
     await gateway.supervisor.send_request(
         *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),

@@ -37,9 +37,8 @@ _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 def serving_status(gateway: Gateway) -> HealthCheckResponse:
     """Return the server's status for grpc.health.v1; all services have the same status."""
     is_ready = gateway.health.ready and not gateway.health.exiting
-    return HealthCheckResponse(
-        status=HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
-    )
+    status = HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
+    return HealthCheckResponse(status=status)
 
 
 # The member of a setting's oneof, and its name in Triton's errors.
@@ -83,9 +82,8 @@ class AdminCall:
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """Handle ModelMetadata. With a version in the request, only this version is listed."""
-        metadata = await management.model_metadata(
-            self.gateway, request.name, checked_version(request.version)
-        )
+        number = checked_version(request.version)
+        metadata = await management.model_metadata(self.gateway, request.name, number)
         return ParseDict(metadata, pb.ModelMetadataResponse())
 
     async def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
@@ -98,9 +96,8 @@ class AdminCall:
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
         """Handle ModelStatistics. Without a name, the statistics are those of all models."""
-        reports = await management.model_statistics(
-            self.gateway, request.name, checked_version(request.version)
-        )
+        number = checked_version(request.version)
+        reports = await management.model_statistics(self.gateway, request.name, number)
         return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
 
     async def repository_index(
@@ -189,9 +186,8 @@ class AdminCall:
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Handle CudaSharedMemoryStatus. Without a name, list all regions of the user."""
         response = pb.CudaSharedMemoryStatusResponse()
-        for region in memory_api.visible_regions(
-            self.gateway, self.client, request.name, cuda=True
-        ):
+        regions = memory_api.visible_regions(self.gateway, self.client, request.name, cuda=True)
+        for region in regions:
             assert region.memory.cuda is not None
             entry = response.regions[region.name]
             entry.name, entry.device_id = region.name, region.memory.cuda.device
@@ -202,9 +198,8 @@ class AdminCall:
         """Handle CudaSharedMemoryRegister."""
         peer = self.client.peer()
         handle = CudaHandle(request.raw_handle, request.device_id)
-        await memory_api.register_cuda(
-            self.gateway, peer, request.name, handle, 0, request.byte_size
-        )
+        size = request.byte_size
+        await memory_api.register_cuda(self.gateway, peer, request.name, handle, 0, size)
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
         """Handle CudaSharedMemoryUnregister. Without a name, unregister all regions."""

@@ -73,9 +73,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.client = self._acceptor.connection_made(self)
         rules = self.client.listener.authorisation
         self.requires_authorisation = rules.asks_for_tokens or bool(rules.restrictions)
-        self._opening_timer = self.loop.call_later(
-            self.front.header_timeout_s, self._on_opening_timeout
-        )
+        timeout_s = self.front.header_timeout_s
+        self._opening_timer = self.loop.call_later(timeout_s, self._on_opening_timeout)
         attached_transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
         self.lifetime.start()
         self.flush()
@@ -157,9 +156,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if http2.arriving_bytes >= _MAX_JOINED_BYTES and self._tls is None:
             stream = http2.arriving_stream
             if stream is not None and stream.call is not None:
-                self._current_buffer = (
-                    stream.call.next_buffer(http2.arriving_bytes) or self._current_buffer
-                )
+                next_buffer = stream.call.next_buffer(http2.arriving_bytes)
+                self._current_buffer = next_buffer or self._current_buffer
         return self._current_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -201,9 +199,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             debt_of_turn = http2.debt - self._counted_debt
             self._counted_debt += debt_of_turn
             if debt_of_turn > _FREE_DEBT or http2.pending:
-                self._pause_reading(
-                    debt_of_turn * _PAUSE_PER_FRAME_S if debt_of_turn > _FREE_DEBT else 0.0
-                )
+                pause_s = debt_of_turn * _PAUSE_PER_FRAME_S if debt_of_turn > _FREE_DEBT else 0.0
+                self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
         """Pause reading, longer for clients that send useless frames."""
@@ -313,8 +310,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         blocked = tuple(self.http2.sending.waiting_streams)
         time_limit_s = self.front.body_timeout_s
         self._stalled_streams = {
-            stream: self._stalled_streams.get(stream, (now, stream.sent_bytes))
-            for stream in blocked
+            s: self._stalled_streams.get(s, (now, s.sent_bytes)) for s in blocked
         }
         for stream, (stalled_at, sent_bytes) in list(self._stalled_streams.items()):
             if now - stalled_at < time_limit_s:
@@ -422,9 +418,8 @@ class ConnectionLifetime:
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if settings.max_connection_age_ms:
             spread = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
-            self._start_timer(
-                "age", settings.max_connection_age_ms / 1000 * spread, self._on_max_age
-            )
+            age_s = settings.max_connection_age_ms / 1000 * spread
+            self._start_timer("age", age_s, self._on_max_age)
 
     def stop(self) -> None:
         """Stop the timers, since the connection is closed."""

@@ -192,9 +192,8 @@ class Inferences(ActiveCount):
         if type(raw_request) is ArrivingRequest:
             self.gateway.malloc_trim.schedule(len(raw_request))
             if not raw_request.built_request.model.is_published and self.needs_load(raw_request):
-                raise RequestRefused(
-                    Unavailable(_MODEL_UNLOADED), raw_request.built_request.infer_request.id
-                )
+                request_id = raw_request.built_request.infer_request.id
+                raise RequestRefused(Unavailable(_MODEL_UNLOADED), request_id)
             return raw_request.built_request
         if headers:  # metadata become parameters that the message does not contain
             return self._parse(raw_request, None, headers, streamed=streamed)
@@ -347,11 +346,8 @@ class Inferences(ActiveCount):
     def needs_load(self, raw_request: bytes | ArrivingRequest) -> bool:
         """Return whether the model of a refused request is loaded on demand."""
         if not isinstance(raw_request, bytes):
-            return needs_load(
-                self.gateway,
-                raw_request.built_request.model.name,
-                raw_request.built_request.model.version,
-            )
+            model = raw_request.built_request.model
+            return needs_load(self.gateway, model.name, model.version)
         try:
             message = _parse_message(raw_request)
             version = checked_version(message.model_version)

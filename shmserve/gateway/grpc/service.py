@@ -86,10 +86,8 @@ _HEALTH_SERVICE = "/grpc.health.v1.Health/"
 MODEL_INFER = _TRITON_SERVICE + "ModelInfer"
 MODEL_STREAM_INFER = _TRITON_SERVICE + "ModelStreamInfer"
 HEALTH_WATCH = _HEALTH_SERVICE + "Watch"
-REFLECTION_METHODS = tuple(
-    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
-    for version in ("v1", "v1alpha")
-)
+_REFLECTION = "/grpc.reflection.{}.ServerReflection/ServerReflectionInfo"
+REFLECTION_METHODS = (_REFLECTION.format("v1"), _REFLECTION.format("v1alpha"))
 
 RPCS: dict[str, Rpc] = {
     MODEL_INFER: Rpc("inference"),

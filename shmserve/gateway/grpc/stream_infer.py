@@ -299,9 +299,8 @@ class _Stream:
                 raise
             if isinstance(entry, RequestRefused):
                 return encode_stream_error(error.message, entry.request_id)
-            return encode_stream_error(
-                error.message, entry.submit.request_id, entry.built_request.model.name
-            )
+            model = entry.built_request.model.name
+            return encode_stream_error(error.message, entry.submit.request_id, model)
 
     async def _send(self, responses: Sequence[bytes], stall_timeout_s: float) -> None:
         if not responses:

@@ -466,9 +466,8 @@ def header_size(header_length: str | None, body_size: int) -> int:
         return body_size
     size = _number(header_length)
     if not 0 <= size <= body_size:
-        raise InvalidArgument(
-            f"inference header size should be in range (0, {body_size}), got: {header_length}"
-        )
+        text = f"inference header size should be in range (0, {body_size}), got: {header_length}"
+        raise InvalidArgument(text)
     return size
 
 

@@ -31,7 +31,8 @@ import orjson
 
 from shmserve import __version__
 from shmserve.common.auth_tokens import METRICS
-from shmserve.common.host import CpuUtilization, memory_bytes, proportional_bytes
+from shmserve.common.host import CpuUtilization, memory_bytes, proportional_sizes
+from shmserve.common.tasks import collect
 from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
 from shmserve.gateway.api import management
 from shmserve.gateway.api.figures import HISTORY_EVERY_S, Figures, History, Row
@@ -86,12 +87,10 @@ class LiveFigures:
             await asyncio.sleep(HISTORY_EVERY_S)
             if self._task is None:
                 try:
-                    reports = await management.collect_reports(
-                        self._gateway, self._gateway.models.all_versions(), logging.DEBUG
-                    )
-                    self._history.add(
-                        time.time(), self._figures.build_rows(reports, time.monotonic())
-                    )
+                    models = self._gateway.models.all_versions()
+                    reports = await management.collect_reports(self._gateway, models, logging.DEBUG)
+                    rows = self._figures.build_rows(reports, time.monotonic())
+                    self._history.add(time.time(), rows)
                 except Exception:
                     logger.exception("the dashboard's history cannot be recorded")
 
@@ -123,11 +122,8 @@ class LiveFigures:
                 if self._snapshot_number == seen_number:
                     await self._snapshot_taken.wait()
                     continue
-                frame = (
-                    self._change_event
-                    if seen_number == self._snapshot_number - 1
-                    else self._full_event
-                )
+                is_next = seen_number == self._snapshot_number - 1
+                frame = self._change_event if is_next else self._full_event
                 frame = frame if seen_number else self._first_event()
                 seen_number = self._snapshot_number
                 yield (frame,)
@@ -159,12 +155,8 @@ class LiveFigures:
                 started_s = time.monotonic()
                 self._publish(*await snapshot.take(started_s))
                 duration_s = time.monotonic() - started_s
-                await asyncio.sleep(
-                    min(
-                        max(_SNAPSHOT_INTERVAL_S - duration_s, _INTERVAL_PER_COST * duration_s),
-                        _MAX_INTERVAL_S,
-                    )
-                )
+                pause_s = max(_SNAPSHOT_INTERVAL_S - duration_s, _INTERVAL_PER_COST * duration_s)
+                await asyncio.sleep(min(pause_s, _MAX_INTERVAL_S))
         except Exception:
             logger.exception("the dashboard's figures cannot be computed")
             self.end_streams()
@@ -199,15 +191,14 @@ class _Snapshot:
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the whole snapshot and its difference from the last snapshot."""
         gateway, watch = self._gateway, self._watch
-        reports = await management.collect_reports(
-            gateway, gateway.models.all_versions(), logging.DEBUG
-        )
+        models = gateway.models.all_versions()
+        reports = await management.collect_reports(gateway, models, logging.DEBUG)
         rows = self._figures.build_rows(reports, now_s)
         self._history.add(time.time(), rows)
         previous_models, self._models = self._models, self._model_rows(rows)
         newest = list(watch.newest)
         new_count, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
-        common_members = {"at": time.time(), "server": self._server_figures()}
+        common_members = {"at": time.time(), "server": await self._server_figures()}
         changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
             {**common_members, "whole": True, "models": self._models, "events": newest},
@@ -224,10 +215,8 @@ class _Snapshot:
         model_rows: dict[str, Row] = {}
         for model in self._gateway.models.all_versions():
             key = f"{model.name}/{model.version}"
-            row = {
-                "state": "READY" if model.ready else "STARTING",
-                **rows.get(key, _SILENT_SCHEDULER),
-            }
+            state = "READY" if model.ready else "STARTING"
+            row = {"state": state, **rows.get(key, _SILENT_SCHEDULER)}
             model_rows[key] = row | ({"steps": model.steps} if model.steps else {})
         for (name, version), (state, reason) in self._watch.states.items():
             row = model_rows.setdefault(f"{name}/{version}", {"state": state})
@@ -237,11 +226,11 @@ class _Snapshot:
                 row |= {"hurts": 9000, "because": reason}
         return model_rows
 
-    def _server_figures(self) -> dict[str, Any]:
+    async def _server_figures(self) -> dict[str, Any]:
         gateway = self._gateway
         if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
-            count, pss_bytes = proportional_bytes(os.getppid())
-            self._host = {"processes": count, "pss_bytes": pss_bytes}
+            sizes = await collect(proportional_sizes(os.getppid()))
+            self._host = {"processes": len(sizes), "pss_bytes": sum(sizes)}
         self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]

@@ -95,18 +95,12 @@ async def _start_generation(
     encodings = request.headers.getall(CONTENT_ENCODING, ())
     if any(encoding != "identity" for encoding in encodings):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-    inputs = {
-        tensor["name"]: (tensor["datatype"], tensor["shape"])
-        for tensor in model.metadata.get("inputs", ())
-    }
+    tensors = model.metadata.get("inputs", ())
+    inputs = {t["name"]: (t["datatype"], t["shape"]) for t in tensors}
     parse_large = partial(parse_prompts, gateway, _PROMPTS, model=name)
     try:
-        body = await read_json(
-            gateway,
-            request,
-            required=True,
-            parse_large=parse_large if generates_text(model) else None,
-        )
+        parse = parse_large if generates_text(model) else None
+        body = await read_json(gateway, request, required=True, parse_large=parse)
         infer_request = parse_generate(body, inputs, model.stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
@@ -142,9 +136,8 @@ class _Generation:
         outputs = []
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
-            text = await encode_in_turns(
-                data, tensor.datatype, tensor.shape, tensor.name, self._gateway.malloc_trim
-            )
+            fields = (data, tensor.datatype, tensor.shape, tensor.name)
+            text = await encode_in_turns(*fields, self._gateway.malloc_trim)
             outputs.append((tensor, text))
         model = self._model
         request = self.responses.request.built_request.infer_request
@@ -190,9 +183,8 @@ def _read_members(
     for key, value in members.items():
         if key == _NESTED_MEMBER and not nested:
             if key in inputs:
-                raise InvalidArgument(
-                    f"Keyword '{key}' for nested schema also given as input tensor name"
-                )
+                text = f"Keyword '{key}' for nested schema also given as input tensor name"
+                raise InvalidArgument(text)
             _read_nested_members(request, value, inputs)
         elif key in inputs:
             request.inputs.append(_create_input(key, value, *inputs[key]))
@@ -221,9 +213,8 @@ def _create_input(name: str, value: Any, datatype: str, dims: Sequence[int]) -> 
     is_packed = type(value) is Packed
     shape = _fit_shape(value.count if is_packed else len(values), dims)
     if shape is None:
-        raise InvalidArgument(
-            f"The schema can not convert input '{name}' to tensor with proper shape"
-        )
+        text = f"The schema can not convert input '{name}' to tensor with proper shape"
+        raise InvalidArgument(text)
     if is_packed:
         if value.datatype == datatype and value.kind in ("text", "tokens"):
             return packed_tensor(name, [value], shape)

@@ -81,9 +81,8 @@ async def get_model_config(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/config."""
-    return HttpResponse(
-        200, (await management.model_config(gateway, name, version or ""),), JSON_HEADER
-    )
+    config = await management.model_config(gateway, name, version or "")
+    return HttpResponse(200, (config,), JSON_HEADER)
 
 
 async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -102,9 +101,8 @@ async def get_statistics(
     gateway: Gateway, request: HttpRequest, name: str = "", version: str | None = None
 ) -> HttpResponse:
     """Handle GET /v2/models/stats and /v2/models/NAME/stats."""
-    return json_response(
-        {"model_stats": await management.model_statistics(gateway, name, version or "")}
-    )
+    statistics = await management.model_statistics(gateway, name, version or "")
+    return json_response({"model_stats": statistics})
 
 
 async def get_metrics(
@@ -129,9 +127,7 @@ async def handle_trace_settings(
     body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
     changes = {key: _trace_values(key, value) for key, value in _members(body).items()}
     settings = await management.change_trace_settings(gateway, name or "", changes)
-    response = {
-        key: values if key == "trace_level" else values[0] for key, values in settings.items()
-    }
+    response = {key: v if key == "trace_level" else v[0] for key, v in settings.items()}
     return json_response(response)
 
 
@@ -205,9 +201,8 @@ async def post_unload(
         raise InvalidArgument(fault.message) from None
     dependents = parameters.get("unload_dependents", False)
     if type(dependents) is not bool:
-        raise InvalidArgument(
-            "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
-        )
+        text = "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
+        raise InvalidArgument(text)
     await management.unload_model(gateway, name, dependents=dependents)
     return HttpResponse()
 
@@ -251,9 +246,8 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str | None
     client = request.connection.client
     peer = client.peer()
     memory_api.check_region_name(name)
-    key, offset, size, is_leased, pin_pages = decode_registration(
-        _members(await read_json(gateway, request))
-    )
+    members = _members(await read_json(gateway, request))
+    key, offset, size, is_leased, pin_pages = decode_registration(members)
     region = (name, key, offset, size)
     registration = memory_api.register_system(
         gateway, peer, *region, is_leased=is_leased, pin_pages=pin_pages

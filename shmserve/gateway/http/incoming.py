@@ -56,9 +56,7 @@ def remove_length(request: bytes) -> bytes | None:
     """
     head, separator, body = request.partition(b"\r\n\r\n")
     head += b"\r\n"
-    counts = [
-        len(pattern.findall(head)) for pattern in (_FRAMING_HEADER, _LENGTH_HEADER, _CHUNKED_HEADER)
-    ]
+    counts = [len(p.findall(head)) for p in (_FRAMING_HEADER, _LENGTH_HEADER, _CHUNKED_HEADER)]
     if (
         not separator
         or counts != [2, 1, 1]
@@ -181,9 +179,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     @property
     def idle_since(self) -> float | None:
         """Return the event loop's time when the connection became idle; None while it is busy."""
-        return (
-            None if self._is_handling or self._pending_head or self._messages else self._idle_start
-        )
+        is_busy = self._is_handling or self._pending_head or self._messages
+        return None if is_busy else self._idle_start
 
     @property
     def sending_since(self) -> float | None:

@@ -89,9 +89,8 @@ async def infer(
     if framing is not None:
         await reload_model(gateway, built_request)
         built_request.responses = None  # a stream has JSON for outputs that are binary otherwise
-        return await _stream_responses(
-            gateway, ResponseQueue(gateway, request, built_request, arrived_ns), framing
-        )
+        queue = ResponseQueue(gateway, request, built_request, arrived_ns)
+        return await _stream_responses(gateway, queue, framing)
     try:
         await reload_model(gateway, built_request)
         inference = submit(
@@ -158,9 +157,8 @@ def _infer_repeated(
         size = whole_size if header_length is None else header_size(header_length, whole_size)
         if size > gateway.settings.max_input_size:
             return None
-        built_request = fill_known_template(
-            model.templates, Fingerprint(body[:size], whole_size - size), body, size
-        )
+        fingerprint = Fingerprint(body[:size], whole_size - size)
+        built_request = fill_known_template(model.templates, fingerprint, body, size)
         if built_request is None:
             return None
         return submit(
@@ -259,9 +257,7 @@ class HttpInference(UnaryInference):
 def _has_worker_memory(infer_request: InferRequest, inferred: Inferred) -> bool:
     """Return whether an output is in a worker's memory, not in the message or a client's region."""
     in_regions = infer_request.region_outputs
-    return not all(
-        type(output.data) is bytes or output.name in in_regions for output in inferred.outputs
-    )
+    return not all(type(o.data) is bytes or o.name in in_regions for o in inferred.outputs)
 
 
 async def _encode_response(
@@ -288,9 +284,8 @@ async def _encode_response(
     if ACCEPT_ENCODING in request.headers:
         encoding = preferred_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            response.pieces = [
-                await join_in_turns(compress_pieces(response.pieces, encoding), trim)
-            ]
+            compressed = compress_pieces(response.pieces, encoding)
+            response.pieces = [await join_in_turns(compressed, trim)]
             response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return response
 

@@ -82,16 +82,13 @@ class HttpFrontend(process.Frontend):
         names = frozenset(map(str.lower, host_names))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         self.listeners.append(listener)
-        descriptor_limit = fd_limits.connections_share(
-            len(self._http_sockets), len(self._metrics_sockets)
-        )
+        http, metrics = len(self._http_sockets), len(self._metrics_sockets)
+        descriptor_limit = fd_limits.connections_share(http, metrics)
         if sock in self._metrics_sockets:
             descriptor_limit = fd_limits.scrapes_share()
         create_connection = partial(HttpConnection, app=app, settings=settings)
-        await self.listen(
-            sock,
-            Acceptor(create_connection, listener, min(settings.max_connections, descriptor_limit)),
-        )
+        max_connections = min(settings.max_connections, descriptor_limit)
+        await self.listen(sock, Acceptor(create_connection, listener, max_connections))
 
     def drain(self, on_notified: Callable[[], None], has_successor: bool) -> None:
         self._figures.end_streams()

@@ -48,9 +48,8 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
     for route in table.routes:
         operation = description["operations"][f"{route.method} {route.path}"]
         for path in _paths(route.path):
-            paths.setdefault(path, {})[route.method.lower()] = _describe_operation(
-                route, operation, path
-            )
+            entry = _describe_operation(route, operation, path)
+            paths.setdefault(path, {})[route.method.lower()] = entry
     return {
         "openapi": "3.1.0",
         "info": {

@@ -182,9 +182,8 @@ class NoRoute(NotFound):
 
 
 async def _not_found(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    hints = (
-        hint for pattern, hint in _PATH_HINTS.items() if pattern.match(_target_path(request.target))
-    )
+    path = _target_path(request.target)
+    hints = (hint for pattern, hint in _PATH_HINTS.items() if pattern.match(path))
     raise NoRoute("Not Found" + next(hints, ""))
 
 
@@ -340,11 +339,8 @@ class App(ActiveCount):
 def _request_id_header(request: HttpRequest) -> bytes:
     """Return the header with the id that the client has sent, or else with a new id."""
     client_id = request.headers.get(_REQUEST_ID, "")
-    request_id = (
-        client_id
-        if client_id and _VALID_REQUEST_ID.fullmatch(client_id)
-        else f"req_{os.urandom(16).hex()}"
-    )
+    is_valid = client_id and _VALID_REQUEST_ID.fullmatch(client_id)
+    request_id = client_id if is_valid else f"req_{os.urandom(16).hex()}"
     return b"x-request-id: %b\r\n" % request_id.encode()
 
 

@@ -125,17 +125,13 @@ class Http2Connection(FrameReader[HeadT]):
 
     # --- data
 
-    def _handle_data_start(
-        self, stream_id: int, size: int, padding: int, events: list[Event[HeadT]]
-    ) -> None:
+    def _handle_data_start(self, stream_id: int, size: int, padding: int) -> None:
         self._receive_window -= size
-        if (
-            self._receive_window < LARGEST_WINDOW // 2
-        ):  # sent early, so that the window is never exhausted
+        # The update is sent early, so that the window is never exhausted.
+        if self._receive_window < LARGEST_WINDOW // 2:
             increment, self._receive_window = LARGEST_WINDOW - self._receive_window, LARGEST_WINDOW
-            self.sending.ready.append(
-                frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
-            )
+            update = frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
+            self.sending.ready.append(update)
         stream = self.streams.get(stream_id)
         if stream is None or stream.ended:
             self._check_closed(stream_id, stream)
@@ -144,10 +140,10 @@ class Http2Connection(FrameReader[HeadT]):
         else:
             stream.receive_window -= size
             if stream.receive_window < 0:
-                self._fail_stream(stream_id, FaultCode.FLOW_CONTROL_ERROR, events)
+                self._fail_stream(stream_id, FaultCode.FLOW_CONTROL_ERROR)
                 stream = None
             elif stream.expected_bytes >= 0 and not self._is_expected(stream):
-                self._fail_stream(stream_id, FaultCode.PROTOCOL_ERROR, events)
+                self._fail_stream(stream_id, FaultCode.PROTOCOL_ERROR)
                 stream = None
             elif padding:
                 self._count_padding(stream, padding)
@@ -156,7 +152,7 @@ class Http2Connection(FrameReader[HeadT]):
             if not self._frame_ends_stream:
                 self._control.take_token()
             if stream is not None:
-                self._pass_data(stream, _EMPTY_VIEW, events)
+                self._pass_data(stream, _EMPTY_VIEW)
 
     def _is_expected(self, stream: Stream) -> bool:
         """Check whether a DATA frame that begins conforms to the request's content-length."""
@@ -170,22 +166,15 @@ class Http2Connection(FrameReader[HeadT]):
             padding, stream.padding = stream.padding, 0
             self.send_window_update(stream, padding)
 
-    def _pass_data(self, stream: Stream, piece: memoryview, events: list[Event[HeadT]]) -> None:
+    def _pass_data(self, stream: Stream, piece: memoryview) -> None:
         is_last = self._frame_ends_stream and not self.arriving_bytes
         if is_last:
             stream.ended = True
-        events.append(Data(stream, piece, is_last))
+        self._events.append(Data(stream, piece, is_last))
 
     # --- other frames
 
-    def _handle_frame(
-        self,
-        frame_type: int,
-        flags: int,
-        stream_id: int,
-        payload: bytes,
-        events: list[Event[HeadT]],
-    ) -> None:
+    def _handle_frame(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._block is not None and (
             frame_type != CONTINUATION or stream_id != self._block_stream
         ):
@@ -193,19 +182,19 @@ class Http2Connection(FrameReader[HeadT]):
         if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS must come first")
         if frame_type == HEADERS:
-            self._start_block(flags, stream_id, payload, events)
+            self._start_block(flags, stream_id, payload)
         elif frame_type == CONTINUATION:
-            self._continue_block(flags, payload, events)
+            self._continue_block(flags, payload)
         elif frame_type == WINDOW_UPDATE:
             self._handle_window_update(stream_id, payload)
         elif frame_type == RST_STREAM:
-            self._handle_reset(stream_id, payload, events)
+            self._handle_reset(stream_id, payload)
         elif frame_type == SETTINGS:
             self._control.take_token()
             self._handle_settings(flags, stream_id, payload)
         elif frame_type == PING:
             self._control.take_token()
-            self._handle_ping(flags, stream_id, payload, events)
+            self._handle_ping(flags, stream_id, payload)
         elif frame_type == GOAWAY:
             self._control.take_token()
             if stream_id:
@@ -219,11 +208,9 @@ class Http2Connection(FrameReader[HeadT]):
             if frame_type == PRIORITY:
                 _check_priority(stream_id, payload)
 
-    def _handle_headers(
-        self, stream_id: int, flags: int, block: bytes, events: list[Event[HeadT]]
-    ) -> None:
+    def _handle_headers(self, stream_id: int, flags: int, block: bytes) -> None:
         if stream_id <= self.last_stream_id:
-            self._handle_trailers(stream_id, flags, block, events)
+            self._handle_trailers(stream_id, flags, block)
             return
         self.last_stream_id = stream_id
         has_ended = bool(flags & END_STREAM)
@@ -236,16 +223,14 @@ class Http2Connection(FrameReader[HeadT]):
         self.streams[stream_id] = stream
         if self._control.tokens < self._limits.control:
             self._control.add_tokens(_EARNED_PER_FRAME)
-        events.append(StreamOpened(stream, head))
+        self._events.append(StreamOpened(stream, head))
         if has_ended:
             if stream.expected_bytes > 0:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
             stream.ended = True
-            events.append(Data(stream, _EMPTY_VIEW, True))
+            self._events.append(Data(stream, _EMPTY_VIEW, True))
 
-    def _handle_trailers(
-        self, stream_id: int, flags: int, block: bytes, events: list[Event[HeadT]]
-    ) -> None:
+    def _handle_trailers(self, stream_id: int, flags: int, block: bytes) -> None:
         stream = self.streams.get(stream_id)
         if stream is None or stream.ended:
             self._headers.skip_block(block)
@@ -256,7 +241,7 @@ class Http2Connection(FrameReader[HeadT]):
         if not flags & END_STREAM or stream.expected_bytes > 0:
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         stream.ended = True
-        events.append(Data(stream, _EMPTY_VIEW, True))
+        self._events.append(Data(stream, _EMPTY_VIEW, True))
 
     def _check_closed(self, stream_id: int, stream: Stream | None) -> None:
         """Raise a fault unless a frame is permitted on a closed or unknown stream.
@@ -288,16 +273,14 @@ class Http2Connection(FrameReader[HeadT]):
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
         self._resets.add_tokens(sent_frames)
-        earned = (
-            _EARNED_PER_FRAME * sent_frames
-            + (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
-        )
+        earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
+        earned = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
         needed_frames = min(saved, self._control.debt)
         self._saved_control_frames = saved - needed_frames
         self._control.add_tokens(needed_frames)
 
-    def _handle_reset(self, stream_id: int, payload: bytes, events: list[Event[HeadT]]) -> None:
+    def _handle_reset(self, stream_id: int, payload: bytes) -> None:
         frames.parse_uint32(payload, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:  # the server ended the stream while the frame was in flight
@@ -307,7 +290,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._earn_for_data()
         self._resets.take_token()
         self._remove(stream)
-        events.append(StreamReset(stream))
+        self._events.append(StreamReset(stream))
 
     def _check_not_idle(self, stream_id: int, frame_name: str) -> None:
         if stream_id > self.last_stream_id or not stream_id & 1:
@@ -318,9 +301,8 @@ class Http2Connection(FrameReader[HeadT]):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
         if flags & ACK:
             if payload:
-                raise ConnectionFault(
-                    FaultCode.FRAME_SIZE_ERROR, "SETTINGS acknowledgement with a payload"
-                )
+                text = "SETTINGS acknowledgement with a payload"
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, text)
             self.settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
@@ -331,22 +313,20 @@ class Http2Connection(FrameReader[HeadT]):
         self.settings_received = True
         self.sending.ready.append(_SETTINGS_ACK)
 
-    def _handle_ping(
-        self, flags: int, stream_id: int, payload: bytes, events: list[Event[HeadT]]
-    ) -> None:
+    def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING on a stream other than 0")
         if len(payload) != 8:
             raise frames.length_fault("PING", len(payload), "8")
         if flags & ACK:
-            events.append(PingAcknowledged(payload))
+            self._events.append(PingAcknowledged(payload))
             return
         self.ping_count += 1
         self.sending.ready.append(frames.encode_frame(PING, ACK, 0, payload))
 
     # --- ends of streams and of the connection
 
-    def _fail_stream(self, stream_id: int, code: FaultCode, events: list[Event[HeadT]]) -> None:
+    def _fail_stream(self, stream_id: int, code: FaultCode) -> None:
         """Reset a stream on which the client has violated the protocol."""
         self._resets.take_token()
         stream = self.streams.get(stream_id)
@@ -357,7 +337,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._queue_reset(stream_id, code)
         else:
             self.reset(stream, code)
-            events.append(StreamReset(stream))
+            self._events.append(StreamReset(stream))
 
     def reset(self, stream: Stream, code: FaultCode) -> None:
         """End a stream at once, in both directions."""

@@ -92,9 +92,8 @@ def encode_goaway(last_id: int, code: FaultCode, reason: str = "") -> bytes:
 
 def encode_settings(values: dict[int, int]) -> bytes:
     """Return a SETTINGS frame."""
-    return encode_frame(
-        SETTINGS, 0, 0, b"".join(_SETTING_FORMAT.pack(*item) for item in values.items())
-    )
+    payload = b"".join(_SETTING_FORMAT.pack(*item) for item in values.items())
+    return encode_frame(SETTINGS, 0, 0, payload)
 
 
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:

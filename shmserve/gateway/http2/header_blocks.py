@@ -81,10 +81,8 @@ class HeaderDecoder(Generic[ConvertedHead]):
         if cached is not None:
             return cached
         fields, is_cacheable = self._decode(block)
-        if (
-            sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields)
-            > self._max_list_size
-        ):
+        list_size = sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields)
+        if list_size > self._max_list_size:
             raise StreamFault(FaultCode.ENHANCE_YOUR_CALM)
         head = self._convert(validate_request(fields))
         if is_cacheable and len(block) <= _MAX_CACHED_BLOCK_BYTES:

@@ -194,6 +194,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self._padding_left = 0
         self._frame_ends_stream = False
         self.pending = False  # whether received frames remain to be processed
+        self._events: list[Event[HeadT]] = []  # those of the current call of `receive`
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
@@ -210,12 +211,14 @@ class FrameReader(ABC, Generic[HeadT]):
             data = bytes(self._buffer)
             self._buffer.clear()
         self.pending = False
-        events: list[Event[HeadT]] = []
+        events = self._events = []
         try:
-            position = self._process_frames(data, events)
+            position = self._process_frames(data)
         except ConnectionFault as fault:
             self.fail(fault.code, fault.reason)
             return events
+        finally:
+            self._events = []  # so that nothing refers to `data`
         if position < len(data):
             self._buffer += memoryview(data)[position:]
             self.pending = len(self._buffer) >= self._needed_bytes
@@ -227,7 +230,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self.pending = False
         self._buffer.clear()
 
-    def _process_frames(self, data: Bytes, events: list[Event[HeadT]]) -> int:
+    def _process_frames(self, data: Bytes) -> int:
         """Process the frames in `data`, up to the limit per call; return the offset reached."""
         position, data_size = 0, len(data)
         if not self._preface_received:
@@ -241,7 +244,7 @@ class FrameReader(ABC, Generic[HeadT]):
             if self.arriving_bytes or self._padding_left:
                 if position == data_size:
                     break
-                position = self._consume_data(view, position, data_size, events)
+                position = self._consume_data(view, position, data_size)
                 continue
             if remaining_work <= 0:
                 self._needed_bytes = 1
@@ -259,7 +262,7 @@ class FrameReader(ABC, Generic[HeadT]):
                     break
                 position += FRAME_HEADER_SIZE
                 self.received_frames += 1
-                position += self._start_data(stream_id, flags, size, data, position, events)
+                position += self._start_data(stream_id, flags, size, data, position)
                 continue
             if size > _MAX_CONTROL_BYTES:
                 self._check_size(frame_type, size)
@@ -268,18 +271,17 @@ class FrameReader(ABC, Generic[HeadT]):
                 break
             position += FRAME_HEADER_SIZE
             self.received_frames += 1
-            remaining_work -= (
-                self._limits.stream_cost if frame_type == HEADERS else _CONTROL_FRAME_COST
-            )
+            cost = self._limits.stream_cost if frame_type == HEADERS else _CONTROL_FRAME_COST
+            remaining_work -= cost
             remaining_work -= size >> _SIZE_SHIFT
             payload = bytes(view[position : position + size])
             try:
                 if frame_type == HEADERS and self._block is None and self.settings_received:
-                    self._start_block(flags, stream_id, payload, events)
+                    self._start_block(flags, stream_id, payload)
                 else:
-                    self._handle_frame(frame_type, flags, stream_id, payload, events)
+                    self._handle_frame(frame_type, flags, stream_id, payload)
             except StreamFault as fault:
-                self._fail_stream(stream_id, fault.code, events)
+                self._fail_stream(stream_id, fault.code)
             position += size
         return position
 
@@ -302,15 +304,7 @@ class FrameReader(ABC, Generic[HeadT]):
 
     # --- data
 
-    def _start_data(
-        self,
-        stream_id: int,
-        flags: int,
-        size: int,
-        data: Bytes,
-        position: int,
-        events: list[Event[HeadT]],
-    ) -> int:
+    def _start_data(self, stream_id: int, flags: int, size: int, data: Bytes, position: int) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
             raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"frame too large: {size} bytes")
@@ -324,12 +318,10 @@ class FrameReader(ABC, Generic[HeadT]):
         self.arriving_bytes = size - padding_field - padding
         self._padding_left = padding
         self._frame_ends_stream = bool(flags & END_STREAM)
-        self._handle_data_start(stream_id, size, padding + padding_field, events)
+        self._handle_data_start(stream_id, size, padding + padding_field)
         return padding_field
 
-    def _consume_data(
-        self, view: memoryview, position: int, end: int, events: list[Event[HeadT]]
-    ) -> int:
+    def _consume_data(self, view: memoryview, position: int, end: int) -> int:
         """Consume the available bytes of a DATA frame; return the offset of their end."""
         if self.arriving_bytes:
             size = self.arriving_bytes
@@ -337,7 +329,7 @@ class FrameReader(ABC, Generic[HeadT]):
                 size = end - position
             self.arriving_bytes -= size
             if self.arriving_stream is not None:
-                self._pass_data(self.arriving_stream, view[position : position + size], events)
+                self._pass_data(self.arriving_stream, view[position : position + size])
             return position + size
         size = min(self._padding_left, end - position)
         self._padding_left -= size
@@ -345,22 +337,19 @@ class FrameReader(ABC, Generic[HeadT]):
 
     # --- header blocks
 
-    def _start_block(
-        self, flags: int, stream_id: int, payload: bytes, events: list[Event[HeadT]]
-    ) -> None:
+    def _start_block(self, flags: int, stream_id: int, payload: bytes) -> None:
         if not stream_id & 1:
-            raise ConnectionFault(
-                FaultCode.PROTOCOL_ERROR, "HEADERS on a stream that no client may open"
-            )
+            text = "HEADERS on a stream that no client may open"
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, text)
         if flags & (PADDED | HAS_PRIORITY):
             payload = _strip_block(flags, payload)
         if flags & END_HEADERS:
-            self._handle_headers(stream_id, flags, payload, events)
+            self._handle_headers(stream_id, flags, payload)
         else:
             self._block = bytearray(payload)
             self._block_stream, self._block_flags, self._block_frames = stream_id, flags, 0
 
-    def _continue_block(self, flags: int, payload: bytes, events: list[Event[HeadT]]) -> None:
+    def _continue_block(self, flags: int, payload: bytes) -> None:
         if self._block is None:
             raise ConnectionFault(
                 FaultCode.PROTOCOL_ERROR, "CONTINUATION without a preceding HEADERS frame"
@@ -374,42 +363,31 @@ class FrameReader(ABC, Generic[HeadT]):
             raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header block too large")
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
-            self._handle_headers(self._block_stream, self._block_flags, block, events)
+            self._handle_headers(self._block_stream, self._block_flags, block)
 
     # --- implemented by the subclass
 
     @abstractmethod
-    def _handle_data_start(
-        self, stream_id: int, size: int, padding: int, events: list[Event[HeadT]]
-    ) -> None:
+    def _handle_data_start(self, stream_id: int, size: int, padding: int) -> None:
         """Handle the start of a DATA frame of `size` bytes, including padding.
 
         Set `arriving_stream`.
         """
 
     @abstractmethod
-    def _pass_data(self, stream: Stream, piece: memoryview, events: list[Event[HeadT]]) -> None:
+    def _pass_data(self, stream: Stream, piece: memoryview) -> None:
         """Handle a piece of data."""
 
     @abstractmethod
-    def _handle_headers(
-        self, stream_id: int, flags: int, block: bytes, events: list[Event[HeadT]]
-    ) -> None:
+    def _handle_headers(self, stream_id: int, flags: int, block: bytes) -> None:
         """Handle a complete header block."""
 
     @abstractmethod
-    def _handle_frame(
-        self,
-        frame_type: int,
-        flags: int,
-        stream_id: int,
-        payload: bytes,
-        events: list[Event[HeadT]],
-    ) -> None:
+    def _handle_frame(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
         """Handle a complete frame other than DATA."""
 
     @abstractmethod
-    def _fail_stream(self, stream_id: int, code: FaultCode, events: list[Event[HeadT]]) -> None:
+    def _fail_stream(self, stream_id: int, code: FaultCode) -> None:
         """Handle a protocol violation on a stream."""
 
 

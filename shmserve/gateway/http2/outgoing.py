@@ -290,17 +290,14 @@ class Outgoing:
 
     def _send_block(self, stream: Stream, block: bytes, flags: int) -> None:
         if len(block) <= SMALLEST_FRAME:
-            self.ready.append(
-                _encode_frame_start(len(block), HEADERS, flags) + stream.packed_id + block
-            )
+            frame_start = _encode_frame_start(len(block), HEADERS, flags)
+            self.ready.append(frame_start + stream.packed_id + block)
             return
         first_part, remaining_block = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
         self.ready.append(frames.encode_frame(HEADERS, flags & ~END_HEADERS, stream.id, first_part))
         while remaining_block:
-            piece, remaining_block = (
-                remaining_block[:SMALLEST_FRAME],
-                remaining_block[SMALLEST_FRAME:],
-            )
+            piece = remaining_block[:SMALLEST_FRAME]
+            remaining_block = remaining_block[SMALLEST_FRAME:]
             end_flag = 0 if remaining_block else END_HEADERS
             self.ready.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
 

@@ -78,9 +78,8 @@ class BodyBudget:
                 if self._used_bytes <= max(self._capacity, body.heap_bytes):
                     break
             else:
-                raise Unavailable(
-                    f"server memory for request bodies ({self._capacity} bytes) is full"
-                )
+                text = f"server memory for request bodies ({self._capacity} bytes) is full"
+                raise Unavailable(text)
         body.check()
 
     def release(self, body: Arrival) -> None:
@@ -212,9 +211,8 @@ class Arrival:
         return self._total_wait_s(now) > grace_s and self.rate(now) < _SLOW_RATE
 
     def _total_wait_s(self, now: float) -> float:
-        return self._earlier_waits_s + (
-            now - self._wait_started_at if self._current_timeout is not None else 0.0
-        )
+        is_waiting = self._current_timeout is not None
+        return self._earlier_waits_s + (now - self._wait_started_at if is_waiting else 0.0)
 
     def evict(self) -> None:
         """Release the memory of the body, and end the wait for it with BodyTimeout."""

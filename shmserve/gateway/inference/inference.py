@@ -130,8 +130,9 @@ def submit(
         source=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
+    on_release = built_request.on_release
     inference = inference_class(
-        message, gateway.schedulers, built_request.on_release, built_request, *inference_args
+        message, gateway.schedulers, on_release, built_request, *inference_args
     )
     gateway.schedulers.submit(inference, model.endpoint)
     return inference
@@ -439,9 +440,8 @@ def classify_outputs(
             return tensor
         location = tensor.data
         data = location if isinstance(location, bytes) else gateway.mappings.view(location)
-        return _classify_tensor(
-            tensor, data, count, model.labels.get(tensor.name, ()), batched=batched
-        )
+        labels = model.labels.get(tensor.name, ())
+        return _classify_tensor(tensor, data, count, labels, batched=batched)
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 
@@ -451,9 +451,8 @@ def _classify_tensor(
 ) -> TensorRef:
     datatype, element_total = tensor.datatype, element_count(tensor.shape)
     if datatype in _UNSORTABLE_DATATYPES:
-        raise InvalidArgument(
-            f"class result not available for output due to unsupported type '{datatype}'"
-        )
+        text = f"class result not available for output due to unsupported type '{datatype}'"
+        raise InvalidArgument(text)
     if element_total > _MAX_CLASSIFIED_ELEMENTS:
         raise InvalidArgument(
             f"output '{tensor.name}': {element_total} elements are too many for classification "

@@ -120,10 +120,8 @@ class Resources:
             starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         block = self._block(starts.pop())
         self._offset = block.offset
-        return [
-            Range(block.memory, block.offset + start, size)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        pairs = zip(starts, sizes, strict=True)
+        return [Range(block.memory, block.offset + start, size) for start, size in pairs]
 
     def _block(self, byte_size: int) -> Range:
         try:
@@ -299,9 +297,9 @@ def build_with_template(
     built_request, resources, input_bytes = _place_and_check(gateway, model, request, body, offset)
     if resources.has_block and resources.regions:
         return built_request, None
+    pairs = zip(request.inputs, input_bytes, strict=True)
     sizes = [
-        None if tensor.data is None and tensor.memory_range is not None else len(data or b"")
-        for tensor, data in zip(request.inputs, input_bytes, strict=True)
+        None if t.data is None and t.memory_range is not None else len(d or b"") for t, d in pairs
     ]
     references = resources.references if resources.regions else None
     large_resources = partial(create_resources, gateway) if resources.has_block else None
@@ -336,10 +334,7 @@ def _store(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequenc
     for data, memory_range in zip(input_bytes, ranges, strict=True):
         if data:
             resources.view(memory_range)[:] = data
-    return [
-        None if data is None else memory_range
-        for data, memory_range in zip(input_bytes, ranges, strict=True)
-    ]
+    return [None if data is None else r for data, r in zip(input_bytes, ranges, strict=True)]
 
 
 def check_request(
@@ -545,10 +540,8 @@ def reserve_tensors(
         inputs = request.inputs
         sizes = [max(tensor.binary_size, 0) or len(tensor.data or b"") for tensor in inputs]
         ranges = resources.allocate(sizes)
-        locations = [
-            None if tensor.memory_range is not None else memory_range
-            for tensor, memory_range in zip(inputs, ranges, strict=True)
-        ]
+        pairs = zip(inputs, ranges, strict=True)
+        locations = [None if t.memory_range is not None else r for t, r in pairs]
         built_request = check_request(model, request, locations, resources)
         views: list[memoryview] = []
         for tensor, memory_range in zip(inputs, ranges, strict=True):

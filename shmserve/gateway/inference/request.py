@@ -137,9 +137,8 @@ ANONYMOUS = RequestIdentity("", 0, 0)
 def check_member_count(members: Sized, noun: str) -> None:
     """Raise InvalidArgument if a request has too many inputs, outputs or parameters (`noun`)."""
     if len(members) > _MAX_MEMBERS:
-        raise InvalidArgument(
-            f"a request may have at most {_MAX_MEMBERS} {noun}, got {len(members)}"
-        )
+        text = f"a request may have at most {_MAX_MEMBERS} {noun}, got {len(members)}"
+        raise InvalidArgument(text)
 
 
 def check_correlation_id(correlation_id: int | str) -> int | str:
@@ -149,18 +148,15 @@ def check_correlation_id(correlation_id: int | str) -> int | str:
         Unsupported: The id is a string that is too long.
     """
     if isinstance(correlation_id, str) and len(correlation_id) > LONGEST_CORRELATION_ID:
-        raise Unsupported(
-            f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
-        )
+        text = f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
+        raise Unsupported(text)
     return correlation_id
 
 
-_RESERVED_PARAMETERS = frozenset(
-    (
-        *("sequence_id", "sequence_start", "sequence_end"),
-        *("priority", "timeout", "deadline_us", "headers", "binary_data_output"),
-    )
-)
+_RESERVED_PARAMETERS = {
+    *("sequence_id", "sequence_start", "sequence_end"),
+    *("priority", "timeout", "deadline_us", "headers", "binary_data_output"),
+}
 
 
 def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -179,9 +175,8 @@ def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -
         lower_name = name.lower()
         if lower_name in _RESERVED_PARAMETERS or lower_name.startswith("triton_"):
             # The parser capitalises the names of standard headers.
-            raise InvalidArgument(
-                f"Header '{lower_name}' is reserved for Triton usage and cannot be forwarded."
-            )
+            text = f"Header '{lower_name}' is reserved for Triton usage and cannot be forwarded."
+            raise InvalidArgument(text)
         if not _is_utf8(forwarded[name]):
             raise InvalidArgument(f"Header '{name}' is not UTF-8 and cannot be forwarded.")
     return forwarded

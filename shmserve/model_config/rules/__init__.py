@@ -39,10 +39,7 @@ _GROUP: Key = ("instance_group",)
 _LARGEST_LABEL_FILE = 4 * 1024 * 1024
 _GROUP_FIELDS = ("secondary_devices", "profile", "passive", "host_policy")
 _OPTIMIZATION_FIELDS = (
-    "graph",
-    "cuda",
-    "execution_accelerators",
-    "gather_kernel_buffer_threshold",
+    *("graph", "cuda", "execution_accelerators", "gather_kernel_buffer_threshold"),
     "eager_batching",
 )
 # The fields among these that a backend supports.
@@ -191,9 +188,8 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
 def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
     kind_at, gpus_at = (*path, "kind"), (*path, "gpus")
     if group.count > LARGEST_INSTANCE_BOUND:
-        yield Problem(
-            (*path, "count"), f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
-        )
+        text = f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
+        yield Problem((*path, "count"), text)
     if group.kind != ModelInstanceGroup.KIND_GPU:
         if group.gpus:
             kind = ModelInstanceGroup.Kind.Name(group.kind)
@@ -281,11 +277,8 @@ def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
     Raises:
         InvalidArgument: A file cannot be read or is larger than 4 MiB.
     """
-    return {
-        output.name: _read_lines(model_dir / output.label_filename, output.name)
-        for output in config.output
-        if output.label_filename
-    }
+    outputs = (output for output in config.output if output.label_filename)
+    return {o.name: _read_lines(model_dir / o.label_filename, o.name) for o in outputs}
 
 
 def _read_lines(path: Path, output: str) -> list[str]:
@@ -310,12 +303,9 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
         written_config: The configuration as its author wrote it.
         final: The completed configuration.
     """
-    warnings = [
-        f"instance_group[{index}].count: {group.count} is replaced by the default, because a "
-        "count must be at least 1"
-        for index, group in enumerate(written_config.instance_group)
-        if group.count < 0
-    ]
+    counts = ((i, group.count) for i, group in enumerate(written_config.instance_group))
+    text = "is replaced by the default, because a count must be at least 1"
+    warnings = [f"instance_group[{i}].count: {count} {text}" for i, count in counts if count < 0]
     for name in sorted(set(written_config.parameters).difference(KNOWN_PARAMETERS)):
         near = nearest(name, KNOWN_PARAMETERS, 0.8)
         if near:
@@ -341,9 +331,8 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
     yield from _ignored_optimization(config.optimization, supported)
     accelerators = config.optimization.execution_accelerators
     unused = "cpu" if on_gpu else "gpu"
-    if "execution_accelerators" in supported and _is_set(
-        accelerators, f"{unused}_execution_accelerator"
-    ):
+    unused_field = f"{unused}_execution_accelerator"
+    if "execution_accelerators" in supported and _is_set(accelerators, unused_field):
         yield f"optimization.execution_accelerators.{unused}_execution_accelerator"
     for index, state in enumerate(config.sequence_batching.state):
         if state.use_growable_memory:

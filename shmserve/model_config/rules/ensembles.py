@@ -86,11 +86,8 @@ def _read_tensors(config: ModelConfig) -> set[str]:
 
 def conditions(config: ModelConfig) -> dict[int, str]:
     """Return the condition tensor of each conditional step, by the step's index."""
-    return {
-        int(match[1]): parameter.string_value
-        for key, parameter in config.parameters.items()
-        if (match := _CONDITION.fullmatch(key))
-    }
+    matches = ((_CONDITION.fullmatch(key), value) for key, value in config.parameters.items())
+    return {int(match[1]): value.string_value for match, value in matches if match}
 
 
 def _conditions(config: ModelConfig) -> Iterator[Problem]:
@@ -130,9 +127,7 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
     waiting_indices = list(range(len(steps)))
     while ready_indices := [index for index in waiting_indices if tensors.issuperset(reads[index])]:
         waiting_indices = [index for index in waiting_indices if index not in ready_indices]
-        tensors.update(
-            tensor for index in ready_indices for tensor in steps[index].output_map.values()
-        )
+        tensors.update(t for index in ready_indices for t in steps[index].output_map.values())
     writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
     if tensors.issuperset(output.name for output in config.output):
         for index in waiting_indices:  # these steps are in a cycle, or depend on a cycle
@@ -319,9 +314,8 @@ def _disagreement(first: _Tensor, second: _Tensor) -> str:
             f"{first.model} while {DataType.Name(second.data_type)} is inferred from model "
             f"{second.model}"
         )
-    if not shapes_match(first.dims, second.dims) and not shapes_match(
-        first.full_dims, second.full_dims
-    ):
+    is_equal = shapes_match(first.dims, second.dims)
+    if not is_equal and not shapes_match(first.full_dims, second.full_dims):
         return (
             f"inconsistent shape: {shape_text(first.full_dims)} is inferred from model "
             f"{first.model} while {shape_text(second.full_dims)} is inferred from model "
@@ -346,9 +340,7 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     for index, condition in conditional.items():
         reads[index].add(condition)
     waiting_indices = set(range(len(steps)))
-    while ready_indices := sorted(
-        index for index in waiting_indices if reads[index] <= origins.keys()
-    ):
+    while ready_indices := sorted(i for i in waiting_indices if reads[i] <= origins.keys()):
         waiting_indices.difference_update(ready_indices)
         for index in ready_indices:
             stream_origins = {origins[tensor] for tensor in reads[index]} - {-1}

@@ -82,11 +82,8 @@ def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Probl
         complete: Whether the model has completed it.
     """
     suffix = f"for {config.name}"
-    texts = {
-        name: config.parameters[name].string_value
-        for name in _PARAMETERS
-        if name in config.parameters
-    }
+    given = config.parameters
+    texts = {name: given[name].string_value for name in _PARAMETERS if name in given}
     values = {name: _PARAMETERS[name][0](text) for name, text in texts.items()}
     for name, text in texts.items():
         if values[name] is None:
@@ -120,11 +117,8 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
         )
         yield Problem(_key(STRATEGY_PARAMETER), text)
     is_managed = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
-    if (
-        TARGET_PARAMETER in values
-        and not is_managed
-        and (strategy or STRATEGY_PARAMETER not in values)
-    ):
+    may_apply = strategy or STRATEGY_PARAMETER not in values
+    if TARGET_PARAMETER in values and not is_managed and may_apply:
         strategy_text = f"'{strategy}'" if strategy else "not given"
         text = (
             f"parameter '{TARGET_PARAMETER}' requires '{MAX_INSTANCES}', or '{STRATEGY_PARAMETER}' "

@@ -19,10 +19,7 @@ _SEQUENCE: Key = ("sequence_batching",)
 _FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _CHOICES = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
 _CORRELATION_TYPES = (
-    DataType.TYPE_UINT64,
-    DataType.TYPE_INT64,
-    DataType.TYPE_UINT32,
-    DataType.TYPE_INT32,
+    *(DataType.TYPE_UINT64, DataType.TYPE_INT64, DataType.TYPE_UINT32, DataType.TYPE_INT32),
     DataType.TYPE_STRING,
 )
 
@@ -31,9 +28,8 @@ def dynamic_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem
     """Yield the problems of `dynamic_batching`; `complete` as for `validate`."""
     name, batching = config.name, config.dynamic_batching
     sizes = batching.preferred_batch_size
-    yield from _preferred_problems(
-        config, _DYNAMIC, sizes, "dynamic batching preferred size", complete
-    )
+    subject = "dynamic batching preferred size"
+    yield from _preferred_problems(config, _DYNAMIC, sizes, subject, complete)
     levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
     if levels:
         if not 1 <= batching.default_priority_level <= levels:
@@ -74,9 +70,8 @@ def _preferred_problems(
 
 def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
     """Yield the queue policies that keep a request in the queue after its timeout."""
-    policies: dict[Key, ModelQueuePolicy] = {
-        (*_DYNAMIC, "default_queue_policy"): batching.default_queue_policy
-    }
+    path = (*_DYNAMIC, "default_queue_policy")
+    policies: dict[Key, ModelQueuePolicy] = {path: batching.default_queue_policy}
     for level, policy in sorted(batching.priority_queue_policy.items()):
         policies[*_DYNAMIC, "priority_queue_policy", level] = policy
     for key, policy in policies.items():
@@ -154,11 +149,8 @@ def _control(path: Key, control: ModelSequenceBatching.Control, name: str) -> It
         return
     if not set_fields:
         choices = _CHOICES.format("or")
-        yield Problem(
-            path,
-            f"sequence batching must specify either {choices} for {kind} for {name}",
-            related_keys,
-        )
+        text = f"sequence batching must specify either {choices} for {kind} for {name}"
+        yield Problem(path, text, related_keys)
     if len(set_fields) > 1:
         choices = _CHOICES.format("and")
         text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
@@ -176,9 +168,8 @@ def _state(path: Key, state: ModelSequenceBatching.State, name: str) -> Iterator
     tensor = state.input_name
     for field in ("input_name", "output_name", "data_type", "dims"):
         if not getattr(state, field):
-            yield Problem(
-                (*path, field), f"sequence batching state must specify '{field}' for {name}"
-            )
+            text = f"sequence batching state must specify '{field}' for {name}"
+            yield Problem((*path, field), text)
     for index, dim in enumerate(state.dims):
         if dim < 1 and dim != -1:
             text = (

@@ -51,9 +51,8 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
         kind = BatchOutput.Kind.Name(batch_output.kind)
         yield from _sources(path, batch_output.source_input, f"batch output kind '{kind}'", inputs)
         source = batch_output.source_input[0] if batch_output.source_input else ""
-        targets: dict[Key, str] = {
-            (*path, "target_name", i): name for i, name in enumerate(batch_output.target_name)
-        }
+        names = enumerate(batch_output.target_name)
+        targets: dict[Key, str] = {(*path, "target_name", i): name for i, name in names}
         for key, name in targets.items():
             if name not in output_ranks:
                 yield Problem(key, f"unknown target output name '{name}'", (("output",),))
@@ -135,10 +134,10 @@ def _reshape(
             (_MAX_BATCH_SIZE,),
         )
     for index in _invalid_dims(shape):
-        yield Problem(
-            (*key, index),
-            "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension",
+        text = (
+            "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
         )
+        yield Problem((*key, index), text)
     if _invalid_dims(shape) or _invalid_dims(dims):
         return
     if (-1 in dims) != (-1 in shape):

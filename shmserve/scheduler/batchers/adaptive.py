@@ -220,18 +220,16 @@ class Sizes:
         if price > max(self._account.credit, 0) and not state.is_overloaded:
             return False
         self._size = size
-        self._next_trial = batches + (
-            _LEARNING_INTERVAL if batches < LEARNING or state.is_overloaded else _TRIAL_INTERVAL
-        )
+        is_learning = batches < LEARNING or state.is_overloaded
+        self._next_trial = batches + (_LEARNING_INTERVAL if is_learning else _TRIAL_INTERVAL)
         return True
 
     def _price_of(self, size: int, took_ns: float, max_in_flight: float) -> float:
         state = self._state
         own_misses = size if took_ns > state.oldest_left_ns else 0
         lost_ns = took_ns - size * state.row_ns - max(state.spare_ns, 0)
-        return own_misses + min(
-            max(lost_ns, 0) * state.rows_per_ns / self._idle_share, max_in_flight
-        )
+        lost_rows = max(lost_ns, 0) * state.rows_per_ns / self._idle_share
+        return own_misses + min(lost_rows, max_in_flight)
 
     def record_batch(
         self, units: int, took_ns: int, count: int, in_flight: int, misses: int
@@ -304,12 +302,10 @@ class AdaptiveBatcher(Batcher):
     def _adjust_aim(self, on_time: int, misses: int) -> None:
         """Adjust the aimed latency to requests in time and to misses that no trial has caused."""
         self._account.add_credit(on_time)
-        self._excess_misses = min(
-            max(self._excess_misses - _TOLERATED_MISSES * on_time, 0) + misses, _MAX_MISSES
-        )
-        self._aim_ns *= (1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time) * (
-            1 - _AIM_STEP
-        ) ** misses
+        earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
+        self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
+        raise_factor = 1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time
+        self._aim_ns *= raise_factor * (1 - _AIM_STEP) ** misses
         target = self._rules.target_ns
         self._aim_ns = min(max(self._aim_ns, _MIN_AIM * target), target)
 
@@ -416,9 +412,8 @@ class AdaptiveBatcher(Batcher):
         size, worst_ns = self._time.find_trial(head.units)
         if not size:
             return 0
-        if not self._sizes.start_trial(
-            size, worst_ns, self._trial_state(now_ns, head.oldest_ns), batches
-        ):
+        state = self._trial_state(now_ns, head.oldest_ns)
+        if not self._sizes.start_trial(size, worst_ns, state, batches):
             return 0
         return _count_fitting(head.requests, size)
 

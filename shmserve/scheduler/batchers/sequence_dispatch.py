@@ -68,9 +68,8 @@ class SequenceDispatch(Dispatcher):
             correlation_id = next(i for i in self._own_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
         if fit.batch_size != self._rows:
-            raise InvalidArgument(
-                f"{model} must specify batch-size 1 due to requirements of sequence batcher"
-            )
+            text = f"{model} must specify batch-size 1 due to requirements of sequence batcher"
+            raise InvalidArgument(text)
         if not correlation_id:
             raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
@@ -89,11 +88,8 @@ class SequenceDispatch(Dispatcher):
         assert sequence_key is not None
         request.flags = sequence_key.flags
         if self._sequences.enqueue(request, sequence_key.correlation_id):
-            logger.warning(
-                "sequence %s of model '%s' was restarted before its END",
-                sequence_key.correlation_id,
-                self._name,
-            )
+            text = "sequence %s of model '%s' was restarted before its END"
+            logger.warning(text, sequence_key.correlation_id, self._name)
 
     def lost_text(self, request: ScheduledRequest) -> str:
         return _state_lost(request.sequence)

@@ -377,11 +377,7 @@ class Sequences:
             self._free_slots = [entry for entry in self._free_slots if not entry[2].closed]
             heapq.heapify(self._free_slots)
             self._stale_slots = 0
-        unstarted = [
-            sequence
-            for sequence in slots.sequences
-            if sequence is not None and not sequence.has_state
-        ]
+        unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
         for sequence in sorted(unstarted, key=attrgetter("waiting.first.key"), reverse=True):
             slots.mark_not_ready(sequence)
             slots.sequences[sequence.slot] = None
@@ -429,8 +425,9 @@ class Sequences:
         restarts = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost_ids.pop(correlation_id, None)
+            source = (request.client, request.submit.source)
             sequence = self._open_sequences[correlation_id] = StatefulSequence(
-                correlation_id, (request.client, request.submit.source)
+                correlation_id, source
             )
             self.backlog.append(sequence)
         request.sequence = sequence
@@ -573,11 +570,9 @@ class Sequences:
 
     def next_idle_ns(self) -> int:
         """Return the time (monotonic ns) at which `expire_idle` may end a sequence, or NEVER."""
-        return (
-            next(iter(self._idle_sequences.values())) + self._idle_ns
-            if self._idle_sequences
-            else NEVER
-        )
+        if not self._idle_sequences:
+            return NEVER
+        return next(iter(self._idle_sequences.values())) + self._idle_ns
 
     def expire_idle(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""

@@ -285,12 +285,11 @@ class EnsembleCore(Core[EnsembleRequest]):
         if blocks:
             self._memory.reserve(blocks)
             on_devices = sum(size for size, device in blocks if device is not None)
-            logger.info(
-                "planned memory of %d tensors of fixed shapes between steps: %.1f MB per request%s",
-                len(blocks),
-                self._planned_bytes / 1e6,
-                f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else "",
+            text = (
+                "planned memory of %d tensors of fixed shapes between steps: %.1f MB per request%s"
             )
+            devices_text = f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else ""
+            logger.info(text, len(blocks), self._planned_bytes / 1e6, devices_text)
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._memory.process_exited(pid)

@@ -195,13 +195,9 @@ class PlannedStep(TensorReader):
         self.condition = step.condition
         self.decoupled = model.decoupled
         self.device = model.device
-        self.inputs = tuple(
-            (name, tensor, name in model.optional) for name, tensor in step.inputs.items()
-        )
+        self.inputs = tuple((name, t, name in model.optional) for name, t in step.inputs.items())
         tensors = list(step.inputs.values())
-        self.repeated_tensors = tuple(
-            tensor for i, tensor in enumerate(tensors) if tensor in tensors[:i]
-        )
+        self.repeated_tensors = tuple(t for i, t in enumerate(tensors) if t in tensors[:i])
         self.kinds: BoundedCache[Any, Any] = BoundedCache(_MAX_KINDS)
         self.responses: dict[bool, Schemas[Any]] = {}
 
@@ -244,11 +240,8 @@ class Plan:
         needed_steps = graph.needed_steps(requested_outputs)
         origins = graph.origins(lambda step: models(step).decoupled)
         self.outputs = frozenset(requested_outputs)
-        self.steps = {
-            step.index: PlannedStep(step, models(step), origins)
-            for step in graph.steps
-            if step.index in needed_steps
-        }
+        needed = (step for step in graph.steps if step.index in needed_steps)
+        self.steps = {step.index: PlannedStep(step, models(step), origins) for step in needed}
         self.response = TensorReader(RESPONSE, requested_outputs, origins)
         all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, TensorRoute] = {}
@@ -258,12 +251,9 @@ class Plan:
                 is_once = origin == ONCE_PER_REQUEST
                 has_many_uses = is_once and not all(reader.is_once for reader in readers)
                 is_only = len(readers) == 1 and len(readers[0].reads) == 1
-                self.routes[tensor] = TensorRoute(
-                    _ANY_NUMBER if has_many_uses else len(readers),
-                    is_once,
-                    readers,
-                    readers[0] if is_only else None,
-                )
+                uses = _ANY_NUMBER if has_many_uses else len(readers)
+                only_reader = readers[0] if is_only else None
+                self.routes[tensor] = TensorRoute(uses, is_once, readers, only_reader)
         self.devices = self._devices(graph.conditions)
 
     def _devices(self, conditions: frozenset[str]) -> dict[str, int]:

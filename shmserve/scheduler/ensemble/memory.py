@@ -342,6 +342,5 @@ class _Segment:
         self.device = device
         self.free = FreeList(self._allocation.size)
         handle = self._allocation.handle
-        self.memory = Memory.on_device(
-            secrets.randbits(62), self._allocation.size, handle, os.getpid()
-        )
+        size = self._allocation.size
+        self.memory = Memory.on_device(secrets.randbits(62), size, handle, os.getpid())

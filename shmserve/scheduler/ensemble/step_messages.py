@@ -143,9 +143,8 @@ class StepResponse:
         tensors = {output.tensor for output in outputs}
         parameters = schema.parameters or {}
         self.outputs = tuple(outputs)
-        self.absent_outputs = tuple(
-            (tensor, ABSENT) for tensor in step.outputs.values() if tensor not in tensors
-        )
+        absent = (tensor for tensor in step.outputs.values() if tensor not in tensors)
+        self.absent_outputs = tuple((tensor, ABSENT) for tensor in absent)
         self.override = {key: parameters[key] for key in _OVERRIDES if key in parameters} or None
 
 

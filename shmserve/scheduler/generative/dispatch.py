@@ -76,16 +76,13 @@ class AssignedRequest:
         generation = self.generation
         if generation is None or generation.beams is not None:
             return {}
-        return {
-            sequence.sample: sequence.tokens[len(generation.prompt) :]
-            for sequence in generation.sequences
-        }
+        prompt_size = len(generation.prompt)
+        return {s.sample: s.tokens[prompt_size:] for s in generation.sequences}
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        samples = {
-            sample: (tokens, "") for sample, tokens in self.open_samples.items()
-        } | self.ended_samples
+        open_samples = {sample: (tokens, "") for sample, tokens in self.open_samples.items()}
+        samples = open_samples | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
         return [
@@ -113,7 +110,7 @@ class GenerativeDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Requests at instances by their key.
+        # The requests at instances by their key.
         self._assigned_requests: dict[int, AssignedRequest] = {}
         self._unassigned_requests: list[AssignedRequest] = []
         self._numbers = itertools.count(1)
@@ -166,13 +163,8 @@ class GenerativeDispatch(Dispatcher):
 
     def _engine(self, slot: Slot) -> Engine[AssignedRequest]:
         if slot.engine is None:
-            slot.engine = Engine(
-                self._engine_settings,
-                self._counts,
-                self._numbers,
-                self._on_sequence_end,
-                self._on_search_end,
-            )
+            callbacks = (self._on_sequence_end, self._on_search_end)
+            slot.engine = Engine(self._engine_settings, self._counts, self._numbers, *callbacks)
         engine: Engine[AssignedRequest] = slot.engine
         return engine
 
@@ -218,9 +210,8 @@ class GenerativeDispatch(Dispatcher):
     def _prepare(self, assigned: AssignedRequest, slot: Slot, now_ns: int) -> None:
         assigned.slot = slot
         self._pool.join(slot, assigned.request, now_ns)
-        self._executions.post(
-            slot.peer, Prepare(to_works([assigned.request]), assigned.resume_state())
-        )
+        prepare = Prepare(to_works([assigned.request]), assigned.resume_state())
+        self._executions.post(slot.peer, prepare)
 
     # --- workers
 
@@ -268,16 +259,13 @@ class GenerativeDispatch(Dispatcher):
                 f"but the engine runs at most {self._engine_settings.max_batch_size} sequences "
                 f"with {self._engine_settings.capacity} tokens in memory"
             )
-            self._responses.fail(
-                request, "INVALID_ARG", text, Reason.REJECTED, now_ns, is_early=True
-            )
+            reason = Reason.REJECTED
+            self._responses.fail(request, "INVALID_ARG", text, reason, now_ns, is_early=True)
             self._executions.cancel(request)
             return
         can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
         if message.replays:
-            ended_samples = {
-                sample: tokens for sample, (tokens, _) in assigned.ended_samples.items()
-            }
+            ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
             for sample, tokens in (resumed | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
                 assigned.replayed_tokens[sample] = max(tokens, previous_tokens, key=len)
@@ -287,9 +275,8 @@ class GenerativeDispatch(Dispatcher):
         self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:
             request.timing = Timing(now_ns, 0, 0, 0)
-        engine.add(
-            generation, resumed if can_resume and (resumed or assigned.ended_samples) else None
-        )
+        has_samples = can_resume and (resumed or assigned.ended_samples)
+        engine.add(generation, resumed if has_samples else None)
 
     def _handle_stepped(
         self, engine: Engine[AssignedRequest], slot: Slot, message: Stepped, now_ns: int
@@ -345,10 +332,7 @@ class GenerativeDispatch(Dispatcher):
 
     def gauges(self) -> dict[str, Any]:
         engines = [self._engine(slot) for slot in self._pool.ready()]
-        by_status = {
-            str(status): sum(engine.count(status) for engine in engines)
-            for status in SequenceStatus
-        }
+        by_status = {str(s): sum(engine.count(s) for engine in engines) for s in SequenceStatus}
         rows = sum(len(engine.running.rows) for engine in engines if engine.running is not None)
         capacity = len(engines) * self._engine_settings.max_batch_size
         return {

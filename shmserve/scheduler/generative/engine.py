@@ -68,8 +68,9 @@ class Engine(Generic[T]):
         # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
         # decoding rows.
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
+        settings = self.settings
         prefill_tokens = min(
-            prefill_tokens, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens
+            prefill_tokens, settings.prefill_chunk_size, settings.max_prefill_tokens
         )
         self._cut_multiple = CHUNK if prefill_tokens >= CHUNK else 1
 
@@ -87,9 +88,8 @@ class Engine(Generic[T]):
         seats = self.settings.max_batch_size
         concurrent = 1 if preempted else min(generation.rows, seats)
         needed_blocks = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
-        return needed_blocks <= self.pool.count and (
-            generation.beams is None or generation.rows <= seats
-        )
+        has_seats = generation.beams is None or generation.rows <= seats
+        return needed_blocks <= self.pool.count and has_seats
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
@@ -239,9 +239,8 @@ class Engine(Generic[T]):
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             if plan.load.decoded:  # the latency of decoding sequences limits it
                 target = self.settings.target_itl_ms
-                chunk = self.times.fitting_tokens(
-                    plan.load, sequence.computed_tokens, target or _DEFAULT_ITL_MS
-                )
+                target_ms = target or _DEFAULT_ITL_MS
+                chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
             if limit < missing_blocks:
                 limit -= limit % self._cut_multiple
@@ -272,11 +271,8 @@ class Engine(Generic[T]):
         first_index = sequence.computed_tokens // size
         last_index = (sequence.computed_tokens + count - 1) // size
         missing_blocks, writable = last_index + 1 - len(table), self.pool.writable
-        shared_indices = [
-            index
-            for index, block in enumerate(table[first_index : last_index + 1], first_index)
-            if not writable(block)
-        ]
+        indexed_blocks = enumerate(table[first_index : last_index + 1], first_index)
+        shared_indices = [index for index, block in indexed_blocks if not writable(block)]
         if not shared_indices and missing_blocks <= 0:
             return True
         if len(shared_indices) + max(missing_blocks, 0) > self.pool.available:
@@ -357,9 +353,7 @@ class Engine(Generic[T]):
 
     def _free_seats(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
-        taken_seats = sum(
-            sequence.seats for sequence in sequences if sequence.status is SequenceStatus.RUNNING
-        )
+        taken_seats = sum(s.seats for s in sequences if s.status is SequenceStatus.RUNNING)
         return self.settings.max_batch_size - taken_seats
 
     def _blocks_needed(self, sequence: Sequence[T]) -> int:
@@ -500,9 +494,8 @@ class Engine(Generic[T]):
             child.sent_blocks = parent.sent_blocks
             child.table = parent.table[:]
             self.pool.share(child.table)
-        self._enter(
-            child, NewSequence(child.number, parent.generation.key, sample, parent.number, token)
-        )
+        key, number = parent.generation.key, child.number
+        self._enter(child, NewSequence(number, key, sample, parent.number, token))
         return child
 
     # --- beam search
@@ -519,9 +512,8 @@ class Engine(Generic[T]):
         if any(not sequence.is_held for sequence in sequence.generation.sequences):
             return
         parents = sequence.generation.sequences[:]
-        free_seats = self._free_seats(
-            [sequence for sequence in self._sequences.values() if sequence not in parents]
-        )
+        remaining = [s for s in self._sequences.values() if s not in parents]
+        free_seats = self._free_seats(remaining)
         for index, candidate in enumerate(beams.step()):
             # Beams that were preempted while they waited have lost their seats.
             child = self._add_child(candidate.parent, 0, candidate.token, index < free_seats)

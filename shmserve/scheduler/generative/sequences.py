@@ -343,11 +343,8 @@ def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], 
         arrived_ns = sequence.generation.arrived_ns
         waited_s = (now_ns - arrived_ns) / 1e9
         is_overdue = limit_s and waited_s >= limit_s
-        return (
-            float("-inf") if is_overdue else score(sequence, waited_s),
-            arrived_ns,
-            sequence.number,
-        )
+        rank = float("-inf") if is_overdue else score(sequence, waited_s)
+        return rank, arrived_ns, sequence.number
 
     return rank
 
@@ -411,9 +408,8 @@ class Beams(Generic[T]):
         """Return the beams of the next step, best first; none once the search is over."""
         search = self.generation.beams
         assert search is not None
-        best_candidates = sorted(self._candidates, key=attrgetter("score"), reverse=True)[
-            : 2 * search.width
-        ]
+        by_score = sorted(self._candidates, key=attrgetter("score"), reverse=True)
+        best_candidates = by_score[: 2 * search.width]
         self._candidates = []
         generated = best_candidates[0].parent.generated + 1
         continuing: list[BeamCandidate[T]] = []

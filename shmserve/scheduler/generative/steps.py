@@ -127,9 +127,8 @@ class StepTimes:
 
         The duration is capped, because a draft model may have read a prompt first.
         """
-        self.draft_ms += _AVERAGE_GAIN * (
-            min(took_ms / tokens, _MAX_DURATION_RATIO * self.draft_ms) - self.draft_ms
-        )
+        bounded_ms = min(took_ms / tokens, _MAX_DURATION_RATIO * self.draft_ms)
+        self.draft_ms += _AVERAGE_GAIN * (bounded_ms - self.draft_ms)
 
     def swap_pays(self, blocks: int, tokens: int) -> bool:
         """Check whether copying blocks out and back costs less than recomputing their tokens."""
@@ -269,9 +268,7 @@ class StepPlan:
         if not decodes:
             self.prompt_tokens -= count
         load = self.load
-        self.load = StepWork(
-            load.decoded + (count + drafts if decodes else 0),
-            load.prefilled + (0 if decodes else count),
-            load.pairs + count * (start + count),
-        )
+        decoded, prefilled = (count + drafts, 0) if decodes else (0, count)
+        pairs = load.pairs + count * (start + count)
+        self.load = StepWork(load.decoded + decoded, load.prefilled + prefilled, pairs)
         self.drafts = max(self.drafts, drafts)

@@ -271,9 +271,8 @@ class BatchingScheduler(HostedScheduler):
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, trailing_pid)
         fits = Schemas(self._signature.fit)
-        core = BatchingCore(
-            self._settings, fits, workers, self._control, time.perf_counter_ns, self._cache
-        )
+        clock = time.perf_counter_ns
+        core = BatchingCore(self._settings, fits, workers, self._control, clock, self._cache)
 
         def from_workers() -> None:
             self._active_schedulers[self] = None
@@ -400,9 +399,8 @@ class Host:
         active, neighbours = self._active_schedulers, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
-            active.update(
-                {scheduler: None for scheduler in self._schedulers if now_ns >= scheduler.wake_ns}
-            )
+            due = (scheduler for scheduler in self._schedulers if now_ns >= scheduler.wake_ns)
+            active.update(dict.fromkeys(due))
         turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
         while active or neighbours.queued_messages:
             # Delivered first, so that an ensemble and its steps handle messages in the same turn.

@@ -60,9 +60,8 @@ class LocalClientListener:
     def open(cls, start: SchedulerStart, signature: Signature) -> LocalClientListener:
         """Open the listener of a scheduler; programs of the server's group can connect."""
         endpoint = endpoints.local_clients(start.run_dir, start.number)
-        listener = cls(
-            endpoint, Capabilities(start.capability_key), signature, start.limits.request_timeout_us
-        )
+        key, limit_us = Capabilities(start.capability_key), start.limits.request_timeout_us
+        listener = cls(endpoint, key, signature, limit_us)
         if start.group != NO_GROUP:
             admit_group(Path(endpoint.removeprefix("ipc://")), start.group)
         return listener
@@ -143,9 +142,8 @@ class LocalClientRules:
         if arrived_ns < now_ns - _MAX_TRANSIT_NS:
             arrived_ns = now_ns
         deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
-        is_server_limit = (
-            self._limit_us and deadline_ns == min(arrived_ns, now_ns) + self._limit_us * 1000
-        )
+        server_end_ns = min(arrived_ns, now_ns) + self._limit_us * 1000
+        is_server_limit = self._limit_us and deadline_ns == server_end_ns
         deadline_origin = "--request-timeout-us" if is_server_limit else ""
         sent_fields = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.deadline_origin)
         if sent_fields == (arrived_ns, deadline_ns, 0, deadline_origin) and not submit.callers:
@@ -162,9 +160,8 @@ class LocalClientRules:
             return max(0, submit.deadline_ns)
         # The end of a timeout must fit an integer of the message format.
         timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
-        end_times = [
-            arrived_ns + timeout * 1000 for timeout in (timeout_us, self._limit_us) if timeout > 0
-        ]
+        timeouts = (timeout_us, self._limit_us)
+        end_times = [arrived_ns + timeout * 1000 for timeout in timeouts if timeout > 0]
         if submit.deadline_ns > 0:
             end_times.append(submit.deadline_ns)
         return min(end_times, default=0)

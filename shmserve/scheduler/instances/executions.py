@@ -199,9 +199,8 @@ class Executions:
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
         else:  # the process may be announced later: clients may learn of a successor first
-            self._unknown_releases += [
-                (message.pid, release) for release in _split_release(client_pid, message)
-            ]
+            parts = _split_release(client_pid, message)
+            self._unknown_releases += [(message.pid, release) for release in parts]
 
     def process_exited(self, pid: int) -> None:
         """Notify the workers that a process has exited, so that they free what it was reading."""

@@ -168,10 +168,8 @@ class InstanceTickets:
     def request_tickets(self, slots: Iterable[Slot], max_count: int) -> None:
         """Request tickets for the first `max_count` of these instances."""
         for slot in itertools.islice(slots, max_count):
-            if (
-                slot.index not in self._requested_tickets
-                and slot.index not in self._granted_tickets
-            ):
+            is_requested = slot.index in self._requested_tickets
+            if not is_requested and slot.index not in self._granted_tickets:
                 ticket = self._requested_tickets[slot.index] = next(self._numbers)
                 self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
@@ -266,9 +264,7 @@ class Pool:
 
         A successor is expected.
         """
-        self._registrations = {
-            index: worker for index, worker in self._registrations.items() if worker.pid != pid
-        }
+        self._registrations = {i: w for i, w in self._registrations.items() if w.pid != pid}
         for slot in self._slots.values():
             if slot.registration is not None and slot.registration.pid == pid:
                 slot.registration = None
@@ -342,9 +338,8 @@ class Pool:
             self._tickets.return_tickets(slot.index)
         executions = list(slot.executions)
         executing_keys = {request.key for execution in executions for request in execution.requests}
-        lost_work = LostWork(
-            executions, [r for r in slot.requests.values() if r.key not in executing_keys]
-        )
+        unstarted = [r for r in slot.requests.values() if r.key not in executing_keys]
+        lost_work = LostWork(executions, unstarted)
         slot.executions.clear()
         slot.requests.clear()
         self._by_peer.pop(slot.peer, None)

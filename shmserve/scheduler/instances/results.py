@@ -112,9 +112,8 @@ class Results:
         if message.executed:
             self._observe(execution, timing, now_ns)
         if message.copied_input_bytes or message.copied_output_bytes:
-            self._statistics.executions.count_copied(
-                message.copied_input_bytes, message.copied_output_bytes
-            )
+            copied = (message.copied_input_bytes, message.copied_output_bytes)
+            self._statistics.executions.count_copied(*copied)
         if self._settings.decoupled:
             self._handle_returned(slot, execution, message.replies, timing, now_ns)
             return
@@ -219,9 +218,8 @@ class Results:
             self._executions.report_served(slot)
         if request.state in AT_WORK:
             self._statistics.count_response(request, final_message, now_ns)
-            self._responses.end(
-                request, final_message, _unfinished_timing(slot.execution, now_ns), now_ns
-            )
+            timing = _unfinished_timing(slot.execution, now_ns)
+            self._responses.end(request, final_message, timing, now_ns)
         else:
             self._statistics.count_cancelled(request, now_ns)
             if final_message.data:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,18 +62,16 @@ class _Host:
         self.pending_opens = 0  # number of callers that are about to open a scheduler
 
 
+@dataclass(slots=True, eq=False)
 class SchedulerHosts:
     """All host processes of a server."""
 
-    def __init__(
-        self, control: ControlSocket, zygote: Zygote, run_dir: Path, logging: LogControl
-    ) -> None:
-        self._control = control
-        self._zygote = zygote
-        self._run_dir = run_dir
-        self._logging = logging
-        self._hosts: list[_Host] = []
-        self._spawn_lock = asyncio.Lock()
+    _control: ControlSocket
+    _zygote: Zygote
+    _run_dir: Path
+    _logging: LogControl
+    _hosts: list[_Host] = field(init=False, default_factory=list)
+    _spawn_lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     async def open(
         self, group: Group, start: SchedulerStart, on_message: Callable[[Any], None]

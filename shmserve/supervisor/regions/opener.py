@@ -68,9 +68,8 @@ class RegionQuota:
             (self._regions.total(), policy.max_regions, "--shm-max-regions"),
         ):
             if count >= limit:
-                raise InvalidArgument(
-                    f"at most {limit} shared memory regions can be registered ({flag})"
-                )
+                text = f"at most {limit} shared memory regions can be registered ({flag})"
+                raise InvalidArgument(text)
         for used_amount, limit, flag in (
             (self._bytes[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
             (self._bytes.total(), policy.max_byte_size, "--shm-max-byte-size"),

@@ -149,28 +149,25 @@ class DrainingRegions:
             regions.clear()
 
 
+@dataclass(slots=True, eq=False)
 class RegionRegistry:
     """The active regions by name.
 
-    `publish_event` publishes an event to the subscribers of events.
+    `_publish_event` publishes an event to the subscribers of events.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        opener: RegionOpener,
-        publish_event: Callable[[Any], None],
-        kept_regions: KeptRegions,
-    ) -> None:
-        self._processes = processes
-        self._publish_event = publish_event
-        self._opener = opener
-        self._kept_regions = kept_regions
-        self.draining = DrainingRegions(processes, opener)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._active_regions: dict[str, OpenRegion] = {}
-        # Changes take effect one after the other in all processes.
-        self._lock = asyncio.Lock()
+    _processes: Processes
+    _opener: RegionOpener
+    _publish_event: Callable[[Any], None]
+    _kept_regions: KeptRegions
+    draining: DrainingRegions = field(init=False)
+    _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    _active_regions: dict[str, OpenRegion] = field(init=False, default_factory=dict)
+    # Changes take effect one after the other in all processes.
+    _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.draining = DrainingRegions(self._processes, self._opener)
 
     def restore(self, registrations: dict[str, list[int]]) -> None:
         """Restore the registrations of a previous server, before gateways start."""

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
+import orjson
 import pytest
 from multidict import CIMultiDict
 
@@ -197,8 +198,19 @@ def test_the_type_of_an_error_is_that_of_its_status(
     assert error_body == {"message": "x", "type": kind, "param": None, "code": code}
 
 
+def test_many_log_probabilities_are_parsed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [{"token": '"},\n[', "top_logprobs": [{"token": "a"}]}] * 2000
+    members = {"content": [*tokens, None], "prompt": [None, *tokens]}
+    loads = Mock(side_effect=orjson.loads)
+    monkeypatch.setattr(generation, "orjson", SimpleNamespace(loads=loads))
+    content, prompt = (b",\n".join(map(orjson.dumps, tokens)) for tokens in members.values())
+    text = b'{"content":[\n%b\n],"prompt":[\n%b\n]}' % (content, prompt)
+    assert generation._parse_logprobs(text) == members
+    assert max(len(call.args[0]) for call in loads.call_args_list) < 100  # each call holds the GIL
+    assert generation._parse_logprobs(orjson.dumps(members)) == members
+
+
 def text_gateway() -> Any:
-    """Return a gateway with one model, which generates text."""
     signature = SimpleNamespace(
         inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None}
     )
@@ -268,9 +280,7 @@ def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) 
     assert (messages.value() if is_packed else messages) == [message] * count
 
 
-def test_other_requests_are_handled_while_many_texts_are_embedded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_are_handled_while_texts_are_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     vector = np.array([0.1, -2.5, math.nan], np.float32)
 
     async def compute(*arguments: Any) -> list[Any]:
@@ -362,9 +372,7 @@ WRONG_TOKENS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "message"), WRONG_TOKENS)
-def test_a_wrong_token_is_refused_by_its_position_in_bodies_of_any_size(
-    prompt: Any, message: str
-) -> None:
+def test_a_wrong_token_is_refused_by_position_in_any_body(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidArgument) as fault:
         asyncio.run(bodies.parse_completion(text_gateway(), {"model": "m", "prompt": prompt}))
     assert fault.value.message == message

@@ -259,9 +259,8 @@ def _as_strings(name: str, array: Array) -> Array:
         texts = [element.decode() for element in elements]
     except UnicodeDecodeError as error:
         if any(0 in element for element in elements):
-            raise InvalidArgument(
-                f"input '{name}' has an element that is not UTF-8, and one with a NUL: {error}"
-            ) from None
+            text = f"input '{name}' has an element that is not UTF-8, and one with a NUL: {error}"
+            raise InvalidArgument(text) from None
         return np.array(elements, dtype=np.bytes_).reshape(array.shape)
     strings = np.empty(len(texts), np.object_)
     strings[:] = texts

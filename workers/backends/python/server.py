@@ -190,9 +190,8 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
             raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
         path = as_text(key, "the name of a file")
         if not path.startswith("file:"):
-            raise TritonModelException(
-                f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"
-            )
+            text = f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"
+            raise TritonModelException(text)
         contents[path.removeprefix("file:")] = content
     try:
         current_server().load_model(model_name, config, contents)

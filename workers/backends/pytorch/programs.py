@@ -465,9 +465,8 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
 def _describe_tensor(name: str, value: Any) -> FileTensor:
     datatype = PROTOCOL_DATATYPES.get(value.dtype)
     if datatype is None:
-        raise InvalidArgument(
-            f"tensor '{name}' of the exported program is {value.dtype}, which no client can send"
-        )
+        text = f"tensor '{name}' of the exported program is {value.dtype}, which no client can send"
+        raise InvalidArgument(text)
     dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
     symbols = tuple("" if isinstance(size, int) else str(size) for size in value.shape)
     return FileTensor(name, datatype, dims, symbols)

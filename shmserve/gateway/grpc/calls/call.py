@@ -73,9 +73,7 @@ HEADS_BY_ENCODING: dict[str | None, bytes] = {
     },
 }
 OK_TRAILERS = encode_block(((b"grpc-status", b"0"),))
-_UNARY_FORMS = {
-    encoding: ResponseBlocks(head, OK_TRAILERS) for encoding, head in HEADS_BY_ENCODING.items()
-}
+_UNARY_FORMS = {name: ResponseBlocks(head, OK_TRAILERS) for name, head in HEADS_BY_ENCODING.items()}
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
@@ -286,9 +284,8 @@ class GrpcCall(ABC):
         """Start the time limit of a message that is incomplete or missing."""
         if self._arriving_message is None:
             front = self._connection.front
-            self._arriving_message = ArrivingMessage(
-                front.body_timeout_s, front.budget, self.on_timeout
-            )
+            timeout_s = front.body_timeout_s
+            self._arriving_message = ArrivingMessage(timeout_s, front.budget, self.on_timeout)
             self._connection.watch(self, self._arriving_message)
         return self._arriving_message
 
@@ -433,9 +430,8 @@ class UnaryCall(GrpcCall):
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
-        connection.http2.sending.send_response(
-            self._stream, _UNARY_FORMS[self._compression], pieces
-        )
+        blocks = _UNARY_FORMS[self._compression]
+        connection.http2.sending.send_response(self._stream, blocks, pieces)
         connection.flush()
 
     def _handle_message(self, message: ReceivedMessage) -> None:

@@ -152,11 +152,8 @@ def _metadata_items(name: bytes, value: bytes) -> Metadata:
     if not key.endswith("-bin"):
         return [(key, _decode_text(value))]
     # Some clients join several values by commas.
-    return [
-        (key, decoded)
-        for part in value.split(b",")
-        if (decoded := _decode_binary(part)) is not None
-    ]
+    parts = map(_decode_binary, value.split(b","))
+    return [(key, decoded) for decoded in parts if decoded is not None]
 
 
 def _decode_text(value: bytes) -> str:

@@ -205,10 +205,8 @@ class Assembly:
                 StatusCode.INTERNAL, f"malformed message: compression flag {flag} (allowed: 0, 1)"
             )
         if size > LARGEST_MESSAGE:
-            raise BrokenMessage(
-                StatusCode.RESOURCE_EXHAUSTED,
-                f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})",
-            )
+            text = f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})"
+            raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, text)
         self._compressed = bool(flag)
         self._size = self.missing_bytes = size
         self.beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
@@ -226,9 +224,8 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
         BrokenMessage: The message cannot be inflated within the limits.
     """
     if encoding == "identity":
-        raise BrokenMessage(
-            StatusCode.INTERNAL, "a compressed message in a call without grpc-encoding"
-        )
+        text = "a compressed message in a call without grpc-encoding"
+        raise BrokenMessage(StatusCode.INTERNAL, text)
     inflater = Inflater(limit)
     pieces: list[bytes] = []
     reservation = Arrival(0.0, budget)

@@ -128,15 +128,13 @@ def _decode_output(output: ModelInferRequest.InferRequestedOutputTensor) -> Infe
     if "classification" in output.parameters:
         parameter = output.parameters["classification"]
         if parameter.WhichOneof("parameter_choice") != "int64_param":
-            raise InvalidArgument(
-                "invalid value type for 'classification' parameter, expected int64_param"
-            )
+            text = "invalid value type for 'classification' parameter, expected int64_param"
+            raise InvalidArgument(text)
         if parameter.int64_param <= 0:
             raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
         if region_range is not None:
-            raise InvalidArgument(
-                "output can't set both 'shared_memory_region' and 'classification'"
-            )
+            text = "output can't set both 'shared_memory_region' and 'classification'"
+            raise InvalidArgument(text)
         return InferOutput(output.name, True, classes=parameter.int64_param)
     return InferOutput(output.name, True, region_range)
 
@@ -167,9 +165,8 @@ def _decode_region(tensor: str, parameters: _Parameters) -> RegionRange | None:
 
 def _parameter_value(tensor: str, parameters: _Parameters, key: str, kind: str) -> Any:
     if parameters[key].WhichOneof("parameter_choice") != kind:
-        raise InvalidArgument(
-            f"invalid value type for '{key}' parameter for tensor '{tensor}', expected {kind}."
-        )
+        text = f"invalid value type for '{key}' parameter for tensor '{tensor}', expected {kind}."
+        raise InvalidArgument(text)
     return getattr(parameters[key], kind)
 
 
@@ -192,9 +189,7 @@ def _decode_typed_contents(tensor: ModelInferRequest.InferInputTensor, model: st
                 f"'{model}' of type '{field_datatype}', expected datatype '{datatype}'"
             )
         if field_datatype == "BYTES":
-            data = b"".join(
-                part for item in values for part in (len(item).to_bytes(4, "little"), item)
-            )
+            data = b"".join(p for item in values for p in (len(item).to_bytes(4, "little"), item))
         elif field_datatype in _SAME_LAYOUT_DATATYPES:
             data = _packed_values(tensor.contents)
         else:

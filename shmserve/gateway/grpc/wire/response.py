@@ -151,14 +151,8 @@ _EMPTY_ERROR_TEXT = "<EMPTY MESSAGE>"
 def encode_streamed(response: bytes, *, final: bool = True) -> bytes:
     """Return a ModelInferResponse as a message of a stream; `final` marks a request's last one."""
     final_field = FINAL_FIELD if final else _NOT_FINAL_FIELD
-    return b"".join(
-        (
-            _INFER_RESPONSE_TAG,
-            encode_varint(len(response) + len(final_field)),
-            response,
-            final_field,
-        )
-    )
+    size = encode_varint(len(response) + len(final_field))
+    return b"".join((_INFER_RESPONSE_TAG, size, response, final_field))
 
 
 def encode_stream_end(model_name: str, version: str, request_id: str) -> bytes:

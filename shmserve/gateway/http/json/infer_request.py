@@ -116,11 +116,8 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
     for name, likely_name in find_misspelt(holder):
         if likely_name not in _warned_names:
             _warned_names.add(likely_name)
-            logger.warning(
-                "a request has the unknown field '%s'; did its client mean '%s'?",
-                clip(name),
-                likely_name,
-            )
+            text = "a request has the unknown field '%s'; did its client mean '%s'?"
+            logger.warning(text, clip(name), likely_name)
 
 
 def decode_data(request: InferRequest) -> None:
@@ -166,9 +163,8 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
     item_size = ITEM_SIZE.get(datatype)
     shape = member_array(member, "shape")
     if len(shape) > _MAX_DIMS:
-        raise InvalidArgument(
-            f"input '{name}' may have at most {_MAX_DIMS} dimensions, got {len(shape)}"
-        )
+        text = f"input '{name}' may have at most {_MAX_DIMS} dimensions, got {len(shape)}"
+        raise InvalidArgument(text)
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= MAX_UINT64:
             raise mistyped_error("shape", "unsigned-integer", name)
@@ -197,10 +193,8 @@ def _source_error(inline: bool, binary: bool, region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
     sources = zip(names, (inline, binary, region), strict=True)
     source_names = " ".join(name for name, is_set in sources if is_set)
-    return InvalidArgument(
-        _ONE_SOURCE_EXPECTED
-        + (f"But set {source_names}" if source_names else "But no field is set")
-    )
+    found = f"But set {source_names}" if source_names else "But no field is set"
+    return InvalidArgument(_ONE_SOURCE_EXPECTED + found)
 
 
 def _read_range(parameters: dict[str, Any]) -> RegionRange:
@@ -209,18 +203,14 @@ def _read_range(parameters: dict[str, Any]) -> RegionRange:
         raise mistyped_error("shared_memory_region", "string")
     offset = parameters.get("shared_memory_offset", 0)
     size = parameters.get("shared_memory_byte_size", 0)
-    return RegionRange(
-        region,
-        check_unsigned(offset, "shared_memory_offset"),
-        check_unsigned(size, "shared_memory_byte_size"),
-    )
+    start = check_unsigned(offset, "shared_memory_offset")
+    return RegionRange(region, start, check_unsigned(size, "shared_memory_byte_size"))
 
 
 def _read_output(member: Any) -> InferOutput:
     if type(member) is not dict:
-        raise JsonFault(
-            "Unable to parse 'name': attempt to access non-existing object member 'name'"
-        )
+        text = "Unable to parse 'name': attempt to access non-existing object member 'name'"
+        raise JsonFault(text)
     name = member_string(member, "name")
     parameters = member.get("parameters")
     if type(parameters) is not dict:
@@ -236,9 +226,8 @@ def _read_output(member: Any) -> InferOutput:
         region_range = _read_range(parameters)
         for member, is_set in (("classification", classes), ("binary_data", is_binary)):
             if is_set:
-                raise InvalidArgument(
-                    f"Output can't set both 'shared_memory_region' and '{member}'"
-                )
+                text = f"Output can't set both 'shared_memory_region' and '{member}'"
+                raise InvalidArgument(text)
     else:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):
             if key in parameters:
@@ -292,9 +281,8 @@ def move_sequence_parameters(request: InferRequest, parameters: dict[str, Any]) 
     Raises:
         JsonFault: A parameter has the wrong type.
     """
-    _read_parameters(
-        request, {n: parameters.pop(n) for n in _SEQUENCE_PARAMETERS if n in parameters}
-    )
+    own = {n: parameters.pop(n) for n in _SEQUENCE_PARAMETERS if n in parameters}
+    _read_parameters(request, own)
 
 
 def _read_custom_parameter(key: str, value: Any) -> str | int | float | bool:

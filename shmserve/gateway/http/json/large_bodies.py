@@ -175,9 +175,7 @@ def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None
         if isinstance(value, str):
             fields[name] = packed.get(value, value)
         elif isinstance(value, list):
-            fields[name] = [
-                packed.get(item, item) if isinstance(item, str) else item for item in value
-            ]
+            fields[name] = [packed.get(i, i) if isinstance(i, str) else i for i in value]
         elif isinstance(value, dict) and name in _NESTED:
             _insert_packed(value, packed)
 

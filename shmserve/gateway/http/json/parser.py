@@ -99,9 +99,8 @@ def loads_members(json_text: bytes) -> Any:
     """
     if len(json_text) > LARGE or not _is_too_deep(json_text):
         return loads(json_text)
-    masked = np.frombuffer(
-        _STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), json_text), np.uint8
-    )
+    masked_text = _STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), json_text)
+    masked = np.frombuffer(masked_text, np.uint8)
     steps = _DEPTH_STEPS[masked]
     depth = np.cumsum(steps, dtype=np.int32)
     begins = (steps > 0) & (depth == 2)
@@ -206,11 +205,8 @@ def find_misspelt(holder: Any) -> Iterator[tuple[str, str]]:
 
 def missing_error(field: str, holder: Any) -> JsonFault:
     """Return the error for a missing member, with the misspelt member of `holder`, if any."""
-    hint = "".join(
-        f"; did you misspell it as '{clip(name)}'?"
-        for name, likely_name in find_misspelt(holder)
-        if likely_name == field
-    )
+    names = (name for name, likely_name in find_misspelt(holder) if likely_name == field)
+    hint = "".join(f"; did you misspell it as '{clip(name)}'?" for name in names)
     return JsonFault(
         f"Unable to parse '{field}': attempt to access non-existing object member '{field}'{hint}"
     )
@@ -219,9 +215,8 @@ def missing_error(field: str, holder: Any) -> JsonFault:
 def mistyped_error(field: str, kind: str, tensor: str = "") -> JsonFault:
     """Return the error for a member that is not of a `kind`, such as "unsigned-integer"."""
     suffix = f" (input '{tensor}')" if tensor else ""
-    return JsonFault(
-        f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}{suffix}"
-    )
+    text = f"attempt to access JSON non-{kind} as {kind}{suffix}"
+    return JsonFault(f"Unable to parse '{field}': {text}")
 
 
 def mistyped_value_error(kind: str) -> JsonFault:
@@ -358,9 +353,8 @@ class Numbers:
                 not piece or piece.endswith(b"[") or (open_brackets and piece.startswith(b"]"))
             )
             if not is_depth_valid or has_bare_comma:
-                raise JsonFault(
-                    f"failed to parse the request JSON buffer: malformed array. at {position}"
-                )
+                problem = f"failed to parse the request JSON buffer: malformed array. at {position}"
+                raise JsonFault(problem)
             yield loads(b"[" * open_brackets + piece + b"]" * depth)
             if is_last:
                 return

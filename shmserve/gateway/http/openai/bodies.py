@@ -62,9 +62,7 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
     models = gateway.models
     if name in models:
         return name
-    models_by_name = {
-        served_name: model for model, served_name in reversed(gateway.settings.served_names)
-    }
+    models_by_name = {name: model for model, name in reversed(gateway.settings.served_names)}
     own_name = models_by_name.get(name) or models.resolve_alias(name)
     if own_name != name:
         return own_name
@@ -100,9 +98,8 @@ def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> s
         gateway: The gateway.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    candidates = {
-        model.name for model in gateway.models.all_versions() if generates_text(model)
-    }.union(unloaded)
+    loaded = {model.name for model in gateway.models.all_versions() if generates_text(model)}
+    candidates = loaded.union(unloaded)
     return candidates.pop() if len(candidates) == 1 else ""
 
 
@@ -332,16 +329,14 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
 
 async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
-    fields = select_supported_fields(
-        body, COMPLETION_FIELDS, gateway.settings.refuse_unknown_fields
-    )
+    refuses_unknown = gateway.settings.refuse_unknown_fields
+    fields = select_supported_fields(body, COMPLETION_FIELDS, refuses_unknown)
     model = await resolve_generative_model(gateway, fields)
     value: Any = fields.get("prompt")
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
-    return _text_request(
-        model, prompts, {**fields, "echo": check_member(fields, "echo", bool, False)}
-    )
+    echo = check_member(fields, "echo", bool, False)
+    return _text_request(model, prompts, {**fields, "echo": echo})
 
 
 async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
@@ -410,11 +405,8 @@ def _text_request(
     stream = check_member(parameters, "stream", bool, False)
     options = check_member(parameters, "stream_options", dict, {})
     samples = check_member(parameters, "n", int, 1)
-    fields = {
-        name: value
-        for name, value in parameters.items()
-        if name not in ("model", "prompt", "messages", "stream_options")
-    }
+    excluded = ("model", "prompt", "messages", "stream_options")
+    fields = {name: value for name, value in parameters.items() if name not in excluded}
     usage = bool(options) and check_member(options, "include_usage", bool, False)
     continuous = stream and usage and check_member(options, "continuous_usage_stats", bool, False)
     details = _select_details(fields, continuous)
@@ -464,9 +456,8 @@ def prompt(value: Any, name: str = "prompt") -> InferInput:
     if are_tokens(value):
         check_tokens(name, value)
         return create_input("input_ids", "INT32", value)
-    raise InvalidArgument(
-        f"{name}: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
-    )
+    text = f"{name}: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
+    raise InvalidArgument(text)
 
 
 def _describe_type(value: Any) -> str:

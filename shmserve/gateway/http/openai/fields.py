@@ -162,10 +162,8 @@ def select_supported_fields(
                 unknown.append(f"stream_options.{name}")
     for name in unknown[:_MAX_REPORTED]:
         if refuse_unknown:
-            known_fields = (
-                supported | refused_fields.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS.keys()
-            )
-            problems.append(f"{clip(name)}: unknown field{suggestion(name, known_fields)}")
+            known = supported | refused_fields.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS.keys()
+            problems.append(f"{clip(name)}: unknown field{suggestion(name, known)}")
         else:
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:
@@ -174,8 +172,5 @@ def select_supported_fields(
 
 
 def _check_refused(name: str, value: Any, allowed: AllowedValues) -> list[str]:
-    is_neutral = any(
-        type(value) is type(neutral_value) and value == neutral_value
-        for neutral_value in allowed.values
-    )
+    is_neutral = any(type(value) is type(item) and value == item for item in allowed.values)
     return [] if is_neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.explanation}"]

@@ -172,10 +172,8 @@ class _Sample:
         """Return the reasoning and the tool calls received so far."""
         if not self.reasoning and not self.tool_calls:
             return {}
-        return {
-            **_reasoning_members(self.reasoning),
-            **({"tool_calls": self.tool_calls} if self.tool_calls else {}),
-        }
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {**_reasoning_members(self.reasoning), **calls}
 
     def add(self, message: dict[str, Any]) -> dict[str, Any]:
         """Add reasoning and tool calls, and return the members of a chunk with them."""
@@ -254,9 +252,8 @@ class Choices:
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
         if self.continuous:
-            choice |= self._add_members(
-                sample, self._count_sample_tokens(prompt, sample, delta.extra_members)
-            )
+            members = self._count_sample_tokens(prompt, sample, delta.extra_members)
+            choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
         sample.is_begun = True
@@ -280,11 +277,8 @@ class Choices:
             self._prompt_sizes[prompt] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
         size, new_tokens = self._prompt_sizes.get(prompt, 0), sample.tokens
-        usage = {
-            "prompt_tokens": size,
-            "completion_tokens": new_tokens,
-            "total_tokens": size + new_tokens,
-        }
+        usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
+        usage["total_tokens"] = size + new_tokens
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
@@ -294,9 +288,8 @@ class Choices:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
             self._prompt_members |= {name: members.pop(name) for name in prompt}
         tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
-        sample.extra_members |= (
-            {**members, "token_ids": tokens} if "token_ids" in members else members
-        )
+        added = {**members, "token_ids": tokens} if "token_ids" in members else members
+        sample.extra_members |= added
         return members
 
     def _count_usage(self, usage: dict[str, Any]) -> None:
@@ -469,9 +462,8 @@ class _Generation:
         arrived_ns = time.monotonic_ns()
         for infer_request in self._text_request.infer_requests():
             built_request = await build_in_turns(gateway, model, infer_request)
-            queue = ResponseQueue(
-                gateway, self._request, built_request, arrived_ns, self._response_event
-            )
+            event = self._response_event
+            queue = ResponseQueue(gateway, self._request, built_request, arrived_ns, event)
             self._queues.append(queue)
             if len(self._text_request.prompts) > 1:
                 await asyncio.sleep(0)  # other requests are handled in between
@@ -488,9 +480,8 @@ class _Generation:
             pass
         if not self._byte_size:
             return json_response(self._rendering.whole_response())
-        return await _convert(
-            self._byte_size, lambda: json_response(self._rendering.whole_response())
-        )
+        render = self._rendering.whole_response
+        return await _convert(self._byte_size, lambda: json_response(render()))
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield server-sent events. Texts that have arrived are written together."""
@@ -524,9 +515,10 @@ class _Generation:
                 while queue and prompt in unfinished:
                     inferred = queue.request.outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
-                        byte_size = sum(
+                        sizes = (
                             len(output_bytes(self._gateway, tensor)) for tensor in inferred.outputs
                         )
+                        byte_size = sum(sizes)
                         self._byte_size += byte_size
                         add = partial(self._add, prompt, inferred)
                         choices = await _convert(byte_size, add)
@@ -559,7 +551,7 @@ class _Generation:
                 int(index),
                 text.decode(),
                 reason.decode(),
-                orjson.loads(logprobs) if logprobs else None,
+                _parse_logprobs(logprobs) if logprobs else None,
                 orjson.loads(usage) if usage else None,
                 stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP_REASON else None,
             )
@@ -604,6 +596,23 @@ class _Generation:
             return list(array.ravel())
         values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
         return values
+
+
+def _parse_logprobs(data: bytes) -> dict[str, Any]:
+    """Parse the log probabilities of a response.
+
+    Many tokens are parsed line by line, because the parser holds the GIL.
+    """
+    members: dict[str, Any] = {}
+    if len(data) < _LARGE or not data.startswith(b'{"content":[\n'):
+        members = orjson.loads(data)
+        return members
+    for line in data.split(b"\n"):
+        if line.endswith(b"["):
+            tokens = members[line.split(b'"')[1].decode()] = []
+        elif line and not line.startswith(b"]"):
+            tokens.append(orjson.loads(line.removesuffix(b",")))
+    return members
 
 
 async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:

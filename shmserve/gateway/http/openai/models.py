@@ -93,9 +93,8 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     texts = _check_texts(body.get("input"))
     encoding = bodies.check_member(body, "encoding_format", str, "float")
     if encoding not in _ENCODING_FORMATS:
-        raise InvalidArgument(
-            f"encoding_format: '{encoding}' is not one of {', '.join(_ENCODING_FORMATS)}"
-        )
+        text = f"encoding_format: '{encoding}' is not one of {', '.join(_ENCODING_FORMATS)}"
+        raise InvalidArgument(text)
     batch_size = max(embedder.max_texts, 1)
     tasks: list[asyncio.Task[list[np.ndarray[Any, Any]]]] = []
     try:
@@ -213,9 +212,8 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
     fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
-    model = await bodies.resolve_generative_model(
-        gateway, fields, default=await _default_model(gateway, fields)
-    )
+    default = await _default_model(gateway, fields)
+    model = await bodies.resolve_generative_model(gateway, fields, default=default)
     chat = "messages" in fields
     with_texts = bodies.check_member(fields, "return_token_strs", bool, False)
     add_special_tokens = bodies.check_member(fields, "add_special_tokens", bool, not chat)
@@ -247,9 +245,8 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /detokenize: respond with the text of tokens."""
     fields = await bodies.read_fields(gateway, request, DETOKENIZE_FIELDS, ["tokens"])
-    model = await bodies.resolve_generative_model(
-        gateway, fields, default=await _default_model(gateway, fields)
-    )
+    default = await _default_model(gateway, fields)
+    model = await bodies.resolve_generative_model(gateway, fields, default=default)
     tokens = bodies.check_member(fields, "tokens", list, None)
     if tokens == []:
         return json_response({"prompt": ""})
@@ -258,9 +255,8 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     ids = bodies.prompt(tokens, "tokens")
     limit = model.max_model_len
     if limit and ids.count > limit:
-        raise InvalidArgument(
-            f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"
-        )
+        text = f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"
+        raise InvalidArgument(text)
     _check_converts(model)
     values = await _infer(gateway, request, model, ids, (TEXT_OUTPUT,), {"task": "detokenize"})
     return json_response({"prompt": values[TEXT_OUTPUT].ravel()[0].decode()})
@@ -286,10 +282,8 @@ async def _infer(
     Raises:
         ShmserveError: The model's error.
     """
-    requested_outputs = [InferOutput(name, binary=True) for name in outputs]
-    infer_request = InferRequest(
-        "", [infer_input], requested_outputs, binary=True, parameters=parameters
-    )
+    requested = [InferOutput(name, binary=True) for name in outputs]
+    infer_request = InferRequest("", [infer_input], requested, binary=True, parameters=parameters)
     built_request = await build_in_turns(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:

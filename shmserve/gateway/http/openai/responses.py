@@ -142,9 +142,8 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     for name, allowed_values in _ALLOWED_VALUES.items():
         value = body.get(name)
         if value is not None and value not in allowed_values:
-            reason = _REFUSAL_REASONS.get(
-                name, f"supported is {' or '.join(map(repr, allowed_values)) or 'null'}"
-            )
+            supported = " or ".join(map(repr, allowed_values)) or "null"
+            reason = _REFUSAL_REASONS.get(name, f"supported is {supported}")
             raise InvalidArgument(f"{name}: {clip(repr(value))}: {reason}")
     bodies.check_member(body, "store", bool, False)
     bodies.check_member(body, "max_tool_calls", int, 0)
@@ -155,10 +154,8 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
-    chat |= {
-        "response_format": _chat_format(text.get("format")),
-        "verbosity": text.get("verbosity"),
-    }
+    chat["response_format"] = _chat_format(text.get("format"))
+    chat["verbosity"] = text.get("verbosity")
     included = bodies.check_member(body, "include", list, [])
     unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
     if unknown is not None:
@@ -269,9 +266,8 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         return
     if kind == "message" and item.get("role") != "assistant":
-        messages.append(
-            {"role": item.get("role"), "content": _chat_content(item.get("content"), position)}
-        )
+        content = _chat_content(item.get("content"), position)
+        messages.append({"role": item.get("role"), "content": content})
         return
     last_message: dict[str, Any] = messages[-1] if messages else {}
     if last_message.get("role") != "assistant" or (
@@ -311,9 +307,8 @@ def _chat_content(content: Any, position: str) -> Any:
     for part in content:
         part_type = part.get("type") if type(part) is dict else part
         if part_type != "refusal" and part_type not in _TEXT_PARTS:
-            raise InvalidArgument(
-                f"{position}: content of type {clip(repr(part_type))} is not a string"
-            )
+            text = f"{position}: content of type {clip(repr(part_type))} is not a string"
+            raise InvalidArgument(text)
         text = part.get("refusal" if part_type == "refusal" else "text")
         if type(text) is not str:
             raise InvalidArgument(f"{position}: the text {clip(repr(text))} is not a string")
@@ -511,10 +506,8 @@ class ResponseObject:
         fault = orjson.loads(response_error(error))["error"]
         code = fault["code"] or "server_error"
         details = {"code": code, "message": fault["message"], "param": fault["param"]}
-        failed_object = {
-            **self._object("failed"),
-            "error": {"code": code, "message": fault["message"]},
-        }
+        reason = {"code": code, "message": fault["message"]}
+        failed_object = {**self._object("failed"), "error": reason}
         events = [
             self._event("error", **details),
             self._event("response.failed", response=failed_object),

@@ -12,6 +12,7 @@ from shmserve.workers.backends.llm.token_texts import (
     BadWords,
     Detokenizer,
     TokenTexts,
+    encode_logprobs,
     parse_json,
 )
 from tests.support.hf_folders import tokenizer_text
@@ -55,9 +56,7 @@ def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("skips_special", [True, False])
-def test_prompt_and_answer_decode_to_the_whole_text(
-    tokenizer: Tokenizer, skips_special: bool
-) -> None:
+def test_prompt_and_answer_decode_to_all_text(tokenizer: Tokenizer, skips_special: bool) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
     full_tokens = tokenize(tokenizer, "the 😀 of é 東京, a")
     plain_tokens = [token(tokenizer, piece) for piece in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
@@ -202,3 +201,8 @@ def test_the_forbidden_tokens_complete_a_bad_word(
         assert forbidden == completing
         allowed_tokens = [token for token in likely_tokens if token not in forbidden]
         emitted_tokens.append(rng.choice(allowed_tokens or sorted(set(letters) - forbidden)))
+
+
+def test_log_probabilities_have_a_line_for_each_token() -> None:
+    text = encode_logprobs({"content": [{"token": "\n"}, None], "prompt": []})
+    assert text == b'{"content":[\n{"token":"\\n"},\nnull\n],"prompt":[\n\n]}'
