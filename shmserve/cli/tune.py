@@ -120,9 +120,14 @@ def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) 
     try:
         yield
     finally:
-        server.load(model)
-        if server.config(model, "") != config:
-            server.load(model, config)
+        try:
+            server.load(model)
+            if server.config(model, "") != config:
+                server.load(model, config)
+        except BaseException:  # a second interrupt, too
+            text = f"{model} has a tested configuration; `shmserve client load {model}` restores it"
+            print(text, file=sys.stderr)
+            raise
 
 
 @dataclass
