@@ -394,8 +394,8 @@ def check_output_size(tensor: TensorRef, size: int) -> None:
         Internal: The size differs.
     """
     item_size = ITEM_SIZE[tensor.datatype]
-    expected_size = element_count(tensor.shape) * item_size
-    if item_size and size != expected_size:
+    if item_size and size != element_count(tensor.shape) * item_size:
+        expected_size = element_count(tensor.shape) * item_size
         raise Internal(
             f"output '{tensor.name}': expected {expected_size} bytes for {tensor.datatype} "
             f"{shape_text(tensor.shape)}, got {size}"
