@@ -171,6 +171,7 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         r"input\[0\]: the text 3 is not a string"),
     "no list of members": ({"include": 3}, "include: 3 is not a list"),
     "an unknown member": ({"include": ["x"]}, "include: 'x' is not one of message.output_text.lo"),
+    "a null member": ({"include": [None, 5]}, "include: None is not one of message.output_text.lo"),
     "no list of tools": ({"tools": 3}, "tools: 3 is not a list"),
     "no flag": ({"store": "yes"}, "store: 'yes' is not true or false"),
     "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),
@@ -180,7 +181,9 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a grammar of a custom tool": ({"tools": [{"type": "custom", "name": "x",
         "format": {"type": "grammar"}}]}, r"tools\[0\].format: only the type 'text' is supported"),
     "a tool of a namespace": ({"tools": [{"type": "namespace", "name": "n",
-        "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: expected a tool of type"),
+        "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: expected a 'function'"),
+    "no name in a namespace": ({"tools": [{"type": "namespace", "name": "n",
+        "tools": [{"type": "function", "name": ["f"]}]}]}, r"tools\[0\].tools\[0\]: expected"),
     "no tools of a namespace": ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
         r"tools: 3 is not a list"),
 }  # fmt: skip

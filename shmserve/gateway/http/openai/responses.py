@@ -157,10 +157,10 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat["response_format"] = _chat_format(text.get("format"))
     chat["verbosity"] = text.get("verbosity")
     included = bodies.check_member(body, "include", list, [])
-    unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
-    if unknown is not None:
-        allowed_names = ", ".join(_INCLUDED_MEMBERS)
-        raise InvalidArgument(f"include: {clip(repr(unknown))} is not one of {allowed_names}")
+    for name in included:
+        if name not in _INCLUDED_MEMBERS:
+            allowed_names = ", ".join(_INCLUDED_MEMBERS)
+            raise InvalidArgument(f"include: {clip(repr(name))} is not one of {allowed_names}")
     if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
@@ -207,8 +207,9 @@ def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[
     """Return the functions of a namespace by the names that the model calls."""
     functions = bodies.check_member(tool, "tools", list, [])
     for index, function in enumerate(functions):
-        if type(function) is not dict or function.get("type") != "function":
-            raise InvalidArgument(f"{position}.tools[{index}]: expected a tool of type 'function'")
+        is_function = type(function) is dict and function.get("type") == "function"
+        if not (is_function and type(function.get("name")) is str):
+            raise InvalidArgument(f"{position}.tools[{index}]: expected a 'function' with a name")
     return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
 
 
