@@ -83,7 +83,7 @@ _BODY_TOO_LARGE = (
 )
 _JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
 _RAW_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
-_TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the size of the JSON text)"
+_TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the size of the JSON)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
