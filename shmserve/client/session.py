@@ -243,9 +243,7 @@ class Session:
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
 
-    def pack(
-        self, connection: ServerConnection, call: Call, *, stream: bool = False
-    ) -> PackedRequest:
+    def pack(self, connection: ServerConnection, call: Call, stream: bool = False) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
 
         Without `stream`, decoupled models are rejected.

@@ -209,11 +209,9 @@ class Statistics(Table):
             self.compute_output_ns += sum(outputs)
             self.queue_seconds.observe(*queue_times)
         if self._quantiles:
-            self._observe_quantiles(successes, times)
+            self._observe(successes, times)
 
-    def _observe_quantiles(
-        self, successes: list[_RecordedSuccess], times: list[_RecordedTimes]
-    ) -> None:
+    def _observe(self, successes: list[_RecordedSuccess], times: list[_RecordedTimes]) -> None:
         quantiles = self._quantiles
         for now_ns, arrived_ns, *_ in successes:
             quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)

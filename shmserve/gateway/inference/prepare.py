@@ -508,12 +508,10 @@ class ArrivingRequest(ArrivingTensors):
         built_request: The request, which is complete once its tensors are.
     """
 
-    def __init__(
-        self, built_request: BuiltRequest, views: Sequence[memoryview], byte_size: int
-    ) -> None:
+    def __init__(self, built_request: BuiltRequest, views: Sequence[memoryview], size: int) -> None:
         super().__init__(views, built_request.release)
         self.built_request = built_request
-        self._byte_size = byte_size
+        self._byte_size = size
 
     def __len__(self) -> int:
         return self._byte_size
