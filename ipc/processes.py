@@ -78,7 +78,8 @@ def _kill(pid: int) -> None:
     with contextlib.suppress(OSError):  # the process has exited
         if _RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
             return
-    with contextlib.suppress(ProcessLookupError):
+    # A process that another user started in this container may be a child of process 1.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 

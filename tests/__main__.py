@@ -31,14 +31,9 @@ LANES = (
     {"faults": 4, "integration/local_clients": 1, "integration/perf": 1},
     {"integration/processes": 4, "integration/generation": 1, "integration/resources": 1},
     {"integration/models": 4, "integration/ensembles": 1, "integration/memory": 1},
-    {
-        "integration/grpc": 2,
-        "integration/http": 1,
-        "simulation": 1,
-        "unit": 4,
-        "integration/cuda": 1,
-    },
-)
+    {"integration/grpc": 2, "integration/http": 1, "simulation": 1, "unit": 4,
+     "integration/cuda": 1},
+)  # fmt: skip
 # More failures than these are no accidents.
 MAX_RETRIED = 20
 

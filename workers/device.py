@@ -1,7 +1,7 @@
 """Compute devices: the CPU, or one of the accelerators that torch supports (cuda, npu, ...).
 
-A zygote calls the functions `preload_...` once, so that the workers that it forks do not spend the
-time for imports and initialisation of torch.
+A zygote calls the functions that preload torch once, so that the workers that it forks do not spend
+the time for imports and initialisation of torch.
 
 The implementation uses `torch.accelerator`, so that all kinds share their code. A kind with its own
 package registers itself with torch when the package is imported (`npu`: torch_npu).

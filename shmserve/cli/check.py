@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from shmserve.supervisor.supervisor import Supervisor
 
 _RESPONSE_TIMEOUT_S = 60.0
 _TEXT_BACKENDS = ("llm", "vllm")  # backends whose models receive a text prompt
+_PROMPT = "text_input"
 _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
@@ -188,7 +190,7 @@ class _Model:
     def _build_requests(self) -> list[tuple[tuple[TensorRef, ...], bytes, list[Any]]]:
         signature = self.signature
         samples = [sample.tensors for sample in self._samples] or [
-            [self._generated_input(name) for name in signature.inputs if name not in self._values]
+            [self._generated_input(name) for name in self._generated_names()]
         ]
         requests = []
         for sample in samples:
@@ -198,12 +200,17 @@ class _Model:
             requests.append((inputs, *pack_inference(Inference(inputs))))
         return requests
 
+    def _generated_names(self) -> Iterable[str]:
+        if self._config.backend not in _TEXT_BACKENDS:
+            return [name for name in self.signature.inputs if name not in self._values]
+        # A request has one prompt, as a text, tokens or messages; the other inputs are settings.
+        return () if self._values.keys() & {_PROMPT, "input_ids", "messages"} else (_PROMPT,)
+
     def _generated_input(self, name: str) -> TensorRef:
         tensor = _zero_tensor(self.signature, name)
-        if self._config.backend not in _TEXT_BACKENDS or tensor.datatype != "BYTES":
+        if self._config.backend not in _TEXT_BACKENDS:
             return tensor
-        data = element_count(tensor.shape) * (b"\5\0\0\0" + b"Hello")
-        return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
+        return TensorRef(tensor.name, tensor.datatype, tensor.shape, b"\5\0\0\0" + b"Hello")
 
     def _flag_input(self, name: str) -> TensorRef:
         spec = self.signature.inputs[name]

@@ -127,8 +127,8 @@ class GrpcSettings:
 class GatewaySettings:
     """Settings of the server that matter to a gateway.
 
-    common/auth_tokens.py describes `tokens` and `..._restricted`, and listener.py
-    `allow_client_shm`.
+    common/auth_tokens.py describes `tokens`, `http_restricted` and `grpc_restricted`, and
+    listener.py `allow_client_shm`.
 
     Attributes:
         max_input_size: The limit of JSON, raw input and decompressed bodies, in bytes

@@ -1,6 +1,6 @@
 """The syntax of configurations: text format and JSON are parsed to a tree with positions.
 
-The tree has no schema: `message_builder.py` converts it to a message. The grammar of text format is
+The tree has no schema: message_builder.py converts it to a message. The grammar of text format is
 https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any, which no field
 of a configuration contains. Protobuf's own parser is not used because it stops at the first unknown
 name, whereas this server reports all mistakes at once. Its `Tokenizer` is not used because it is

@@ -95,7 +95,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that make no sense from their sender or now. `wall_clock` returns
+    `unexpected` counts messages that make no sense from their sender or now. `_wall_clock` returns
     epoch ns.
     """
 
@@ -281,7 +281,7 @@ class Core(Protocol[R]):
 class Front(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
-    `wall_clock` returns epoch ns; `model` is a name for the log. While the scheduler drains, it
+    `_wall_clock` returns epoch ns; `_model` is a name for the log. While the scheduler drains, it
     admits nothing new. After it has `stopped`, it has nothing to do.
     """
 

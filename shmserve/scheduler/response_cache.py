@@ -73,7 +73,7 @@ class _SchemaKey(NamedTuple):
 class ResponseCache:
     """The cached responses of one model version.
 
-    `start` has its size and the owner of clients' memory; copies of large responses are `lent` to
+    `_start` has its size and the owner of clients' memory; copies of large responses are `lent` to
     clients.
     """
 
@@ -310,7 +310,7 @@ def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]
     """Return the cache key of a request: BLAKE2b (RFC 7693) with 256 bits.
 
     Args:
-        prefix: The part determined by its schema; see `cache_head`.
+        prefix: The part determined by its schema; see `schema_key`.
         sequence: The correlation id, as a number and as a text, and the flags.
         contents: The bytes of the inputs, by name. Their sizes make the encoding unambiguous.
     """

@@ -76,9 +76,9 @@ class QueuePolicies:
 class Sequencing:
     """The rules of the sequence batcher, from the configuration (`spec`) and the server's limits.
 
-    Each instance has `slots`. Without `oldest`, the strategy is direct, which waits up to
+    Each instance has `slots`. Without `oldest_rules`, the strategy is direct, which waits up to
     `delay_ns` for a minimum utilization of its slots if both are set. A sequence is idle after
-    `idle_ns`, and `most` sequences of a client may wait for a slot.
+    `idle_ns`, and `max_waiting` sequences of a client may wait for a slot.
     """
 
     spec: SequenceBatching

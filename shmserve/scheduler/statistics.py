@@ -84,8 +84,8 @@ MAX_RECORDED_UNITS = 64
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
 # A success: its end, its arrival, its units, its enqueueing, and the phases of its execution, if
-# they are known. Otherwise a `_Timed` follows: the time when the phases are known, the enqueueing,
-# and the phases.
+# they are known. Otherwise `_RecordedTimes` follow: the time when the phases are known, the
+# enqueueing, and the phases.
 _RecordedSuccess = tuple[int, int, int, int, Timing | None]
 _RecordedTimes = tuple[int, int, Timing]
 _QUANTILE_TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
@@ -170,7 +170,7 @@ class Statistics(Table):
         self._recorded_executions.append((reason, units, timing))
 
     def count_success(self, request: CountedRequest, timing: Timing | None, now_ns: int) -> None:
-        """Count a success. Without `timing` the execution has not returned, and `timed` follows."""
+        """Count a success; without `timing`, `count_times` follows after its execution."""
         if timing is None:
             request.untimed = True
         self._successes.append(

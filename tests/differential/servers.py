@@ -34,7 +34,6 @@ class Watched:
         return self.product.command(repository, ports, scratch)
 
     def environment(self) -> dict[str, str]:
-        """Return the product's environment and the additional variables."""
         return self.product.environment() | {"CUDA_VISIBLE_DEVICES": ""} | dict(self.variables)
 
 

@@ -15,7 +15,6 @@ MODELS = ("simple", "identity", "crimes", "gated")
 
 
 def make_repository(folder: Path) -> Path:
-    """Write the model repository that all scenes serve."""
     repository = folder / "models"
     repository.mkdir()
     repositories.add(repository, *MODELS)
@@ -29,7 +28,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
-    """Yield a server for a series of faults."""
     with running(repository, "--gateways=2", "--execution-timeout-secs=3") as running_server:
         with Load(running_server):
             pass  # memory that the first requests allocate permanently is not a leak

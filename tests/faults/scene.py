@@ -106,7 +106,6 @@ class Scene:
         return self.server.find_one(title)
 
     def replaced(self, old_process: psutil.Process, title: str) -> None:
-        """Wait until a new process has the title."""
         wait_replaced(self.server, old_process, title)
 
 

@@ -161,7 +161,6 @@ def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
 
 
 def test_two_servers_side_by_side(repository: Path, serve: Callable[..., Server]) -> None:
-    """Exits in one server do not affect the other."""
     server = serve()
     with running(repository) as other_server, Load(other_server) as other_load:
         assert server.run_dir != other_server.run_dir

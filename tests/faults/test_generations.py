@@ -28,8 +28,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     repositories.add(folder, "simple", "gated", "identity")
     repositories.add_slow(folder, "slow")
-    twin_folder = repositories.add_slow(folder, "twin")
-    config = twin_folder / "config.pbtxt"
+    config = repositories.add_slow(folder, "twin") / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
     model_folder = repositories.add_as(folder, "two", "gated")
     (model_folder / "1").rename(model_folder / "2")
@@ -50,7 +49,6 @@ def change(pool: RequestPool, name: str, verb: str = "load", body: Any = None) -
 
 
 def state(server: Server, name: str, version: str = "1") -> str:
-    """Return the state of a version in the repository index."""
     with server.http() as http:
         rows = http.post("/v2/repository/index").ok().json()
     (row,) = (row for row in rows if (row["name"], row.get("version")) == (name, version))
@@ -167,8 +165,7 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
     assert state(server, "slow") == "LOADING"
     loading.release()
     load_request.result().ok()
-    assert server.answers("/v2/models/slow/ready")
-    assert state(server, "slow") == "READY"
+    assert server.answers("/v2/models/slow/ready") and state(server, "slow") == "READY"
     change(pool, "slow", "unload").result().ok()
 
 
@@ -192,9 +189,7 @@ def test_a_version_replaces_another_while_models_change(server: Server, reposito
     until("it is ready", lambda: server.answers("/v2/health/ready"))
 
 
-def test_a_model_that_broke_is_loaded_again(
-    server: Server, pool: RequestPool, repository: Path
-) -> None:
+def test_a_broken_model_is_reloaded(server: Server, pool: RequestPool, repository: Path) -> None:
     """The model and the server are ready afterwards."""
     code = repository / "once" / "1" / "model.py"
     good_code = code.read_text()
@@ -205,8 +200,7 @@ def test_a_model_that_broke_is_loaded_again(
     assert not server.answers("/v2/health/ready")
     code.write_text(good_code)
     change(pool, "once").result().ok()
-    assert state(server, "once") == "READY"
-    assert server.answers("/v2/models/once/ready")
+    assert state(server, "once") == "READY" and server.answers("/v2/models/once/ready")
     assert server.answers("/v2/health/ready")
     change(pool, "once", "unload").result().ok()
 
@@ -232,11 +226,9 @@ def test_a_generation_that_fails_during_takeover(
         assert server.gate.next().pid == new_visit.pid
         os.kill(new_visit.pid, signal.SIGKILL)
         until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
-    reply = loading.result()
-    assert reply.status == 400, "all know it, and the model is broken"
+    assert loading.result().status == 400, "all know it, and the model is broken"
     assert pending.result().status == 503
-    assert state(server, "slow") == "READY"
-    assert server.answers("/v2/models/slow/ready")
+    assert state(server, "slow") == "READY" and server.answers("/v2/models/slow/ready")
     pending = pool.number("slow", 8)
     visit = server.gate.next()
     assert visit.pid == old_visit.pid
@@ -248,7 +240,6 @@ def test_a_generation_that_fails_during_takeover(
 
 
 def test_a_request_that_arrives_slowly_while_its_model_is_loaded_again(server: Server) -> None:
-    """The request is executed by the new generation."""
     data = np.arange(1 << 20, dtype=np.float32).tobytes()
     body, headers = binary_request([("INPUT0", "FP32", [len(data) // 4], data)])
     with (

@@ -53,7 +53,6 @@ def test_the_gateway_dies(server: Server, ending: str) -> None:
 
 @pytest.mark.parametrize("victim", ["worker gated.0", "scheduler gated"])
 def test_the_process_behind_a_grpc_call_dies(server: Server, victim: str) -> None:
-    """No client sees an error."""
     array = np.full((1, 4), 3, np.int32)
     with stub(server) as call:
         pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)

@@ -16,12 +16,8 @@ from tests.support.waiting import until
 
 LOADING_VICTIMS = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
 DRAINING_VICTIMS = (
-    "worker gated.0",
-    "scheduler gated",
-    "gateway http 0",
-    "worker zygote",
-    "front zygote",
-)
+    "worker gated.0", "scheduler gated", "gateway http 0", "worker zygote", "front zygote",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -156,9 +156,7 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
     assert [add(client, 80, 1, start=True), add(client, 80, 1, end=True)] == [1, 2]
 
 
-def test_a_client_opens_many_sequences_and_ends_none(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_client_ends_no_sequence(server: Server, client: shmserve.client.Server) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
     assert add(client, 1, 1, start=True) == 1
     arrays = {"INPUT0": np.zeros((1, 1), np.int32)}
@@ -186,9 +184,7 @@ def test_a_client_opens_many_sequences_and_ends_none(
     assert not called_models.wrong_responses and not called_models.lost_count
 
 
-def test_a_stream_opens_many_sequences_and_ends_none(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_stream_ends_no_sequence(server: Server, client: shmserve.client.Server) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
     results: queue.Queue[Any] = queue.Queue()
     tensor = grpc.InferInput("INPUT0", [1, 1], "INT32")

@@ -25,7 +25,6 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def repeating_server(server: Server) -> Iterator[Server]:
-    """Yield a server of a model that repeats each element of its input as a response."""
     server.load("repeat")
     yield server
     if server.process.poll() is None:
@@ -33,7 +32,6 @@ def repeating_server(server: Server) -> Iterator[Server]:
 
 
 def live(server: Server) -> float:
-    """Return the number of requests at the model's workers."""
     return server.metric("shmserve_executing_requests", model="repeat")
 
 
@@ -48,8 +46,7 @@ def test_a_process_dies(repeating_server: Server, process: str, expected_error: 
     with stream(repeating_server) as (client, results):
         send_repeat(client, LONG_VALUES, delay_ms=10)
         results.get(timeout=30)
-        victim = repeating_server.find_one(process)
-        victim.kill()
+        repeating_server.find_one(process).kill()
         assert expected_error in final_error(results)
         # New requests on the same stream reach the successor.
         send_repeat(client, [1, 2, 3])
@@ -69,9 +66,7 @@ def test_a_disconnecting_client_does_not_affect_another_stream(repeating_server:
         assert count_responses(results) == 199
 
 
-def test_a_client_that_does_not_read_blocks_only_its_own_stream(
-    repeating_server: Server,
-) -> None:
+def test_a_client_that_does_not_read_blocks_only_its_own_stream(repeating_server: Server) -> None:
     gate = threading.Event()
 
     def take(result: Any, error: Any) -> None:

@@ -153,7 +153,6 @@ class _Client:
         self.scene.calls.clear()
 
     def look(self) -> None:
-        """Check that the responses equal the requests."""
         for kind, _, stream, payload in self.scene.transport.frames():
             if kind == DATA:
                 self.received_bytes[stream] += payload

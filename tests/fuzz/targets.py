@@ -5,8 +5,6 @@ messages must raise a ShmserveError with a text for clients. Invalid messages be
 raise a MalformedMessage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import posixpath
@@ -70,18 +68,12 @@ _INTERNALS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| obj
 _TENSOR_CONFIG = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
 _MODEL = {"name": "m", "backend": "python", "max_batch_size": 4, "output": []}
 _SIGNATURES = [
-    Signature(
-        ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG, {**_TENSOR_CONFIG, "name": "INPUT1"}]}),
-        "1",
-    ),
+    Signature(ModelSpec.of({**_MODEL,
+        "input": [_TENSOR_CONFIG, {**_TENSOR_CONFIG, "name": "INPUT1"}]}), "1"),
     Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR_CONFIG]}), "1"),
-    Signature(
-        ModelSpec.of(
-            {**_MODEL, "input": [{**_TENSOR_CONFIG, "data_type": "TYPE_STRING", "dims": [1]}]}
-        ),
-        "1",
-    ),
-]
+    Signature(ModelSpec.of({**_MODEL,
+        "input": [{**_TENSOR_CONFIG, "data_type": "TYPE_STRING", "dims": [1]}]}), "1"),
+]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -239,8 +231,7 @@ def register(data: bytes) -> None:
         assert 0 <= size <= MAX_INT64
         path = posix_shm.normalize_key("r", key)
         assert posixpath.normpath(f"/dev/shm{path}") == f"/dev/shm{path}"
-        assert path.count("/") == 1
-        assert path.isascii() and path.isprintable()
+        assert path.count("/") == 1 and path.isascii() and path.isprintable()
         assert len(path) < 255
 
 
@@ -264,8 +255,7 @@ def ranges(data: bytes) -> None:
     assert is_within(offset, size, limit) == inside
     for value in (offset, size, float(size), str(size), size > 0, None):
         try:
-            assert require_integer(value, "f") == value
-            assert type(value) is int
+            assert require_integer(value, "f") == value and type(value) is int
             assert 0 <= value < 2**63
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63
@@ -381,10 +371,8 @@ def _check_decoding(drawn_bytes: _Bytes) -> None:
     assert uncut.buffered_bytes <= len(stream)
     assert sum(map(len, frames_uncut)) <= len(stream)
     assert pieces == frames_uncut
-    assert (cut_decoder.violation, cut_decoder.dropped_messages) == (
-        uncut.violation,
-        uncut.dropped_messages,
-    )
+    assert cut_decoder.violation == uncut.violation
+    assert cut_decoder.dropped_messages == uncut.dropped_messages
     assert cut_decoder.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
         for frame in frames_uncut:
@@ -401,11 +389,9 @@ def _check_local_request(submit: Submit) -> None:
                 counted.append(rules.validate(_GUEST_NUMBER, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
-            assert (checked.id, checked.schema, checked.data) == (
-                submit.id,
-                submit.schema,
-                submit.data,
-            )
+            assert checked.id == submit.id
+            assert checked.schema == submit.schema
+            assert checked.data == submit.data
             assert 0 <= signature.fit(checked.schema).batch_size <= 4
             inference = unpack_inference(checked.schema, checked.data)
             for tensor in inference.inputs:
@@ -421,11 +407,6 @@ def _check_local_request(submit: Submit) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "http": http,
-    "register": register,
-    "ranges": ranges,
-    "messages": wire,
-    "native": native,
-    "http2": http2,
-    "grpc": grpc,
-}
+    "http": http, "register": register, "ranges": ranges, "messages": wire, "native": native,
+    "http2": http2, "grpc": grpc,
+}  # fmt: skip

@@ -104,7 +104,6 @@ class ModelRig(EngineRig):
 
     @property
     def bits(self) -> dict[int, Bits]:
-        """Return the bits of all requests by key."""
         return self.worker.engine.bits
 
     def submit_request(self, request: PlannedRequest) -> Generation[None]:

@@ -62,8 +62,7 @@ def _integer(draw: random.Random, _: int) -> dict[str, Any]:
 
 
 def _enum_schema(draw: random.Random, _: int) -> dict[str, Any]:
-    values = [*draw.sample(_WORDS, 2), 7, None, True]
-    return {"enum": draw.sample(values, draw.randint(1, 4))}
+    return {"enum": draw.sample([*draw.sample(_WORDS, 2), 7, None, True], draw.randint(1, 4))}
 
 
 def _plain(draw: random.Random, _: int) -> dict[str, Any]:
@@ -71,13 +70,9 @@ def _plain(draw: random.Random, _: int) -> dict[str, Any]:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "boolean": (bool,),
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "boolean": (bool,),
     "null": (type(None),),
-}
+}  # fmt: skip
 
 
 def problem(value: Any, schema: dict[str, Any]) -> str:

@@ -27,19 +27,14 @@ from shmserve.workers.backends.llm.sampler import (
 
 SYMBOLS, LENGTH = 5, 2
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.7},
-    {"temperature": 1.5},
-    {"temperature": 1.0, "top_k": 3, "top_p": 0.8},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_k": 2},
-    {"temperature": 1.5, "min_p": 0.2},
-)
+    {"temperature": 0.7}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 3, "top_p": 0.8},
+    {"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.5, "min_p": 0.2},
+)  # fmt: skip
 _BATCH_TEXTS = 10_000  # texts
 MIN_P_VALUE = 1e-4  # smallest accepted p-value
 
 
 def chain(seed: int) -> torch.Tensor:
-    """Return the logits of a Markov chain."""
     return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 

@@ -12,15 +12,8 @@ from tests.support import repositories
 from tests.support.servers import Server, running, unload_all
 
 SHARED_MODELS = (
-    "simple",
-    "identity",
-    "types",
-    "text",
-    "echo_request",
-    "caller",
-    "async_caller",
-    "completed",
-)
+    "simple", "identity", "types", "text", "echo_request", "caller", "async_caller", "completed",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
 
 
 def encode_zmtp(body: bytes) -> bytes:
-    """Return a ZMTP message of one part."""
     is_short = len(body) < 256
     size = len(body).to_bytes(1 if is_short else 8, "big")
     return (b"\0" if is_short else b"\2") + size + body

@@ -65,7 +65,6 @@ class CalledModels:
         self._routers: list[Router] = []
 
     def run(self, function: Any, *args: Any) -> Future[Any]:
-        """Run the code under test in a thread of its own."""
         future: Future[Any] = Future()
 
         def work() -> None:
@@ -86,7 +85,6 @@ class CalledModels:
         return Peer(self._routers[-1])
 
     def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **fields: Any) -> FindModel:
-        """Answer the next query for a model: its scheduler is `name`."""
         question = self.supervisor.next(FindModel)
         answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
         self.supervisor.send(Answered(question.id, {**answer, **fields}))

@@ -69,7 +69,6 @@ class Page:
         return message
 
     def size(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
-        """Set the size of the window and the preferences of its user."""
         self._call("Emulation.setScrollbarsHidden", hidden=True)
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
         self._call("Emulation.setDeviceMetricsOverride", **metrics)
@@ -84,7 +83,6 @@ class Page:
             self._next()
 
     def run(self, script: str) -> Any:
-        """Return the value of a JavaScript expression on the page."""
         reply = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -92,7 +90,6 @@ class Page:
         return reply["result"].get("value")
 
     def wait(self, condition_text: str, script: str, within_s: float = 20.0) -> None:
-        """Return once an expression holds."""
         until(condition_text, lambda: self.run(script), within_s)
 
     def key(self, name: str) -> None:
@@ -104,7 +101,6 @@ class Page:
         self._call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
 
     def hide(self, *, hidden: bool) -> None:
-        """Report to the page that it is hidden or visible."""
         self.run(
             f"Object.defineProperty(document, 'hidden', {{value: {json.dumps(hidden)},"
             " configurable: true}); document.dispatchEvent(new Event('visibilitychange'))"
@@ -120,14 +116,12 @@ class Page:
         ]
 
     def picture(self, path: Path, *, whole_page: bool = True) -> None:
-        """Return a screenshot in the PNG format."""
         picture = self._call("Page.captureScreenshot", captureBeyondViewport=whole_page)
         path.write_bytes(base64.b64decode(picture["data"]))
 
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Yield a page of a new browser whose files are in `folder`."""
     assert CHROMIUM
     child_end, writing = os.pipe()
     reading, answers = os.pipe()

@@ -4,8 +4,6 @@ objects and sockets: how many calls of functions a request costs in each.
 Eight requests come at a time: small ones, as a batch of the model's, or large ones in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import cProfile
 import gc
@@ -121,15 +119,12 @@ class Case:
 
     @property
     def model(self) -> str:
-        """Return the name of one of the benchmark's models."""
         return str(self.config["name"])
 
     def respond(self, work: Packed) -> Packed:
-        """Return the packed response to a packed request."""
         return pack_inferred(self.response(unpack_inference(*work)))
 
     def post(self, step: int, request: int) -> bytes:
-        """Return a request as an HTTP client sends it."""
         body = json.dumps(self.http(step, request)).encode()
         path = self.path or f"/v2/models/{self.model}/infer"
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"

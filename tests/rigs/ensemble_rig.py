@@ -1,7 +1,5 @@
 """An ensemble without process, socket or clock: messages in, messages out, time by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,7 +123,6 @@ class EnsembleRig:
             self.publish(model)
 
     def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
-        """Publish a serving model, at an endpoint of its own name by default."""
         name = config["name"]
         self.from_control(
             ModelPublished(
@@ -141,10 +138,8 @@ class EnsembleRig:
         data: bytes = b"\0" * 4,
         priority: int = 0,
     ) -> None:
-        """Submit a request of the gateway."""
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
-        requested_outputs = tuple(map(RequestedOutput, outputs))
-        work = pack_inference(Inference((tensor,), requested_outputs))
+        work = pack_inference(Inference((tensor,), tuple(map(RequestedOutput, outputs))))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
         self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 
@@ -157,7 +152,6 @@ class EnsembleRig:
         self.ensemble.tick(self.now_ns)
 
     def from_step(self, endpoint: str, message: Any) -> None:
-        """Deliver a message from the scheduler of a step."""
         self.core.from_step(endpoint, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 

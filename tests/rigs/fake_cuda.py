@@ -64,7 +64,6 @@ class FakeCuda:
         self.pinned: dict[int, int] = {}  # address -> byte size
 
     def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
-        """Allocate in another process, and export."""
         export = Exported(byte_size, device, inside)
         self._exported[export.raw_handle] = export
         return export
@@ -75,7 +74,6 @@ class FakeCuda:
 
     @property
     def opened(self) -> int:
-        """Return the number of mappings."""
         return self._open.total()
 
     def open(self, handle: bytes, device: int) -> int:

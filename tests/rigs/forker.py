@@ -41,7 +41,6 @@ class Forked:
         self._status: int | None = None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has been waited for."""
         if self._status is None:
             os.kill(self.pid, number)
 
@@ -65,18 +64,12 @@ class Forker:
         self._link, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         strict = ["-W", "error"] if entry == GATEWAY else []  # torch warns when it is imported
         command = [
-            sys.executable,
-            *strict,
-            "-m",
-            "tests.rigs.forker",
-            str(child_end.fileno()),
-            entry,
-        ]
+            sys.executable, *strict, "-m", "tests.rigs.forker", str(child_end.fileno()), entry,
+        ]  # fmt: skip
         self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[child_end.fileno()])
         child_end.close()
 
     def close(self) -> None:
-        """End the process, and all that it has forked."""
         self._link.close()
         self._process.wait()
 

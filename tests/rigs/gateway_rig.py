@@ -64,7 +64,6 @@ class Puppet(threading.Thread):
         self.router.close()
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` in the thread, and wait for it."""
         has_run = threading.Event()
 
         def act_and_flush() -> None:
@@ -187,7 +186,6 @@ class Rig:
 
     @property
     def log(self) -> str:
-        """Return the log of the gateway so far."""
         return self._log.decode()
 
     def _take(self, peer: bytes, message: Any) -> None:
@@ -205,8 +203,6 @@ class Rig:
             )
 
     def send(self, *messages: Any) -> None:
-        """Send a message of the supervisor, and return when it is sent."""
-
         def post_all() -> None:
             for message in messages:
                 self._supervisor_thread.router.post(self._peer, message)
@@ -220,7 +216,6 @@ class Rig:
         until("it is acknowledged", lambda: Acknowledged(number) in self.received)
 
     def received_of(self, kind: type) -> list[Any]:
-        """Return the messages of one kind that the supervisor received."""
         return [message for message in self.received if type(message) is kind]
 
     def open(self, *, ready: bool = True) -> None:
@@ -230,6 +225,12 @@ class Rig:
     def scheduler(self, compute: Compute) -> Scheduler:
         scheduler = Scheduler(self.run_dir, len(self.schedulers) + 1, compute)
         self.schedulers.append(scheduler)
+        return scheduler
+
+    def serve(self, config: dict[str, Any], compute: Compute) -> Scheduler:
+        """Publish a model with a scheduler of its own."""
+        scheduler = self.scheduler(compute)
+        self.publish(config, scheduler)
         return scheduler
 
     def publish(
@@ -262,7 +263,6 @@ def rig(
 
 
 def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
-    """Return an input or output as the configuration contains it."""
     type_name = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
     return {"name": name, "data_type": type_name, "dims": dims, "optional": False}
 
@@ -270,15 +270,10 @@ def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
 def model_config(
     name: str, batch: int, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the part of a model's configuration that a gateway reads."""
     return {
-        "name": name,
-        "platform": "",
-        "backend": "python",
-        "max_batch_size": batch,
-        "input": inputs,
+        "name": name, "platform": "", "backend": "python", "max_batch_size": batch, "input": inputs,
         "output": outputs,
-    }
+    }  # fmt: skip
 
 
 SIMPLE_CONFIG = model_config(
@@ -297,7 +292,6 @@ def publication(
     latest: bool = True,
     acknowledge: int = 0,
 ) -> ModelPublished:
-    """Return the supervisor's publication of a model version."""
     spec = ModelSpec.of(config)
     return ModelPublished(
         name=config["name"],
@@ -360,7 +354,6 @@ def simple_body(**members: Any) -> bytes:
 
 
 def error(number: int, text: str, *, final: bool = False) -> m.Responded:
-    """Return a response with an error of the model."""
     return m.Responded(number, NotFound.code, text, b"", [], final)
 
 
@@ -370,6 +363,5 @@ def end(number: int) -> m.Responded:
 
 
 def accepts_connections(port: int) -> bool:
-    """Return whether a process accepts connections on a port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -138,7 +138,6 @@ class Scene:
         return None
 
     def send(self, data: bytes) -> None:
-        """Deliver bytes of the client."""
         read(self.connection, data)
 
     def head(self, stream: int, path: str = UNARY, *headers: tuple[bytes, bytes]) -> bytes:

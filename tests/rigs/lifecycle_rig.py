@@ -116,8 +116,7 @@ class LifecycleRig:
         if step:
             config_fields["ensemble_scheduling"] = {"step": step}
         config = ModelSpec.of(config_fields)
-        spec = VersionSpec(name, "1", folder, folder, config)
-        plan = LoadPlan("", [spec], self.steps)
+        plan = LoadPlan("", [VersionSpec(name, "1", folder, folder, config)], self.steps)
         self.pending_actions.append(
             (f"read {name}", lambda: self.lifecycle.load_planned(order, plan))
         )

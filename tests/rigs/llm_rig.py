@@ -23,14 +23,8 @@ from tests.support.messages import inferred_of
 from tests.support.waiting import DEADLINE_S
 
 ALL_OUTPUTS = (
-    "text_output",
-    "index",
-    "token_ids",
-    "finish_reason",
-    "stop_reason",
-    "logprobs",
-    "usage",
-)
+    "text_output", "index", "token_ids", "finish_reason", "stop_reason", "logprobs", "usage",
+)  # fmt: skip
 
 
 def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> Work:
@@ -111,8 +105,7 @@ class Scheduler:
     # --- the socket
 
     def send(self, message: Any) -> None:
-        link = self.rig.instance.link
-        link._dispatch(message)
+        self.rig.instance.link._dispatch(message)
         self.rig.instance.serve_commands()
 
     def listen(self, timeout_s: float = 5.0) -> None:
@@ -148,7 +141,6 @@ class Scheduler:
     # --- requests
 
     def prepare(self, key: int, resumed: Sequence[g.Resumed] = (), **fields: Any) -> None:
-        """Send a request, and wait until it is prepared or has failed."""
         self.send(g.Prepare([work(key, **fields)], list(resumed)))
         self._wait(f"request {key} is prepared", lambda: key in {*self.prepared, *self.ended})
 
@@ -187,7 +179,6 @@ class Scheduler:
         return child
 
     def release(self, number: int) -> None:
-        """Let go of a sequence."""
         sequence = self.running.pop(number)
         self.free += sequence.table
         self.released_sequences.append(number)
@@ -195,16 +186,13 @@ class Scheduler:
     def swap(self, sequence: Running) -> None:
         """Copy all blocks of a sequence to the host and back to other blocks."""
         host = list(range(len(sequence.table)))
-        pairs = _pairs(sequence.table, host)
-        self.step(rows=[], swap_out=pairs)
+        self.step(rows=[], swap_out=_pairs(sequence.table, host))
         self.free = sequence.table + self.free  # not to be taken first
         sequence.table = [self.free.pop() for _ in host]
         sequence.sent_blocks = 0
-        swap_pairs = _pairs(host, sequence.table)
-        self.step(rows=[], swap_in=swap_pairs)
+        self.step(rows=[], swap_in=_pairs(host, sequence.table))
 
     def recompute(self, sequence: Running) -> None:
-        """Discard the computed keys and values of a sequence."""
         self.free = sequence.table + self.free
         sequence.table = []
         sequence.sent_blocks = sequence.computed = 0
@@ -265,7 +253,6 @@ class Scheduler:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the ends of all requests."""
         self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 
     def _wait(self, condition_text: str, is_true: Callable[[], bool]) -> None:
@@ -283,7 +270,6 @@ class Scheduler:
             return not link.has_open_requests
 
     def text(self, key: int, index: int = 0) -> str:
-        """Return the text of a sample that the client has received."""
         return "".join(
             response["text_output"][response["index"].index(index)]
             for response in self.responses[key]
@@ -302,7 +288,6 @@ def _pairs(sources: list[int], targets: list[int]) -> list[int]:
 def llm_rig(
     folder: Path, checkpoint: Path, engine: dict[str, Any] | None = None, **scheduling: Any
 ) -> Iterator[Scheduler]:
-    """Yield a worker with the model of a folder, and its scheduler."""
     settings = {"block_size": 4, "kv_cache_blocks": 256, "swap_space_gb": 0.001, **(engine or {})}
     folder.mkdir(exist_ok=True)
     with rig(folder) as model_rig:
@@ -312,8 +297,7 @@ def llm_rig(
             json.dumps(settings), encoding="utf-8"
         )
         backend = LlmBackend(model_rig.context)
-        config = backend.complete_config({"name": "m", "backend": "llm"})
-        model_rig.serve(backend, config)
+        model_rig.serve(backend, backend.complete_config({"name": "m", "backend": "llm"}))
         try:
             yield Scheduler(
                 model_rig, settings["kv_cache_blocks"], settings["block_size"], **scheduling

@@ -65,7 +65,6 @@ class Host:
     count: int = 1
 
     def run(self, shape: Shape, seconds: float) -> Run:
-        """Run the load for this time."""
         run = Run([(0.0, self.count)])
         queue: deque[float] = deque()
         executions: list[

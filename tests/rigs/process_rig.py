@@ -45,7 +45,6 @@ _MAX_PID = 1 << 22
 
 
 def plan(version: str = "1", instances: int = 1) -> VersionSpec:
-    """Return a spec of the model "m"."""
     folder = Path("/tmp")
     (group,) = CONFIG["instance_group"]
     config = {**CONFIG, "instance_group": [{**group, "count": instances}]}
@@ -60,7 +59,6 @@ class RecordedProcesses:
         self.workers: list[Any] = []
 
     def pids(self, *roles: str) -> list[int]:
-        """Return the processes with these roles."""
         return [7] if roles == ("gateway",) else []
 
     def broadcast(self, message: Any, *roles: str) -> None:
@@ -189,13 +187,11 @@ class Processes:
         return self.acknowledgements.begin(())
 
     async def end(self) -> None:
-        """Cancel all background tasks."""
         for task in list(self.context.tasks):
             task.cancel()
         await asyncio.sleep(0)
 
 
 async def run_loop_turns(count: int = 20) -> None:
-    """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -186,7 +186,6 @@ class Rig:
         ]
 
     def take_worker_messages(self) -> list[Any]:
-        """Return the messages to the workers since the last call."""
         return [message for _, message in self.workers.take()]
 
     def answers(self) -> list[Any]:
@@ -237,19 +236,16 @@ class Rig:
 
 
 def ready_rig(*args: Any, **options: Any) -> tuple[Rig, bytes]:
-    """Return a rig with a ready instance, and the address of the instance."""
     rig = Rig(*args, **options)
     return rig, rig.start()
 
 
 def schema_of(batch_size: int = 1, shape_key: bytes = b"") -> bytes:
-    """Return a schema with this fit, see `fit_of`."""
     schema: bytes = msgpack.packb((batch_size, shape_key))
     return schema
 
 
 def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
-    """Return the fit that `schema_of` packed; any other schema stands for one row."""
     try:
         kind = msgpack.unpackb(schema)
     except ValueError as error:
@@ -270,7 +266,6 @@ def pack_response(response: bytes | Packed) -> Packed:
 
 
 def ok_reply(key: int, response: bytes | Packed = b"done") -> m.Reply:
-    """Return a successful reply."""
     return m.Reply(key, "", "", *pack_response(response))
 
 

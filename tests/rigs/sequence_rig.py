@@ -50,27 +50,22 @@ class SequenceRig(Rig):
             self._batches[self.peers.index(peer)] = [named(row) for row in batch.rows]
 
     def is_running(self, index: int = 0) -> bool:
-        """Return whether an instance has a batch."""
         self._take()
         return self.peers[index] in self._running
 
     def rows(self, index: int = 0) -> list[m.SequenceRow]:
-        """Return the rows of the batch that an instance runs."""
         self._take()
         return self._running[self.peers[index]].rows
 
     def finish_batch(self, index: int = 0, *replies: m.Reply) -> None:
-        """Complete the batch of an instance."""
         self._take()
         peer = self.peers[index]
         self.finish(peer, self._running.pop(peer), *replies)
 
     def end_process(self, index: int = 0) -> None:
-        """End the process of an instance."""
         self._take()
         self._running.pop(self.peers[index], None)
-        pid = trailing_pid(self.peers[index])
-        self.supervisor(ProcessExited(pid, "signal 9"))
+        self.supervisor(ProcessExited(trailing_pid(self.peers[index]), "signal 9"))
 
     def outcomes(self) -> dict[int, Any]:
         """Return the outcome of requests since the last call: the text of an error, or None."""

@@ -78,11 +78,9 @@ class Streams:
         return [reply.message for reply in self.rig.finished.replies]
 
     def cancel(self, key: int) -> None:
-        """Cancel a request for its client."""
         self.post(m.CancelExecution(key))
 
     def credit(self, key: int, responses: int) -> None:
-        """Grant credit for this number of responses to a request."""
         self.post(m.CreditExecution(key, responses))
 
     def post(self, message: Any) -> None:

@@ -61,7 +61,6 @@ def _crimes(http: Http, number: int) -> None:
 
 
 def command(http: Http, name: str) -> None:
-    """Send a command to the model "crimes"."""
     tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
     http.infer("crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
 
@@ -99,14 +98,9 @@ def send_under_load(server: Server, *, generative: bool = False) -> Iterator[Non
             stop.wait(0.2)
 
     kinds = [
-        _simple,
-        _simple,
-        _infer_cached,
-        _pipeline,
-        _crimes,
-        _infer_sums,
+        _simple, _simple, _infer_cached, _pipeline, _crimes, _infer_sums,
         *([_complete_tiny] if generative else []),
-    ]
+    ]  # fmt: skip
     threads = [threading.Thread(target=send_requests, args=[kind]) for kind in kinds]
     for thread in threads:
         thread.start()

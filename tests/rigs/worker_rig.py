@@ -48,7 +48,6 @@ CLIENT_PID = 4242
 
 
 def tensor_config(name: str, data_type: str, dims: Sequence[int], **fields: Any) -> dict[str, Any]:
-    """Return one entry of a configuration's `input` or `output`."""
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **fields}
 
 
@@ -58,7 +57,6 @@ def model_config(
     max_batch_size: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return the part of a configuration that a worker reads."""
     return {
         "name": "m",
         "backend": "",
@@ -167,7 +165,6 @@ class Rig:
         self._timers: list[Timer] = []
 
     def serve(self, backend: Backend, config: dict[str, Any]) -> Rig:
-        """Load a model into the instance."""
         decoded = ModelSpec.of(config)
         backend.load(decoded)
         self.instance = WorkerInstance(self.context, backend, decoded)
@@ -240,7 +237,6 @@ class Rig:
         assert self._dealer is not None and self._dealer.wait(5.0)
 
     def close(self) -> None:
-        """Close all descriptors, and end the threads."""
         for timer in self._timers:
             timer.close()
         for served in self._links:

@@ -230,7 +230,6 @@ class Client(Process):
         return pending
 
     def cancel(self, pending: ClientRequest) -> None:
-        """Cancel a request, whose response is no longer awaited."""
         if not self.alive or pending.request.ending is not None or pending.request.cancelled:
             return
         self.world.fault("cancel", pending.request.uid)

@@ -114,7 +114,6 @@ class Scheduler:
 
     @property
     def instances(self) -> dict[str, int]:
-        """Return the number of instances by state."""
         instances: dict[str, int] = self._core.gauges()["instances"]
         return instances
 

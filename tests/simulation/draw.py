@@ -26,7 +26,6 @@ def draw_models(random: Random) -> list[Model]:
 
 
 def share_process(models: list[Model]) -> None:
-    """Schedule an ensemble in one process with its steps."""
     for model in models:
         for part in (model, *model.steps) if model.steps else ():
             part.group = model.name
@@ -53,7 +52,6 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
 
 
 def _tensors(in_sizes: list[int], out_size: int) -> dict[str, Any]:
-    """Return inputs and outputs of these sizes."""
     inputs = [{**tensor, "dims": [size]} for tensor, size in zip((IN, IN2), in_sizes, strict=False)]
     outputs = [{**OUT, "dims": [out_size]}, {**WHO, "dims": [len("000")]}]
     return {"input": inputs, "output": outputs}
@@ -195,7 +193,6 @@ def _limited(random: Random, name: str) -> Model:
 
 
 def generative(random: Random, name: str) -> Model:
-    """Draw a model that generates text."""
     speculation = {"enabled": True, "adaptive_length": random.random() < 0.5}
     block_size = random.choice((1, 4))
     settings = {
@@ -288,14 +285,7 @@ def _set_condition(random: Random, ensemble: Model, number: int) -> None:
 
 
 _MODEL_DRAWERS = {
-    "plain": _plain,
-    "dynamic": _dynamic,
-    "padded": _padded_model,
-    "queue": _queue,
-    "ordered": _ordered_model,
-    "sequences": _sequences,
-    "iterative": _iterative,
-    "decoupled": _decoupled,
-    "cached": _cached_model,
-    "limited": _limited,
-}
+    "plain": _plain, "dynamic": _dynamic, "padded": _padded_model, "queue": _queue,
+    "ordered": _ordered_model, "sequences": _sequences, "iterative": _iterative,
+    "decoupled": _decoupled, "cached": _cached_model, "limited": _limited,
+}  # fmt: skip

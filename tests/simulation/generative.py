@@ -115,7 +115,6 @@ class EngineRig:
         resumed_tokens: dict[int, array[int]] | None = None,
         **options: Any,
     ) -> Generation[None] | None:
-        """Submit a request; return None if it can never run."""
         key = len(self.generations) + 1
         generation: Generation[None] = Generation(
             None, key, self.now_ns, array("i", prompt), max_tokens, **options
@@ -176,14 +175,12 @@ class EngineRig:
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
 
     def complete_step(self) -> None:
-        """Complete the running step."""
         assert self._step is not None
         self.rows += len(self._step.rows)
         self.engine.finish_step(self.worker.step(self._step))
         self.check()
 
     def run_turn(self) -> bool:
-        """Run a step, if there is one; return whether there was one."""
         if not self.plan():
             return False
         self.complete_step()
@@ -219,7 +216,6 @@ class EngineRig:
             )
 
     def drain(self, max_steps: int = 20_000) -> None:
-        """Run steps until all requests have ended."""
         for _ in range(max_steps):
             if not self.run_turn():
                 break
@@ -300,7 +296,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def engine_settings(**settings: Any) -> EngineSettings:
-    """Return the settings of a small engine."""
     small_settings = {
         "block_size": 4,
         "kv_cache_blocks": 64,

@@ -58,7 +58,6 @@ class SimulatedMemory:
         ]
 
     def block(self, memory_id: int, offset: int) -> bytearray | None:
-        """Return the block of a living process at an offset, if one is allocated."""
         arena = self._arenas[memory_id]
         return arena.blocks.get(offset) if arena.owner.alive else None
 
@@ -89,7 +88,6 @@ class SimulatedArena:
 
     @property
     def used(self) -> int:
-        """Return the number of allocated bytes."""
         return self._list.used
 
     def allocate(self, byte_size: int) -> Range:
@@ -101,11 +99,9 @@ class SimulatedArena:
         return Range(self.memory, offset, byte_size)
 
     def view(self, memory_range: Range) -> memoryview:
-        """Return a writable view of a range."""
         return memoryview(self.blocks[memory_range.offset])[: memory_range.byte_size]
 
     def memory_range(self, data: bytes) -> Range:
-        """Allocate a block with these bytes."""
         memory_range = self.allocate(len(data))
         self.blocks[memory_range.offset][:] = data
         return memory_range

@@ -73,7 +73,6 @@ class Model:
 
     @property
     def has_sequences(self) -> bool:
-        """Return whether requests belong to sequences."""
         return "sequence_batching" in self.config
 
     @property
@@ -83,7 +82,6 @@ class Model:
 
     @property
     def is_generative(self) -> bool:
-        """Return whether the model generates text."""
         return bool(self.config.get("backend") == LLM_BACKEND)
 
     @staticmethod
@@ -105,7 +103,6 @@ class Model:
 
     @property
     def needs_tickets(self) -> bool:
-        """Return whether instances execute only with a ticket."""
         return self.limits.rate_limited
 
     @cached_property
@@ -120,7 +117,6 @@ class Model:
 
     @property
     def tensor_maps(self) -> list[dict[str, Any]]:
-        """Return the tensor maps of each step in the configuration."""
         scheduling = self.config.get("ensemble_scheduling") or {}
         steps: list[dict[str, Any]] = scheduling.get("step") or [_SINGLE_STEP]
         return steps
@@ -146,7 +142,6 @@ class Model:
 
     @property
     def needs(self) -> list[str]:
-        """Return the required inputs."""
         return [tensor["name"] for tensor in self.config["input"] if not tensor.get("optional")]
 
     def outputs_of(self, data: bytes, version: str) -> tuple[bytes, bytes]:
@@ -182,7 +177,6 @@ _SINGLE_STEP = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "
 
 
 def join_inputs(first_row: bytes, second_row: bytes) -> bytes:
-    """Return two inputs as one; the second may be missing."""
     return b"[%s&%s]" % (first_row, second_row)
 
 

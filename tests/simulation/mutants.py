@@ -6,8 +6,6 @@ its text does not occur exactly once, or uses a name that the code does not have
 mutants are listed and count as failures.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -92,7 +90,6 @@ def _code() -> list[tuple[Path, str]]:
 
 
 def _try(mutant: Mutant) -> str:
-    """Run a mutant; return the result in a word, and the duration."""
     count = occurrences(mutant)
     if len(count) != 1:
         print(f"stale   {mutant.name} (in {len(count)} places)", flush=True)

@@ -124,7 +124,6 @@ class Ledger:
         self._world = world
 
     def add(self, request: Request) -> None:
-        """Record a request that is about to be submitted."""
         self.requests[request.uid] = request
 
     def record_response(self, request: Request, message: Any) -> None:
@@ -152,7 +151,6 @@ class Ledger:
 
     @staticmethod
     def _check_failure(request: Request, message: Any, kind: str) -> None:
-        """Check that there is a reason for a generation to fail."""
         if not request.model.is_generative:
             return
         if kind == InvalidArgument.code and texts.request_of(request.content).fits:
@@ -238,7 +236,6 @@ class SchedulerTrace:
     # --- received messages ------------------------------------------------------------------------
 
     def from_client(self, peer: bytes, message: Any) -> None:
-        """Record a client's message before the scheduler handles it."""
         key = (peer, getattr(message, "id", 0))
         if isinstance(message, m.Submit):
             if leading_pid(peer) in self.dead_pids:
@@ -268,7 +265,6 @@ class SchedulerTrace:
                 self._remove_entry(entry)
 
     def record_lost_worker(self, peer: bytes) -> None:
-        """Record that a worker has exited, with its requests."""
         is_running = True  # only the first batch was running; the others were queued at the worker
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
@@ -340,7 +336,6 @@ class SchedulerTrace:
         entry.worker = peer
 
     def record_step(self, peer: bytes, message: generation.Stepped) -> None:
-        """Record the result of a step."""
         if self.steps.pop(peer, 0) == message.step:
             self.counts["executions"] += 1
 
@@ -458,7 +453,6 @@ class SchedulerTrace:
 
     @property
     def busy(self) -> int:
-        """Return the number of workers that have a batch."""
         return len({peer for peer, _ in self.batches})
 
     def check_before_stop(self) -> None:
@@ -469,14 +463,12 @@ class SchedulerTrace:
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
     def check_turn_end(self) -> None:
-        """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
             max_queued = self.settings.policies.policy(level).max_queue_size
             if 0 < max_queued < len(line):
                 self._fail(f"{len(line)} requests wait on level {level}, of at most {max_queued}")
 
     def check_counters(self, report: dict[str, Any]) -> None:
-        """Check that a report of the scheduler agrees with its messages."""
         statistics = report["inference_stats"]
         violations = {
             "succeeded": statistics["success"]["count"],

@@ -53,7 +53,6 @@ class Outbox:
         self.links: dict[bytes, Link] = {}
 
     def post(self, peer: bytes, message: Any) -> None:
-        """Send a message to a peer; without a connection it is lost."""
         self._on_post(peer, message)
         if self._neighbours.post(peer, self._endpoint, message):
             return
@@ -137,7 +136,6 @@ class SchedulerProcess(Process):
         return self._workers
 
     def link_of(self, peer: bytes) -> Link:
-        """Return the link to a client."""
         return self._clients.links[peer]
 
     def drain_to(self, worker: Process) -> None:
@@ -147,7 +145,6 @@ class SchedulerProcess(Process):
                 link.drain()
 
     def take_sent_to(self, worker: Process) -> list[Any]:
-        """Remove and return all messages that were sent to a worker."""
         links = self._workers.links.values()
         return [
             message for link in links if link.target is worker for message in link.take_in_transit()
@@ -157,7 +154,6 @@ class SchedulerProcess(Process):
         return [*self._clients.links.values(), *self._workers.links.values()]
 
     def post(self, message: Any) -> None:
-        """Send a message to the supervisor."""
         self.world.note(self.title, "->", "supervisor", message)
         self._control(self, message)
 

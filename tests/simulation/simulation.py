@@ -43,7 +43,6 @@ class Simulation:
 
     @property
     def request_count(self) -> int:
-        """Return the number of requests."""
         return len(self.ledger.requests)
 
     def run(self) -> None:
@@ -170,17 +169,10 @@ class Simulation:
 
     def _cause_fault(self) -> None:
         kinds = {
-            self._kill_worker: 6,
-            self._kill_scheduler: 2,
-            self._kill_client: 1,
-            self._reload: 1,
-            self._reconfigure: 1,
-            self._rescale: 4,
-            self._regroup: 3,
-            self._stall_link: 6,
-            self._fill_arena: 3,
-            self._jump_wall_clock: 2,
-        }
+            self._kill_worker: 6, self._kill_scheduler: 2, self._kill_client: 1, self._reload: 1,
+            self._reconfigure: 1, self._rescale: 4, self._regroup: 3, self._stall_link: 6,
+            self._fill_arena: 3, self._jump_wall_clock: 2,
+        }  # fmt: skip
         self._random.choices(list(kinds), list(kinds.values()))[0]()
 
     def _kill_worker(self) -> None:

@@ -75,7 +75,6 @@ class Supervisor(Process):
         self._links[process.address] = Link(self.world, process, take)
 
     def send(self, process: Process | None, *messages: Any) -> None:
-        """Send messages to a process in one frame, if the process is alive."""
         if process is not None and process.address in self._links:
             self._links[process.address].post(*messages)
 
@@ -191,7 +190,6 @@ class Supervisor(Process):
         self.send(version.scheduler, supervision.RetireInstance(index))
 
     def _remove_ended(self, version: Version, index: int) -> None:
-        """Remove an instance that has exited for good."""
         version.retiring_indices.discard(index)
         version.workers.pop(index, None)
         self.tickets.remove_instance(id(version), index)
@@ -255,7 +253,7 @@ class Supervisor(Process):
         return version is not None and version.former_scheduler is not None
 
     def move(self, model: Model) -> None:
-        """Move the scheduling of a model into its group's process, like `FailOver.move`."""
+        """Move the scheduling of a model into its group's process, like `ModelVersion.regroup`."""
         version = self.serving.get(model.name)
         if version is None or version.former_scheduler is not None or version.is_retiring:
             return
@@ -318,7 +316,6 @@ class Supervisor(Process):
             self._scheduler_died(version)
 
     def _close(self, scheduler: SchedulerProcess) -> None:
-        """Close a scheduler; its process exits with the last one."""
         if scheduler.alive:
             scheduler.die()
             self._links.pop(scheduler.address)
@@ -331,8 +328,7 @@ class Supervisor(Process):
         """Withdraw a model; its requests in flight are completed."""
         version = self.serving.pop(model.name, None)
         if version is not None:
-            withdrawn = ModelWithdrawn(model.name, version.number, 0)
-            self._broadcast(withdrawn, clients_only=True)
+            self._broadcast(ModelWithdrawn(model.name, version.number, 0), clients_only=True)
             self._retire(version)
 
     def _retire(self, version: Version) -> None:
@@ -419,7 +415,6 @@ class Supervisor(Process):
     def _on_loaded(
         self, version: Version, worker: Worker, scheduler: SchedulerProcess | None
     ) -> None:
-        """Attach a worker to the scheduler that it was loaded for, or to its replacement."""
         worker.is_loaded = True
         if scheduler is not version.former_scheduler:
             scheduler = version.scheduler
@@ -427,7 +422,6 @@ class Supervisor(Process):
             self.send(worker, scheduler)
 
     def add_client(self, client: Client) -> None:
-        """Connect a client, which receives all serving models."""
         self.clients.append(client)
         self._connect(client, client.take)
         for version in self.serving.values():
@@ -484,13 +478,11 @@ class Supervisor(Process):
         self._start_scheduler(version)
         self._introduce(version)
         self._attach(version)
-        lost_news = SchedulerLost(lost_endpoint, version.endpoint)
-        self._broadcast(lost_news, clients_only=True)
+        self._broadcast(SchedulerLost(lost_endpoint, version.endpoint), clients_only=True)
         if self.serving.get(version.model.name) is version:
             self._announce(version)
 
     def _introduce(self, version: Version) -> None:
-        """Send all instances to a new scheduler in one frame."""
         for (
             index
         ) in version.retiring_indices:  # the requests of these instances are retried elsewhere

@@ -30,7 +30,6 @@ class TextRequest(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Return whether the request fits into any pool."""
         return self.max_tokens < _TOO_MANY and self.samples == 1 and self.search is None
 
 

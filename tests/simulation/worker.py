@@ -90,7 +90,6 @@ class Worker(Process):
     # --- messages ---------------------------------------------------------------------------------
 
     def take(self, messages: list[Any]) -> None:
-        """Handle messages of the supervisor or the scheduler."""
         self._inbox.extend(messages)
         self._handle_inbox()
 

@@ -46,7 +46,6 @@ class World:
         heapq.heappush(self._heap, entry)
 
     def note(self, *words: Any) -> None:
-        """Append an event to the trace."""
         self.trace.append((self.now_ns, *words))
 
     def fault(self, kind: str, *words: Any) -> None:
@@ -74,7 +73,6 @@ class World:
         return int(least * (maximum / least) ** self.random.random())
 
     def chance(self, probability: float) -> bool:
-        """Return True with this probability."""
         return self.random.random() < probability
 
     def new_pid(self, reuse: bool = False) -> int:
@@ -144,7 +142,6 @@ class Link:
 
     @property
     def pending(self) -> bool:
-        """Return whether a message is in transit."""
         return self.connected and bool(self._frames)
 
     def post(self, *messages: Any) -> None:
@@ -164,7 +161,6 @@ class Link:
         self._frames.clear()
 
     def take_in_transit(self) -> list[Any]:
-        """Remove and return all messages in transit."""
         frames, self._frames = self._frames, deque()
         return [message for frame in frames for message in frame]
 

@@ -20,14 +20,8 @@ authorityKeyIdentifier = keyid
 subjectAltName = DNS:localhost, IP:127.0.0.1
 """
 _NEW_KEY_ARGUMENTS = (
-    "req",
-    "-x509",
-    "-newkey",
-    "ec",
-    "-pkeyopt",
-    "ec_paramgen_curve:prime256v1",
-    "-nodes",
-)
+    "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+)  # fmt: skip
 
 
 def make(folder: Path) -> Path:

@@ -28,14 +28,12 @@ def _digest(previous_digest: bytes, token: int) -> bytes:
 
 
 def extend(slots: list[Slot], tokens: Iterable[int]) -> list[Slot]:
-    """Return `slots` with slots for these tokens appended."""
     for token in tokens:
         slots.append((token, len(slots), _hash_slots(slots)))
     return slots
 
 
 def _hash_slots(slots: list[Slot]) -> bytes:
-    """Return a hash of these slots."""
     return _digest(slots[-1][2], slots[-1][0]) if slots else b""
 
 
@@ -106,7 +104,6 @@ class GenerativeWorker:
         ]
 
     def step(self, step: Step) -> Stepped:
-        """Execute a step and check all reads."""
         for begin in step.new_sequences:
             if begin.parent in self.sequences:
                 parent = self.sequences[begin.parent]

@@ -49,33 +49,20 @@ def tokenizer_text(size: int = 320) -> str:
 
 
 def config(family: str = "llama", **settings: Any) -> dict[str, Any]:
-    """Return the config.json of a tiny model."""
     tiny = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16 if family == "qwen3" else 8,
-        "vocab_size": 320,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": family != "llama",
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "torch_dtype": "float32",
-    }
+        "architectures": [ARCHITECTURES[family]], "model_type": family, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16 if family == "qwen3" else 8, "vocab_size": 320,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "hidden_act": "silu", "tie_word_embeddings": family != "llama", "bos_token_id": None,
+        "eos_token_id": 0, "torch_dtype": "float32",
+    }  # fmt: skip
     return {**tiny, **settings}
 
 
 def weights(
     hf_config: dict[str, Any], seed: int = 0, deviation: float = 0.2
 ) -> dict[str, torch.Tensor]:
-    """Return random weights for a config.json."""
     architecture = Architecture.of(hf_config, [])
     assert architecture is not None
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.support.regions import SharedObject
-from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
+from tests.support.wire.raw_http import Http, json_input, region_request
 
 if TYPE_CHECKING:
     from tests.support.servers import Server
@@ -78,19 +78,13 @@ class InferInMemory:
         """Write the input, send a request, and check the output."""
         values = np.arange(self.count, dtype=np.float32) + number
         self.shared.write(values)
-        input_tensor = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
-        output = {
-            "name": "OUTPUT0",
-            "parameters": in_region(self.shared.name, self.size, self.size),
-        }
-        reply = http.infer("identity", {"inputs": [input_tensor], "outputs": [output]})
+        reply = http.infer("identity", region_request(self.shared.name, self.size))
         if reply.status != 200:
             return f"{reply.status}: {reply.error}"
         is_right = (self.shared.read(np.float32, self.count, self.size) == values).all()
         return "" if is_right else "wrong: the region does not hold what was sent"
 
     def close(self, http: Http) -> None:
-        """Unregister and remove the region."""
         with contextlib.suppress(OSError, http_error):
             http.unregister(self.shared.name)
         self.shared.unlink()

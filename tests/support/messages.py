@@ -6,7 +6,6 @@ from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference
 
 
 def inference_of(message: Any) -> Inference:
-    """Return the request in a `Submit` or a `Work`."""
     return unpack_inference(message.schema, message.data)
 
 

@@ -83,11 +83,9 @@ class Writer:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that names the file."""
     parser.addoption("--outcomes", type=Path, help="file for the outcomes of tests, as JSON lines")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin if the option is set."""
     if path := config.getoption("--outcomes"):
         config.pluginmanager.register(Writer(path.open("w"), config.rootpath))

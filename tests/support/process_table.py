@@ -29,7 +29,6 @@ def table() -> dict[int, Entry]:
 
 
 def descendants(pid: int, processes: dict[int, Entry]) -> list[Entry]:
-    """Return the descendants of a process in a table."""
     children = defaultdict(list)
     for entry in processes.values():
         children[entry.parent].append(entry)

@@ -57,7 +57,6 @@ class SharedObject:
         os.ftruncate(self.fd, byte_size)
 
     def punch(self) -> None:
-        """Free the pages of the object."""
         punch(self.fd, self.byte_size)
 
     def write(self, array: np.ndarray | bytes, offset: int = 0) -> None:

@@ -31,8 +31,6 @@ class RequestPool:
         return future
 
     def send(self, send_request: Callable[[Http], Reply]) -> Future[Reply]:
-        """Call `send_request` with a connection of its own."""
-
         def run() -> Reply:
             with self._server.http() as http:
                 return send_request(http)
@@ -71,5 +69,4 @@ def request_pool(server: Server, thread_count: int = 64) -> Iterator[RequestPool
 
 
 def values(reply: Reply) -> list[int]:
-    """Return the values in a response of the model "gated"."""
     return reply.tensors()["OUTPUT0"].ravel().tolist()

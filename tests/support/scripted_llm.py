@@ -43,7 +43,6 @@ def _alphabet() -> dict[int, str]:
 
 
 def _byte_level_name(piece: str) -> str:
-    """Return the name of a token in a byte-level vocabulary."""
     chars = _alphabet()
     return "".join(chars[byte] for byte in piece.encode())
 

@@ -120,7 +120,6 @@ class Server:
         return f"127.0.0.1:{self.grpc_port}"
 
     def log(self) -> str:
-        """Return the whole log so far."""
         return self.log_path.read_text(errors="replace")
 
     @contextlib.contextmanager
@@ -129,7 +128,6 @@ class Server:
             yield http
 
     def load(self, *models: str) -> None:
-        """Load models one after the other; each load must succeed."""
         with self.http() as http:
             for model in models:
                 http.load(model).ok()
@@ -153,7 +151,6 @@ class Server:
         return self
 
     def answers(self, path: str, status: int = 200) -> bool:
-        """Return whether a GET on a new connection returns this status."""
         try:
             with self.http(timeout_s=5) as http:
                 return http.get(path).status == status
@@ -187,7 +184,6 @@ class Server:
         until(f"its processes are named:\n{self.log()}", have_names)
 
     def wait_exit(self, within_s: float) -> int | None:
-        """Return the exit status, or None if the server still runs after `within_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(within_s)
         return None
@@ -198,7 +194,6 @@ class Server:
     # --- inspection ---
 
     def tree(self) -> list[psutil.Process]:
-        """Return the supervisor and all its descendants."""
         return tree(self.pid)
 
     def titles(self) -> Counter[str]:
@@ -210,12 +205,10 @@ class Server:
         return [process for process in self.tree() if title(process).startswith(start)]
 
     def find_one(self, start: str) -> psutil.Process:
-        """Return the only process whose title starts with `start`."""
         (process,) = self.find(start)
         return process
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples with this name and these labels."""
         return sum(
             value
             for sample_labels, value in self.samples(name)
@@ -223,7 +216,6 @@ class Server:
         )
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Return the labels and the value of each sample with this name."""
         return [
             (sample.labels, sample.value)
             for family in text_string_to_metric_families(self.metrics())
@@ -236,7 +228,6 @@ class Server:
             return http.get("/metrics").ok().body.decode()
 
     def wait_pending(self, model: str, count: int) -> None:
-        """Wait until `count` requests are in the queue of a model."""
         until(
             f"{count} requests of {model} are pending",
             lambda: self.metric("nv_inference_pending_request_count", model=model) == count,
@@ -258,7 +249,6 @@ class Server:
             self.discard(members)
 
     def assert_exited(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
-        """Check that these processes exit, and that the run directory is removed."""
         _, alive = psutil.wait_procs(members, timeout=within_s)
         alive = list(filter(is_running, alive))
         assert not alive, f"left behind: {list(map(title, alive))}\n{self.log()[-6000:]}"
@@ -272,7 +262,6 @@ class Server:
         assert not leftovers, f"left behind in $TMPDIR: {leftovers}"
 
     def kill(self) -> None:
-        """Send SIGKILL only to the supervisor."""
         self.process.kill()
         self.process.wait()
 
@@ -306,7 +295,6 @@ def without_short_lived(titles: Counter[str]) -> Counter[str]:
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """Return a process and all its descendants, or an empty list if it has exited."""
     members = []
     for member_pid in (pid, *(entry.pid for entry in descendants(pid, table()))):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -348,7 +336,6 @@ def hold_ports(count: int) -> list[socket.socket]:
 
 
 def refuses_connections(port: int) -> bool:
-    """Return whether no process listens at a port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except ConnectionRefusedError:
@@ -404,7 +391,6 @@ Start = Callable[..., Server]
 def run_command(
     *arguments: str, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m shmserve ...` to its end."""
     return run_python("-m", "shmserve", *arguments, timeout_s=timeout_s, **options)
 
 
@@ -418,7 +404,6 @@ def run_python(
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Return whether a process is running and not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -433,7 +418,6 @@ def kill_together(members: Sequence[psutil.Process]) -> None:
 
 
 def suspend(process: psutil.Process) -> None:
-    """Suspend a process with SIGSTOP."""
     os.kill(process.pid, signal.SIGSTOP)
 
 

@@ -1,7 +1,5 @@
 """Texts of which only the beginning is compared."""
 
-from __future__ import annotations
-
 
 class Beginning(str):
     """A text that is equal to every text that begins with it."""

@@ -28,7 +28,6 @@ needs_users = pytest.mark.skipif(
 
 
 def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> T:
-    """Call `action` as user `uid` with these groups; return or raise its result."""
     items: list[T] = []
     errors: list[BaseException] = []
 

@@ -48,7 +48,6 @@ instance_group [ {{ kind: KIND_CPU count: 2 }} ]
 
 
 def add(repository: Path, name: str, size: int) -> None:
-    """Add a model that leases `size` bytes for each request."""
     source = PYTHON.replace("SIZE", str(size))
     repositories.write(repository, name, CONFIG.format(name=name), source)
 

@@ -125,8 +125,7 @@ def test_each_name_of_all_exists(name: str) -> None:
 
 def test_the_grpc_gateway_does_without_aiohttp() -> None:
     program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
-    result = run_python("-c", program, check=True)
-    loaded_modules = result.stdout.split()
+    loaded_modules = run_python("-c", program, check=True).stdout.split()
     assert [
         name for name in loaded_modules if is_within(name, {"aiohttp", "shmserve.gateway.http"})
     ] == []

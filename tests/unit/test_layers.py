@@ -26,9 +26,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # a worker's process
     "workers.links": ("ipc.*",),
     "workers.memory": ("ipc.*", "workers", "workers.batch"),
-    "workers.batch": (
-        *("ipc.*", "workers", "workers.links", "workers.memory", "workers.backends"),
-    ),
+    "workers.batch": (*("ipc.*", "workers", "workers.links", "workers.memory", "workers.backends"),
+        ),
     "workers.bls": ("ipc.*", "workers", "workers.batch", "workers.links"),
     "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.links", "workers.memory"),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
@@ -59,35 +58,25 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway": ("ipc.*", "common", "gateway.inference"),
     "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
-    "gateway.http": (
-        *("ipc.*", "common", "gateway", "gateway.inference"),
-        *("gateway.api.*", "gateway.http.*"),
-    ),
+    "gateway.http": (*("ipc.*", "common", "gateway", "gateway.inference"),
+        *("gateway.api.*", "gateway.http.*")),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
     "gateway.http2": (),
-    "gateway.grpc.calls": (
-        *("common", "gateway", "gateway.inference", "gateway.grpc", "gateway.grpc.wire"),
-        "gateway.http2",
-    ),
-    "gateway.grpc": (
-        *("ipc.*", "common", "proto", "gateway", "gateway.inference"),
-        *("gateway.api", "gateway.grpc.*", "gateway.http2"),
-    ),
+    "gateway.grpc.calls": (*("common", "gateway", "gateway.inference", "gateway.grpc",
+        "gateway.grpc.wire"), "gateway.http2"),
+    "gateway.grpc": (*("ipc.*", "common", "proto", "gateway", "gateway.inference"),
+        *("gateway.api", "gateway.grpc.*", "gateway.http2")),
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common"),
     "supervisor.resources": ("ipc.*", "supervisor.processes"),
     "supervisor.processes": ("ipc.*", "common", "supervisor.host"),
     "supervisor.regions": ("ipc.*", "common", "supervisor.host"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
-    "supervisor.local_clients": (
-        *("ipc.*", "common"),
-        *("supervisor.host", "supervisor.processes", "supervisor.regions"),
-    ),
+    "supervisor.local_clients": (*("ipc.*", "common"),
+        *("supervisor.host", "supervisor.processes", "supervisor.regions")),
     "supervisor.checks": ("ipc.*", "common", "config", "supervisor.host"),
-    "supervisor.models": (
-        *("ipc.*", "common", "config", "model_config", "supervisor", "supervisor.events"),
-        *("supervisor.host", "supervisor.processes", "supervisor.resources"),
-    ),
+    "supervisor.models": (*("ipc.*", "common", "config", "model_config", "supervisor",
+        "supervisor.events"), *("supervisor.host", "supervisor.processes", "supervisor.resources")),
     "supervisor": ("ipc.*", "common", "config", "supervisor.*"),
     # a program that uses a server, and the command
     "client.memory": ("ipc.*", "client", "client.request"),
@@ -98,16 +87,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "cli.kserve": (),
     "cli.systemd": ("config",),
     "perf": ("ipc.*", "common", "client.*", "protocols"),
-    "cli": (
-        *("ipc.*", "common", "config", "client"),
-        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf", "protocols"),
-    ),
+    "cli": (*("ipc.*", "common", "config", "client"),
+        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf", "protocols")),
     # a replica of Ray Serve, which starts a server
     "ray": ("ipc", "config", "cli"),
     "__main__": ("cli",),
     # starts a server from a script or a test: modules of the package itself
     "": ("client",),
-}
+}  # fmt: skip
 
 
 def _modules() -> dict[str, Path]:

@@ -46,9 +46,7 @@ def test_classes_and_onnx_need_no_torch() -> None:
         ("vllm", "", "pip install 'shmserve[vllm]'"),
     ],
 )
-def test_a_backend_without_its_packages_names_the_command(
-    backend: str, package: str, command: str
-) -> None:
+def test_a_backend_without_packages_names_it(backend: str, package: str, command: str) -> None:
     output = run_python("-c", _WITHOUT_PACKAGES + _FIND_BACKEND, backend, check=True).stdout
     assert output.startswith(f"backend '{backend}' needs the package {package}")
     assert command in output and "Traceback" not in output

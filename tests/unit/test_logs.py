@@ -208,8 +208,7 @@ def test_a_journal_has_fields(
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("hello\nworld", extra={"request_id": "r\n7"})
     (entry,) = entries(journal_socket)
-    assert entry.pop("CODE_FILE") == __file__
-    assert int(entry.pop("CODE_LINE")) > 0
+    assert entry.pop("CODE_FILE") == __file__ and int(entry.pop("CODE_LINE")) > 0
     assert entry == {
         "SYSLOG_IDENTIFIER": "shmserve",
         "SHMSERVE_PROCESS": "worker a.b.1",

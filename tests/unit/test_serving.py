@@ -86,9 +86,7 @@ def load(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
     sys.modules.pop("a_script", None)
 
 
-def test_a_class_is_sent_with_the_definitions_that_it_uses(
-    load: Callable[[str], ModuleType],
-) -> None:
+def test_a_class_is_sent_with_definitions_that_it_uses(load: Callable[[str], ModuleType]) -> None:
     text = serving._source_of(load(SCRIPT).Model)
     script_lines, sent_lines = SCRIPT.splitlines(), text.splitlines()
     for line in sent_lines:
@@ -104,9 +102,7 @@ def test_a_class_is_sent_with_the_definitions_that_it_uses(
     assert namespace["Model"]().predict(3) == 12  # type: ignore[operator]
 
 
-def test_a_class_of_a_function_uses_no_variable_of_the_function(
-    load: Callable[[str], ModuleType],
-) -> None:
+def test_classes_of_a_function_use_none_of_its_variables(load: Callable[[str], ModuleType]) -> None:
     local, closure = load(SCRIPT).test(5)
     text = serving._source_of(local)
     assert text.splitlines().index("class Local:") == SCRIPT.splitlines().index("    class Local:")
@@ -114,9 +110,7 @@ def test_a_class_of_a_function_uses_no_variable_of_the_function(
         serving._source_of(closure)
 
 
-def test_lines_are_those_of_a_script_with_a_future_import(
-    load: Callable[[str], ModuleType],
-) -> None:
+def test_lines_are_a_scripts_with_a_future_import(load: Callable[[str], ModuleType]) -> None:
     script = "from __future__ import annotations\n" + SCRIPT.replace('"""A script."""\n', "")
     text = serving._source_of(load(script).Model)
     assert text.startswith("from __future__ import annotations\n")
@@ -177,9 +171,7 @@ def test_a_class_of_a_cell_is_found_in_linecache(
     assert namespace["Scaled"]().predict(3) == 9  # type: ignore[operator]
 
 
-def test_relative_imports_of_a_class_know_their_package(
-    load: Callable[[str], ModuleType],
-) -> None:
+def test_relative_imports_of_a_class_know_their_package(load: Callable[[str], ModuleType]) -> None:
     script = "from __future__ import annotations\n" + SCRIPT
     module = load(script.replace('"""A script."""\n', ""))
     module.__package__ = "collections"

@@ -157,7 +157,7 @@ class Executor:
     def _unpack(
         self, requests: list[WorkerRequest], replies: list[Reply], copy_inputs: bool = False
     ) -> tuple[list[WorkerRequest], list[Request], list[WorkerRequest]]:
-        """Unpack the next requests of a batch, up to `LARGEST_PART` bytes.
+        """Unpack the next requests of a batch, up to `MAX_PART_BYTES`.
 
         Args:
             requests: The requests that have not run yet.

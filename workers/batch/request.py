@@ -275,7 +275,8 @@ class _RequestProperties:
 class Unpacker:
     """A converter of `Work` messages to the `Request`s of one model.
 
-    With `device_inputs`, inputs in device memory stay there. Otherwise they are copied to the host.
+    With `_device_inputs`, inputs in device memory stay there. Otherwise they are copied to the
+    host.
     """
 
     _signature: Signature

@@ -37,9 +37,9 @@ class MetricsReports:
 
     A change is reported before the next response, so a client that has received the response finds
     the change in the metrics. Threads of a model may change metrics at any time. These changes are
-    reported between batches, at most every `_PAUSE_S`. A model may read the metrics page during its
-    execution. Up to `_AT_ONCE` changes are therefore reported immediately (token bucket), and
-    further changes at the rate of the reports between batches.
+    reported between batches, at most every `_REPORT_INTERVAL_S`. A model may read the metrics page
+    during its execution. Up to `_BURST_REPORTS` changes are therefore reported immediately (token
+    bucket), and further changes at the rate of the reports between batches.
     """
 
     def __init__(

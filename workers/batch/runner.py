@@ -163,9 +163,9 @@ class Gatherer:
 def buffer_capacity(byte_size: int, rows: int, max_rows: int) -> int:
     """Return the capacity of a buffer whose first batch has `byte_size` bytes and `rows` rows.
 
-    The capacity is that of the largest batch of such rows, if this is at most `_RESERVED_AT_ONCE`.
-    The buffer then grows only if rows become larger. A larger buffer has at most a quarter more
-    than its batch, so that it rarely grows.
+    The capacity is that of the largest batch of such rows, if this is at most
+    `_MAX_RESERVED_BYTES`. The buffer then grows only if rows become larger. A larger buffer has at
+    most a quarter more than its batch, so that it rarely grows.
 
     >>> buffer_capacity(1000, 2, 8)
     4000

@@ -73,7 +73,7 @@ class SharedWait:
     thread that wakes up handles all received messages. Event loops watch the epoll descriptor, too.
 
     Attributes:
-        lock: Guards the state that `done` of `wait_until` examines.
+        lock: Guards the state that `is_done` of `wait_until` examines.
     """
 
     def __init__(self, handle_received: Callable[[], None]) -> None:
@@ -161,7 +161,7 @@ class SharedWait:
             os.eventfd_write(self._recheck, 1)
 
     def notify(self) -> None:
-        """Make a waiting thread or event loop, or the next one to wait, call `take`."""
+        """Make a waiting thread or event loop, or the next one to wait, handle messages."""
         os.eventfd_write(self._notification, 1)
         self._notified = True  # set after the write: otherwise the eventfd could remain unread
 

@@ -347,7 +347,7 @@ class InstanceLink:
     Attributes:
         lock: Guards the link and other state that a model's threads share with the loop.
         commands: The received messages for the loop, in order.
-        loop_messages: The message types that are passed to the loop (see `MessageTable`).
+        loop_messages: The message types that are passed to the loop, which has handlers for them.
         loop_reads: Whether the loop waits and reads the socket.
         _on_released: Called for outputs that readers have released.
         _waiting_by_eventfd: The requests whose credit threads wait for, by the thread's eventfd.

@@ -184,7 +184,7 @@ _MAX_HELPERS = 3
 class _CopyJob:
     """A large copy that is cut into pieces.
 
-    The iterator `numbers` assigns each piece to one thread.
+    The iterator `piece_numbers` assigns each piece to one thread.
     """
 
     __slots__ = ("_lock", "_source", "_target", "_unfinished", "finished_lock", "piece_numbers")

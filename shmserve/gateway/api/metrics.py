@@ -8,25 +8,27 @@ shmserve_llm_* (shmserve/scheduler/statistics.py documents the counters).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shmserve.common import model_metrics
-from shmserve.common.host import CpuUtilization, memory_bytes, processes
+from shmserve.common.host import CpuUtilization, Process, memory_bytes, processes
 from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.model_spec import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 # The report of each model, with its labels.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
@@ -259,12 +261,16 @@ class MetricsExporter:
         """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect_reports(gateway, gateway.models.all_versions())
-        families = list(self._all_families(reports))
+        # With hundreds of models, requests wait for one process or family only.
+        running = [process async for process in _yielding(processes(os.getppid()))]
+        families = [f async for f in _yielding(self._all_families(reports, running))]
         server_names = {family.name for family in families}
         return (_exposition_text(families) + _model_families(reports, server_names)).encode()
 
-    def _all_families(self, reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
-        """Yield all families of the server."""
+    def _all_families(
+        self, reports: list[dict[str, Any]], running: list[Process]
+    ) -> Iterator[ExpositionFamily]:
+        """Yield all families of the server, whose processes are `running`."""
         settings, models = self._gateway.settings, self._gateway.models
         plain_reports: Reports = []
         tagged: Reports = []
@@ -283,7 +289,7 @@ class MetricsExporter:
         yield from generative_families(plain_reports)
         yield from self._region_families()
         yield from self._host_families()
-        yield from _process_families()
+        yield from _process_families(running)
 
     def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
@@ -328,6 +334,13 @@ class MetricsExporter:
             yield _create_gauge(f"nv_pinned_memory_pool_{part}_bytes", help_text, 0)
 
 
+async def _yielding(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield items, and let other tasks of the loop run after each."""
+    for item in items:
+        yield item
+        await asyncio.sleep(0)
+
+
 def _exposition_text(families: Iterable[ExpositionFamily]) -> str:
     # As in Triton, families without samples are omitted.
     shown_families = (family for family in families if family.samples)
@@ -357,8 +370,7 @@ _PROCESS_FAMILIES = (
 )
 
 
-def _process_families() -> Iterator[ExpositionFamily]:
-    running = list(processes(os.getppid()))
+def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
     for kind, name, text, attribute in _PROCESS_FAMILIES:
         samples = (({"process": process.title}, getattr(process, attribute)) for process in running)
         yield _create_family(kind, name, text, *samples)

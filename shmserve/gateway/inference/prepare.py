@@ -502,7 +502,7 @@ class ArrivingTensors:
 
 @final
 class ArrivingRequest(ArrivingTensors):
-    """A checked request whose binary tensors are received; `len` is the size of its message.
+    """A checked request whose binary tensors are received. Its length is the size of its message.
 
     Attributes:
         built_request: The request, which is complete once its tensors are.

@@ -107,9 +107,9 @@ class Account:
 class WaitingChoice:
     """The decision whether waiting for further requests pays, from measured latencies.
 
-    The mean latencies with waiting (`on`) and without are compared as moving averages. For clients
-    that wait for their responses, shorter latencies also mean more requests. The better choice
-    depends on the load, so some epochs use the other choice: initially every second epoch, then
+    The mean latencies with waiting and without are compared as moving averages. For clients that
+    wait for their responses, shorter latencies also mean more requests. The better choice depends
+    on the load, so some epochs use the other choice: initially every second epoch, then
     exponentially fewer while the choice is confirmed. This bounds the cost.
     """
 

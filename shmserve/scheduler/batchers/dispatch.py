@@ -39,7 +39,7 @@ class SequenceKey(NamedTuple):
 class Dispatcher(ABC):
     """The interface of a dispatcher, which starts the queued requests that can run.
 
-    A dispatcher that `follows` requests is called for each request before and after it is enqueued.
+    A dispatcher that `tracks_requests` is called for each request before and after it is enqueued.
     """
 
     tracks_requests: bool = field(init=False, default=True)

@@ -71,7 +71,7 @@ class WaitUntil(Record):
 class Batcher:
     """A batcher; this base class runs one request at a time, in order, without waiting.
 
-    A batcher that `learns` is notified of arrivals and executions.
+    A batcher with `is_learning` is notified of arrivals and executions.
     """
 
     is_learning: bool = False
@@ -141,8 +141,9 @@ class DynamicBatcher(Batcher):
 class QueueHead(Record):
     """The first requests of the queue that may run together, with `units` in all.
 
-    The first `best` of them (0: none) reach the largest preferred size, or come closest to it. The
-    next request does not fit (`full`) or has other shapes; otherwise there is none.
+    The first `preferred_count` of them (0: none) reach the largest preferred size, or come closest
+    to it. The next request does not fit (`is_full`), or has other shapes (`other_shape`); otherwise
+    there is none.
     """
 
     requests: list[Pending]

@@ -205,7 +205,7 @@ class SizeTimes:
     # --- decisions -------------------------------------------------------------------------
 
     def find_trial(self, units: int) -> tuple[int, float]:
-        """Return a size up to `units` to try, because its rate might exceed that of `best`.
+        """Return a size up to `units` to try, because its rate might exceed the best known rate.
 
         Returns:
             The size and its duration at worst; (0, 0.0) if there is none.

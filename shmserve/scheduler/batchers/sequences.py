@@ -124,9 +124,14 @@ class WaitingRequests:
 class StatefulSequence:
     """The requests with one correlation id from a START to an END, in the order of their arrival.
 
-    A sequence has a slot (`slot` of its `home`), or waits in the backlog (no `home`). At most one
-    of its requests runs at a time. `owner` is its submitter. `ended`: no further request can come.
-    `begun`: its instance has state of it.
+    At most one of its requests runs at a time.
+
+    Attributes:
+        owner: The submitter of its requests.
+        instance_slots: The slots of its instance, or None while it waits in the backlog.
+        slot: The number of its slot, if it has one.
+        has_ended: Whether no further request can come.
+        has_state: Whether its instance has state of it.
     """
 
     __slots__ = (
@@ -565,7 +570,7 @@ class Sequences:
     # --- time -------------------------------------------------------------------------------------
 
     def next_idle_ns(self) -> int:
-        """Return the time (monotonic ns) at which `reap` may end a sequence, or NEVER."""
+        """Return the time (monotonic ns) at which `expire_idle` may end a sequence, or NEVER."""
         if not self._idle_sequences:
             return NEVER
         return next(iter(self._idle_sequences.values())) + self._idle_ns

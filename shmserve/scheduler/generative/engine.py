@@ -348,7 +348,7 @@ class Engine(Generic[T]):
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
             self._add_rows(plan, [sequence], [sequence])
-            # `needed` includes the samples that the sequence has forked.
+            # `blocks_needed` includes the samples that the sequence has forked.
             reserved += max(blocks_needed - (available_before - self.pool.available), 0)
 
     def _free_seats(self, sequences: list[Sequence[T]]) -> int:

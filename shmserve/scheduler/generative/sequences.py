@@ -1,9 +1,9 @@
 """Sequences and their generations: their order, beam search, and their KV blocks (pure).
 
-A sequence has `tokens`, of which the keys and values of the first `computed` are in the blocks of
-its `table`. There are no phases: missing tokens are computed, and when none is missing, the next
-token is sampled. A prompt, a prompt in chunks, and a recomputation after a preemption are thus one
-case.
+A sequence has `tokens`, of which the keys and values of the first `computed_tokens` are in the
+blocks of its `table`. There are no phases: missing tokens are computed, and when none is missing,
+the next token is sampled. A prompt, a prompt in chunks, and a recomputation after a preemption are
+thus one case.
 """
 
 from __future__ import annotations

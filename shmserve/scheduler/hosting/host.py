@@ -109,8 +109,8 @@ class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
     It adds itself to `active` when it has received something, and the host then gives it a turn.
-    After each turn, `wake_ns` is when it needs the next one (monotonic ns) and `live` is the number
-    of its requests. After it was `stopped`, the host only closes it.
+    After each turn, `wake_ns` is when it needs the next one (monotonic ns), and `live_requests` is
+    the number of its requests. After it was `stopped`, the host only closes it.
     """
 
     allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send

@@ -205,10 +205,10 @@ class InstanceTickets:
 
 @dataclass(eq=False)
 class Pool:
-    """The instances of a model version. With `tickets`, each execution needs a ticket.
+    """The instances of a model version. With `_tickets`, each execution needs a ticket.
 
     `free` are the instances that can take a batch, the longest free one first; those of a decoupled
-    model only while they have less than `most_open` requests (0: any number). `failure` is the
+    model only while they have less than `_max_open` requests (0: any number). `failure` is the
     reason why no instance can run or is expected; otherwise it is empty. No execution exceeds its
     limit before `due_ns`.
     """

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class Peers(Protocol):
-    """The link to workers. `malformed` counts their unreadable frames."""
+    """The link to workers."""
 
     @property
     def malformed_messages(self) -> int:
@@ -38,7 +38,7 @@ class Peers(Protocol):
 
 
 class ControlLink(Protocol):
-    """The link to the supervisor. `malformed` counts its unreadable frames."""
+    """The link to the supervisor. `malformed_messages` counts its unreadable frames."""
 
     malformed_messages: int
 

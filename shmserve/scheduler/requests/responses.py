@@ -51,7 +51,8 @@ _NOT_EXECUTED = Timing(0, 0, 0, 0)
 class Responses:
     """The sender of messages to clients.
 
-    `live` is the number of requests that are not done; `cache` keeps responses for equal requests.
+    `live_requests` is the number of requests that are not done; `cache` keeps responses for equal
+    requests.
     """
 
     _workers: Peers

@@ -99,6 +99,8 @@ class ProcessTable:
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawning = 0
         self._loop = asyncio.get_running_loop()
+        # A shell may have started processes before it executed this program in its place.
+        self._inherited = set(processes.children(os.getpid()))
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
@@ -155,6 +157,7 @@ class ProcessTable:
     def _on_child_exit(self, pid: int, reason: str) -> None:
         child = self._children.pop(pid, None)
         if child is None:
+            self._inherited.discard(pid)
             if self._spawning:
                 self._early_exits[pid] = reason
             return
@@ -194,7 +197,7 @@ class ProcessTable:
             return
         self._early_exits.clear()
         for pid in processes.children(os.getpid()):
-            if pid not in self._children:
+            if pid not in self._children and pid not in self._inherited:
                 # The pid may be the intermediate process of a dead zygote, which is the parent of a
                 # child.
                 processes.kill_tree(pid, spared=self._children)

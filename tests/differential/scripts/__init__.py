@@ -14,14 +14,6 @@ from tests.differential.scripts import (
 )
 
 GROUPS = [
-    dynamic.GROUP,
-    priority.GROUP,
-    sequences.GROUP,
-    waiting_sequences.GROUP,
-    ensembles.GROUP,
-    streams.GROUP,
-    cached.GROUP,
-    cancelled.GROUP,
-    *limited.GROUPS,
-    *delayed.GROUPS,
-]
+    dynamic.GROUP, priority.GROUP, sequences.GROUP, waiting_sequences.GROUP, ensembles.GROUP,
+    streams.GROUP, cached.GROUP, cancelled.GROUP, *limited.GROUPS, *delayed.GROUPS,
+]  # fmt: skip

@@ -158,14 +158,10 @@ def refused_requests() -> Script:
     name = "refused"
     send = SequenceRequests(name)
     steps: list[Step] = [
-        Send("no_id", name),
-        Send("no_start", name, sequence=7),
-        Send("rows", name, rows=2, sequence=8, start=True),
-        send(1, start=True, end=True),
-        Drain(),
-        send(1),
-        Drain(),
-    ]
+        Send("no_id", name), Send("no_start", name, sequence=7),
+        Send("rows", name, rows=2, sequence=8, start=True), send(1, start=True, end=True), Drain(),
+        send(1), Drain(),
+    ]  # fmt: skip
     return scene(name, steps)
 
 
@@ -209,12 +205,8 @@ def shapes_apart() -> Script:
 def cancelled_sequences(name: str, strategy: str) -> Script:
     send = SequenceRequests(name)
     steps: list[Step] = [
-        send(1, start=True),
-        send(1),
-        send(2, start=True),
-        Cancel("1b"),
-        Elapse(0.3),
-    ]
+        send(1, start=True), send(1), send(2, start=True), Cancel("1b"), Elapse(0.3),
+    ]  # fmt: skip
     return scene(name, [*steps, Drain()], strategy)
 
 

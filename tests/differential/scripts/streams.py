@@ -78,25 +78,14 @@ SCRIPTS = [
     streaming_script("counts", COUNT, 3, 1, 0),
     streaming_script("wrong_in_the_middle", FAILING_STREAM, 1),
     streaming_script("last_with_its_response", FINAL_RESPONSE, 1),
-    streaming_script(
-        "raises", 'raise ValueError("early")', 1, known_differences=[*TEXT, *COUNTED_RESPONSES]
-    ),
+    streaming_script("raises", 'raise ValueError("early")', 1,
+        known_differences=[*TEXT, *COUNTED_RESPONSES]),
     iterative("iterative_oldest", "oldest { max_candidate_sequences: 4 }"),
     iterative("iterative_direct", "direct { }"),
-    Script(
-        "warmed_up",
-        [
-            recorder(
-                "warmed_up",
-                WARMUP,
-                inputs=[tensor("INPUT0", dims=[2])],
-                files={"warmup/data": bytes([7, 0, 0, 0, 9, 0, 0, 0])},
-            )
-        ],
+    Script("warmed_up", [recorder("warmed_up", WARMUP, inputs=[tensor("INPUT0", dims=[2])],
+        files={"warmup/data": bytes([7, 0, 0, 0, 9, 0, 0, 0])})],
         [Send("a", "warmed_up", 1, columns=2), Drain()],
-        known_differences=[
-            Known("statistics.*", "warm-up is nobody's requests, and is not counted")
-        ],
-    ),
-]
+        known_differences=[Known("statistics.*",
+        "warm-up is nobody's requests, and is not counted")]),
+]  # fmt: skip
 GROUP = Group("streams", SCRIPTS)

@@ -58,12 +58,8 @@ def again_in_the_backlog(name: str, strategy: str) -> Script:
 def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
     send = SequenceRequests(name)
     steps: list[Step] = [
-        send(1, start=True),
-        send(2, start=True),
-        send(2),
-        Cancel("2a"),
-        Elapse(0.3),
-    ]
+        send(1, start=True), send(2, start=True), send(2), Cancel("2a"), Elapse(0.3),
+    ]  # fmt: skip
     sequence_model = model(name, strategy, max_batch_size=1)
     known_differences = [
         Known("responses.2b.error.1", "who is cancelled with another one is told why"),

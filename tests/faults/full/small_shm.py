@@ -92,13 +92,8 @@ def fill_shared_memory(repository: Path) -> None:
         assert status == 503
         assert "shared memory is full" in text
         assert report == {
-            "small": 200,
-            "infer": 200,
-            "right": True,
-            "infer while full": 200,
-            "large while full": True,
-            "another while full": 503,
-            "unregister": 200,
-        }
+            "small": 200, "infer": 200, "right": True, "infer while full": 200,
+            "large while full": True, "another while full": 503, "unregister": 200,
+        }  # fmt: skip
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []

@@ -101,8 +101,7 @@ def test_grpc_connections_leave_some(server: Server) -> None:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
         with crowded(server, "grpc"):
             until("all have come", lambda: are_idle(server))
-            gateway = server.find_one("gateway grpc")
-            assert gateway.num_fds() < _LIMIT - 50
+            assert server.find_one("gateway grpc").num_fds() < _LIMIT - 50
             victim = server.find_one("scheduler simple")
             victim.kill()
             wait_replaced(server, victim, "scheduler simple", _STARTED_S)
@@ -135,7 +134,6 @@ def test_registrations_leave_some(server: Server) -> None:
 
 
 def are_idle(server: Server) -> bool:
-    """Return whether all processes are idle again."""
     cpu_before = cpu_seconds(server)
     time.sleep(0.05)
     return all(cpu_s - cpu_before[title] < 0.05 for title, cpu_s in cpu_seconds(server).items())

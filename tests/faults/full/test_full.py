@@ -1,4 +1,4 @@
-"""Full queues and full arenas. For a full /dev/shm see row 9 of test_rows.py."""
+"""Full queues and full arenas. For a full /dev/shm see faults/test_rows.py."""
 
 import time
 from collections.abc import Callable

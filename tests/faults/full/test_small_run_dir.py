@@ -60,8 +60,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
         [repository], run_dir=folder / "run", prefix=small_mount_command(folder, 60)
     ) as server:
         server.wait_ready()
-        inside = Path(f"/proc/{server.pid}/root{folder}")
-        filler_paths = list(fill(inside))
+        filler_paths = list(fill(Path(f"/proc/{server.pid}/root{folder}")))
         server.find_one("scheduler identity").kill()
         server.wait_log("cannot start: cannot create a socket in the run directory: No space left")
         assert not server.answers("/v2/models/identity/ready")
@@ -69,8 +68,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
             array = np.arange(16, dtype=np.int32).reshape(1, 16)
             inputs = [json_input(name, array) for name in ("INPUT0", "INPUT1")]
             assert http.infer("simple", {"inputs": inputs}).status == 200
-            floats = np.arange(4, dtype=np.float32)
-            body = {"inputs": [json_input("INPUT0", floats)]}
+            body = {"inputs": [json_input("INPUT0", np.arange(4, dtype=np.float32))]}
             for _ in range(2):  # the request that waited, and a later one
                 assert (reply := http.infer("identity", body)).status == 503
                 assert "the model's scheduler ended before it could answer" in reply.error
@@ -114,8 +112,7 @@ def fill(folder: Path) -> Iterator[Path]:
 
 def test_too_few_descriptors(repository: Path) -> None:
     """The server must not start: it would report readiness but accept only one connection."""
-    limited = ["prlimit", "--nofile=100:100"]
-    with Server([repository], prefix=limited) as server:
+    with Server([repository], prefix=["prlimit", "--nofile=100:100"]) as server:
         assert server.wait_exit(30) == 2
         assert server.log() == (
             "shmserve: open files: a process may open 100 files, but at least 256 are required "

@@ -27,7 +27,6 @@ _GRPC_BYTES = 64 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server for a series of faults."""
     with serving(tmp_path_factory.mktemp("grpc-garbage")) as running_server:
         yield running_server
 
@@ -61,24 +60,20 @@ STREAMS: dict[str, bytes] = {
     "half a frame": CLIENT_OPENING + frame(0, 0, 1, bytes(1000))[:500],
     "data for no stream": CLIENT_OPENING + frame(0, 1, 7, bytes(1000)),
     "headers that are no headers": CLIENT_OPENING + frame(1, 5, 1, _RANDOM.randbytes(500)),
-    "headers without end": CLIENT_OPENING
-    + frame(1, 0, 1, b"")
-    + frame(9, 0, 1, bytes(10_000)) * 500,
+    "headers without end": CLIENT_OPENING + frame(1, 0, 1, b"") + frame(9, 0, 1,
+        bytes(10_000)) * 500,
     "a flood of settings": CLIENT_OPENING + frame(4, 0, 0) * 20_000,
     "a flood of pings": CLIENT_OPENING + frame(6, 0, 0, bytes(8)) * 20_000,
     "a flood of resets": CLIENT_OPENING
     + b"".join(frame(1, 5, n, _HEADERS) + frame(3, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
     "a window of nothing": CLIENT_OPENING + frame(8, 0, 0, bytes(4)),
-    "a message of 4 GiB": CLIENT_OPENING
-    + frame(1, 4, 1, _HEADERS)
-    + frame(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(1000)),
-    "a message that is compressed and is not": CLIENT_OPENING
-    + frame(1, 4, 1, _HEADERS)
-    + frame(0, 1, 1, b"\1\0\0\0\4abcd"),
-    "a message that is cut short": CLIENT_OPENING
-    + frame(1, 4, 1, _HEADERS)
-    + frame(0, 1, 1, b"\0\0\0\0\x10abcd"),
-}
+    "a message of 4 GiB": CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1,
+        b"\0\xff\xff\xff\xff" + bytes(1000)),
+    "a message that is compressed and is not": CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0,
+        1, 1, b"\1\0\0\0\4abcd"),
+    "a message that is cut short": CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 1, 1,
+        b"\0\0\0\0\x10abcd"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -286,13 +281,11 @@ def test_cancelled_calls(server: Server) -> None:
     """Hundreds of calls and streams are begun and cancelled."""
     with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
         for number in range(300):
-            pending = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
-            pending.cancel()
+            call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S).cancel()
             call.ModelStreamInfer(iter([simple_request()]), timeout=_PATIENCE_S).cancel()
         check_other_clients(stage)
 
 
 def test_no_resources_remain_after_all_grpc_garbage(server: Server, state_before: State) -> None:
-    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, state_before, 4 * _GRPC_BYTES)
     assert "Traceback" not in server.log()

@@ -211,9 +211,7 @@ def test_many_silent_connections(server: Server) -> None:
     ],
     ids=["config", "nothing", "infer", "infer nothing"],
 )
-def test_a_client_that_reads_no_responses_is_not_read_from(
-    server: Server, request_bytes: bytes
-) -> None:
+def test_a_client_that_reads_nothing_is_not_read_from(server: Server, request_bytes: bytes) -> None:
     """The client pipelines requests; the server reads a limited number of them."""
     flood = request_bytes * (1 + 65536 // len(request_bytes))
     with scene(server) as stage, socket.socket() as connection:
@@ -277,7 +275,6 @@ def test_metrics_port(server: Server) -> None:
 
 
 def check_clients(stage: Scene) -> None:
-    """Check that existing and new clients are served."""
     assert_recovers(stage, time.monotonic())
     with stage.server.http() as other_client:
         assert other_client.infer("simple", REQUEST).status == 200

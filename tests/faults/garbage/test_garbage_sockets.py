@@ -31,17 +31,11 @@ from tests.support.waiting import until
 
 RANDOM = random.Random(5)
 MESSAGE_UNIONS = (
-    unions.ClientToScheduler,
-    inference.SchedulerToClient,
-    unions.SchedulerToWorker,
-    unions.WorkerToScheduler,
-    unions.SupervisorToGateway,
-    unions.GatewayToSupervisor,
-    unions.SupervisorToScheduler,
-    unions.SchedulerToSupervisor,
-    unions.SupervisorToWorker,
+    unions.ClientToScheduler, inference.SchedulerToClient, unions.SchedulerToWorker,
+    unions.WorkerToScheduler, unions.SupervisorToGateway, unions.GatewayToSupervisor,
+    unions.SupervisorToScheduler, unions.SchedulerToSupervisor, unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
-)
+)  # fmt: skip
 TAGS = sorted({kind.TAG for union in MESSAGE_UNIONS for kind in typing.get_args(union)})
 FIELDS = {
     kind.TAG: len(dataclasses.fields(kind))

@@ -257,8 +257,7 @@ def another_s_identity(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
     link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
-    thief_link = local_client.link("identity")
-    until("the second is ended", partial(has_ended, thief_link))
+    until("the second is ended", partial(has_ended, local_client.link("identity")))
     link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
 
@@ -287,8 +286,7 @@ def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
     failed_answer = answer(link)
     assert isinstance(failed_answer, m.Failed) and failed_answer.id == 6
     visit.release()
-    assert isinstance(answer(link), m.Finished)
-    assert receive_arrived(link, 0.2) == []
+    assert isinstance(answer(link), m.Finished) and receive_arrived(link, 0.2) == []
 
 
 def odd_numbers(local_client: Guest, stage: Scene) -> None:
@@ -331,15 +329,8 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     """Send invalid shapes, names, datatypes and strings; each request fails."""
     link = local_client.link("identity")
     shapes: list[Any] = [
-        (-1,),
-        (2**62,),
-        (2**63, 2),
-        (4, 0),
-        (1,) * 10_000,
-        (True,),
-        (1.5,),
-        ("4",),
-    ]
+        (-1,), (2**62,), (2**63, 2), (4, 0), (1,) * 10_000, (True,), (1.5,), ("4",),
+    ]  # fmt: skip
     bad_tensors: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
     bad_tensors += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
     bad_tensors += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
@@ -467,30 +458,13 @@ def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
 
 
 CRIMES: list[Callable[[Guest, Scene], None]] = [
-    garbage_as_frames,
-    no_zeromq,
-    a_handshake_without_end,
-    never_read,
-    half_frames,
-    a_frame_too_large,
-    a_request_too_large,
-    a_request_with_a_large_name,
-    all_in_one_frame,
-    slow_to_close,
-    many_links,
-    another_s_identity,
-    stay_after_leaving,
-    the_same_number_twice,
-    odd_numbers,
-    release_what_is_others,
-    tensors_that_cannot_be,
-    deep_messages,
-    memory_of_which_little_is_there,
-    memory_that_cannot_be_written,
-    many_memories,
-    many_descriptors_at_the_listener,
-    crowd_at_the_listener,
-]
+    garbage_as_frames, no_zeromq, a_handshake_without_end, never_read, half_frames,
+    a_frame_too_large, a_request_too_large, a_request_with_a_large_name, all_in_one_frame,
+    slow_to_close, many_links, another_s_identity, stay_after_leaving, the_same_number_twice,
+    odd_numbers, release_what_is_others, tensors_that_cannot_be, deep_messages,
+    memory_of_which_little_is_there, memory_that_cannot_be_written, many_memories,
+    many_descriptors_at_the_listener, crowd_at_the_listener,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("crime", CRIMES, ids=lambda crime: crime.__name__)
@@ -505,7 +479,6 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
 
 
 def test_no_resources_remain_after_all_local_clients(server: Server, state_before: State) -> None:
-    """All tests together leave no resources behind."""
     assert_is_as_it_was(server, state_before, 0)
     assert "Traceback" not in server.log()
     assert len(server.log()) < 200_000, "garbage fills the log"

@@ -79,32 +79,19 @@ _FIELDS = [
     b"\x40\x01n\x7f\xf0\x1e" + b"v" * 4079,
     *(_field(b"te", b"trailers"), _field(b"te", b"gzip"), _field(b"te", b"")),
     *(_field(b"content-length", value) for value in (b"0", b"4", b"5", b"8", b"x", b"-1", b"4, 4")),
-    *(
-        _field(name, b"x")
-        for name in (b"connection", b"upgrade", b"transfer-encoding", b"A", b"a b")
-    ),
-    *(
-        _field(b"a", value)
-        for value in (b" x", b"x ", b"x\0y", b"x\ny", b"\xff", b"", b"x\ty", b"\x7f")
-    ),
+    *(_field(name, b"x") for name in (b"connection", b"upgrade", b"transfer-encoding", b"A",
+        b"a b")),
+    *(_field(b"a", value) for value in (b" x", b"x ", b"x\0y", b"x\ny", b"\xff", b"", b"x\ty",
+        b"\x7f")),
     *(_field(b":path", b"/"), _field(b":x", b"y"), _field(b":authority", b"h"), _field(b":", b"")),
-    *(
-        _field(b"host", b"h"),
-        _field(b"host", b"other"),
-        _field(b"cookie", b"a=b"),
-        _field(b"", b"x"),
-    ),
+    *(_field(b"host", b"h"), _field(b"host", b"other"), _field(b"cookie", b"a=b"),
+        _field(b"", b"x")),
     *(_field(b"priority", b"u=1"), _field(b"grpc-timeout", b"1S"), _field(b"keep-alive", b"x")),
     *(b"\x80", b"\xff\x80", b"\xff\xff\xff\xff\xff\x0f", b"\x20", b"\x3f\xe1\x1f", b"\x3f\xe2\x1f"),
-    *(
-        b"\x00\x01a\x05b",
-        b"\x00\x01a\x82\x1f\xff",
-        b"\x00\x01a\x81\x18",
-        b"\x00\x85",
-        b"\x40\x00\x00",
-    ),
+    *(b"\x00\x01a\x05b", b"\x00\x01a\x82\x1f\xff", b"\x00\x01a\x81\x18", b"\x00\x85",
+        b"\x40\x00\x00"),
     *(b"\x00\x01a\x84\x3f\xff\xff\xff", b"\x0f\x80", b"\xc5", b"\x00\x01\xffa\x01b"),
-]
+]  # fmt: skip
 _VALID_FIELDS = [
     *(*_FIELDS[:4], _field(b"te", b"trailers"), b"\x90", b"\x40\x02bb\x03ccc"),
     *(_field(b"content-length", b"4"), _field(b"a", b"\xff"), _field(b"b", b"")),
@@ -236,7 +223,6 @@ class Conversation:
         return frame(kind, flags, stream, payload)
 
     def _broken(self, frame_bytes: bytes) -> bytes:
-        """Return a malformed frame."""
         choice, value = self._number() % 8, self._number()
         head, payload = bytearray(frame_bytes[:9]), bytearray(frame_bytes[9:])
         if choice < 2:

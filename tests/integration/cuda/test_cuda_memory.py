@@ -228,8 +228,7 @@ def test_two_processes(
     client: triton.InferenceServerClient, shm: Any, region: Any, exporter: Callable[[int], Child]
 ) -> None:
     """The input is one process's, the output another's."""
-    child = exporter(SIZE)
-    client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
+    client.register_cuda_shared_memory("theirs", exporter(SIZE).handle, 0, SIZE)
     client.register_cuda_shared_memory("mine", shm.get_raw_handle(region), 0, 2 * SIZE)
     infer(client, "theirs", "mine")
     assert (second_half(shm, region) == 6).all()

@@ -170,9 +170,7 @@ def copied_bytes(server: Server) -> float:
     return server.metric("shmserve_copied_bytes_total")
 
 
-def test_a_batch_is_gathered_from_everywhere(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_batch_is_gathered_from_all_sides(server: Server, client: shmserve.client.Server) -> None:
     """Rows of three allocations and of a message, answered into two of them and by messages."""
     with (
         client.allocate(forms(), device="cuda:0") as first_region,
@@ -205,9 +203,7 @@ def test_a_batch_is_gathered_from_everywhere(
         assert (results[3]["y"] == batch(2, 4) * 2).all()
 
 
-def test_adjacent_rows_are_a_batch_without_a_copy(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_adjacent_rows_are_batched_uncopied(server: Server, client: shmserve.client.Server) -> None:
     """The inputs are not gathered. Only the outputs are copied, on the device, to their ranges."""
     half = ((2, SIDE), "FP32")
     with client.allocate({"a": half, "b": half, "c": half, "d": half}, device="cuda:0") as region:
@@ -233,9 +229,7 @@ def test_adjacent_rows_are_a_batch_without_a_copy(
 
 
 @pytest.mark.parametrize("model", ["twice", "slow", "anywhere", "native"])
-def test_the_response_follows_the_end_of_the_devices_work(
-    client: shmserve.client.Server, model: str
-) -> None:
+def test_the_response_follows_the_devices_work(client: shmserve.client.Server, model: str) -> None:
     """The device's work of the model is visible to every process when the response has arrived."""
     with client.allocate(forms(), device="cuda:0") as region:
         name = "output" if model == "native" else "y"
@@ -250,8 +244,7 @@ def test_a_python_model_that_calls_another_model(client: shmserve.client.Server)
     """Its tensors stay on the device; those of its call travel in host memory."""
     with client.allocate(forms(2), device="cuda:0") as region:
         region["x"].fill(batch(2))
-        result = client.infer("python", x=region["x"])
-        assert (result["y"] == (batch(2) + 1) * 2).all()
+        assert (client.infer("python", x=region["x"])["y"] == (batch(2) + 1) * 2).all()
         client.infer("python", region)
         assert (region["y"].numpy() == (batch(2) + 1) * 2).all()
 
@@ -304,9 +297,7 @@ def test_a_full_device_fails_the_request_alone(client: shmserve.client.Server) -
     assert (client.infer("fragile", x=batch())["y"] == batch() * 2).all()
 
 
-def test_a_device_that_fails_costs_one_worker(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_failing_device_costs_one_worker(server: Server, client: shmserve.client.Server) -> None:
     """An invalid access breaks CUDA for good in its process; no other client notices."""
     with client.allocate(forms(), device="cuda:0") as region:
         region["x"].fill(batch())

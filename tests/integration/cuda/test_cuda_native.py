@@ -139,8 +139,7 @@ def test_without_torch_in_the_program(client: shmserve.client.Server) -> None:
         region["x"].fill(x)
         client.infer("twice", region)
         assert (region["y"].numpy() == x * 2).all()
-        part = client.infer("twice", x=region.view("x", (2, SIDE)))
-        assert (part["y"] == x[:2] * 2).all()
+        assert (client.infer("twice", x=region.view("x", (2, SIDE)))["y"] == x[:2] * 2).all()
 
 
 def test_missing_devices(client: shmserve.client.Server) -> None:
@@ -232,7 +231,7 @@ def _rss(process: psutil.Process) -> int:
 
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
-    """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
+    """Memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
     few_rows = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
         with client.allocate(few_rows, pin=True) as region:

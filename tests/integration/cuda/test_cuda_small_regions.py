@@ -204,8 +204,7 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
         allocations.clear()
         torch.cuda.empty_cache()
         infer(client, "host", "r", "r", offset=64)
-        result = shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N]
-        assert (result == 6).all()
+        assert (shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N] == 6).all()
         assert server.find_one("worker host") == new_worker, "the worker died of it"
     finally:
         allocations.clear()

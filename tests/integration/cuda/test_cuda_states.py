@@ -69,9 +69,7 @@ def infer_sequence(client: shmserve.client.Server, model: str, **flags: Any) -> 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_state_stays_on_the_device(
-    server: Server, client: shmserve.client.Server, model: str
-) -> None:
+def test_states_stay_on_device(server: Server, client: shmserve.client.Server, model: str) -> None:
     sums = [infer_sequence(client, model, start=True)[0], infer_sequence(client, model)[0]]
     copied_before = server.metric("shmserve_copied_bytes_total", model=model)
     sums += [infer_sequence(client, model)[0] for _ in range(3)]
@@ -88,9 +86,7 @@ def test_input_and_output_of_a_state_have_one_address(client: shmserve.client.Se
     infer_sequence(client, "in_place", end=True)
 
 
-def test_rows_of_several_sequences_are_gathered_on_the_device(
-    client: shmserve.client.Server,
-) -> None:
+def test_rows_of_sequences_are_gathered_on_the_device(client: shmserve.client.Server) -> None:
     x = np.ones((1, 1), np.float32)
     for index in range(4):
         futures = [

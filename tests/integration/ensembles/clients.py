@@ -12,7 +12,6 @@ from tests.support.servers import Server
 
 
 def floats(*values: float) -> np.ndarray:
-    """Return an FP32 array."""
     return np.array(values, np.float32)
 
 

@@ -36,9 +36,6 @@ def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, An
     return {name: response.as_numpy(name).tolist() for name in names}
 
 
-# --- data flow --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
 def test_two_sequential_steps(server: Server, size: int) -> None:
     """Small tensors are in messages; large ones are read where they were written."""
@@ -86,7 +83,6 @@ def test_a_nested_ensemble(server: Server) -> None:
 
 
 def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
-    """Steps whose outputs nothing needs are not run."""
     tensors = [json_input("IN", floats(1))]
     requested_outputs = {"inputs": tensors, "outputs": [{"name": "GOOD"}]}
     assert http.infer("pruned", requested_outputs).tensors()["GOOD"].tolist() == [2]
@@ -102,9 +98,6 @@ def test_batch_dimensions_are_added_and_removed(server: Server) -> None:
 def test_an_ensemble_may_reshape_its_tensors(server: Server) -> None:
     """The steps see the shapes of `reshape`, and clients those of `dims`."""
     assert outputs(server, "reshaped", IN=floats(1, 2).reshape(1, 2, 1)) == {"OUT": [[[4, 6]]]}
-
-
-# --- missing outputs and models ---------------------------------------------------------------
 
 
 def test_an_output_that_a_model_left_out(server: Server) -> None:
@@ -153,9 +146,6 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
         http.unregister("condition").ok()
 
 
-# --- errors -----------------------------------------------------------------------------------
-
-
 def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
     """Each ensemble adds its name once."""
     text = error(server, "outer_fails", IN=floats(1))
@@ -169,26 +159,18 @@ def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
     )
 
 
-# --- forwarded fields -------------------------------------------------------------------------
-
-
 def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     """A step receives the request's id, correlation id, flags, timeout and custom parameters."""
     request = {
         "id": "mine",
-        "parameters": {
-            "sequence_id": 7,
-            "sequence_start": True,
-            "timeout": 5_000_000,
-            "colour": "red",
-        },
+        "parameters": {"sequence_id": 7, "sequence_start": True, "timeout": 5_000_000,
+            "colour": "red"},
         "inputs": [json_input("IN", floats(1))],
-    }
+    }  # fmt: skip
     with server.http() as http:
         reply = http.infer("tells", request).ok()
     seen_request = ast.literal_eval(reply.tensors()["OUT"][0].decode())
-    assert seen_request[:4] == ["mine", 7, 1, 5_000_000]
-    assert "red" in seen_request[4]
+    assert seen_request[:4] == ["mine", 7, 1, 5_000_000] and "red" in seen_request[4]
     assert reply.json()["parameters"] == {
         "sequence_id": 7,
         "sequence_start": True,
@@ -196,11 +178,7 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     }
 
 
-# --- streams ----------------------------------------------------------------------------------
-
-
 def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None:
-    """The next step runs once for each response."""
     assert stream(server, "counts", IN=floats(3)) == [[0], [1], [2]]
     assert sorted(stream(server, "counts_then", IN=floats(3))) == [[1], [2], [3]]
     assert stream(server, "counts_then", IN=floats(0)) == []
@@ -216,9 +194,6 @@ def test_many_large_responses(server: Server, model: str) -> None:
     """`max_inflight_requests`: the responses together exceed any arena."""
     responses = stream(server, model, IN=floats(300))
     assert sorted(responses) == [[i + 1, i + 1] for i in range(300)]
-
-
-# --- memory -----------------------------------------------------------------------------------
 
 
 def test_through_shared_memory(server: Server) -> None:
@@ -244,9 +219,6 @@ def test_a_local_client(server: Server) -> None:
         for _ in range(3):
             assert (session.infer("two", {"IN": values})["OUT"] == (values + 1) * 2).all()
             assert (session.infer("outer", {"IN": values[:, :3]})["OUT"] == [[2, 4, 6]]).all()
-
-
-# --- statistics -------------------------------------------------------------------------------
 
 
 def test_statistics_are_sums_of_steps(server: Server) -> None:

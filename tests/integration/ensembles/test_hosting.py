@@ -118,9 +118,7 @@ def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
         ]
 
 
-def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not(
-    server: Server,
-) -> None:
+def test_models_move_to_an_ensemble_that_is_loaded_and_back(server: Server) -> None:
     for name in ("a", "b", "c", "alone"):
         server.load(name)
     separate = [f"scheduler {name}" for name in ("a", "alone", "b", "c")]
@@ -154,9 +152,7 @@ def test_models_that_an_ensemble_connects_share_a_process(server: Server) -> Non
     assert asking_clients.wrong_responses == []
 
 
-def test_a_step_is_reloaded_beside_its_ensemble(
-    server: Server, empty_server: tuple[Server, Path]
-) -> None:
+def test_a_step_is_reloaded_separately(server: Server, empty_server: tuple[Server, Path]) -> None:
     server.load("first")
     code = empty_server[1] / "a" / "1" / "model.py"
     with Asking(server, "a", "b") as asking_clients:

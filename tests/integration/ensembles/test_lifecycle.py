@@ -121,9 +121,7 @@ def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     )
 
 
-def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(
-    tmp_path: Path,
-) -> None:
+def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(tmp_path: Path) -> None:
     """Steps and calls begin after the drain has begun, including those of nested ensembles."""
     add_model(tmp_path, "add", RETURN_INCREMENT)
     add_model(tmp_path, "slow", f"wait()\n{RETURN_INCREMENT}")

@@ -110,20 +110,13 @@ def _add_gated_models(repository: Path) -> None:
         add_ensemble(repository, name, steps, outputs=outputs, scheduling=scheduling)
 
 
-# --- sequences ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("then_id", [99, 1]),
-        ("then_text", ["abc", 1]),
-        ("then_end", [7, 3]),
-        ("then_no_start", [7, 0]),
-        ("then_all", [99, 2]),
-        ("then_other", [7, 1]),
+        ("then_id", [99, 1]), ("then_text", ["abc", 1]), ("then_end", [7, 3]),
+        ("then_no_start", [7, 0]), ("then_all", [99, 2]), ("then_other", [7, 1]),
     ],
-)
+)  # fmt: skip
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
     server: Server, model: str, expected: list[Any]
 ) -> None:
@@ -152,9 +145,6 @@ def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
     with server.http() as http:
         reply = http.infer(model, request).ok()
     return ast.literal_eval(reply.tensors()["OUT"][0].decode()), reply.json()["parameters"]
-
-
-# --- time and cancellation ------------------------------------------------------------------------
 
 
 def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestPool) -> None:
@@ -199,16 +189,12 @@ def cancelled_count(server: Server, model: str) -> float:
 
 @contextlib.contextmanager
 def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iterator[Any]:
-    """Yield a function that disconnects the client of a request."""
     body = json.dumps({"inputs": [json_input("IN", values)]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         yield connection.close
-
-
-# --- limits ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("model", "max_requests"), [("limited", 2), ("unlimited", 3)])

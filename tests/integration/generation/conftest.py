@@ -76,20 +76,17 @@ def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(generative: Server) -> Iterator[openai.OpenAI]:
-    """Yield the client of OpenAI's API."""
     with client_of(generative) as openai_client:
         yield openai_client
 
 
 def client_of(server: Server) -> openai.OpenAI:
-    """Return a client without retries."""
     url = f"http://{server.url}/v1"
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return transformers' tokenizer of the same folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(write_folder(tmp_path_factory.mktemp("tokens") / "model"))
@@ -117,8 +114,6 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.fixture(scope="session")
 def greedy(oracle: Oracle) -> Greedy:
-    """Return a function for the greedy continuation of a prompt."""
-
     @functools.cache
     def tokens(prompt: str, count: int) -> list[int]:
         ((quantised, _),) = oracle(prompt, max_new_tokens=count)

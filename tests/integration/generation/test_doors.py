@@ -27,7 +27,8 @@ from tests.integration.generation.conftest import (
     client_of,
 )
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.hf_folders import write_folder
+from tests.support.servers import Server, run_command, running
 from tests.support.waiting import until
 
 PROMPTS = ("the quick brown", "it was", "naïve café", "{'a': 1", "東京", "x")
@@ -79,7 +80,6 @@ def close_client(server: Server) -> None:
 
 
 def disconnect_client(server: Server) -> None:
-    """Disconnect a client during a request."""
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     with socket.create_connection(("127.0.0.1", server.http_port)) as connection:
@@ -88,7 +88,6 @@ def disconnect_client(server: Server) -> None:
 
 
 def kill_client(server: Server) -> None:
-    """Kill a program during a request."""
     code = (
         "import numpy as np, sys; from shmserve import client\n"
         "given = {'text_input': np.array([b'a'], object), 'stream': np.array([True])}\n"
@@ -134,8 +133,7 @@ def test_a_stream_contains_the_whole_text(client: openai.OpenAI) -> None:
     )
     assert "".join(event.choices[0].text for event in events[:-1]) == unary.choices[0].text
     assert events[-2].choices[0].finish_reason == unary.choices[0].finish_reason == "length"
-    assert events[-1].choices == []
-    assert events[-1].usage == unary.usage
+    assert events[-1].choices == [] and events[-1].usage == unary.usage
     assert unary.usage is not None and unary.usage.completion_tokens == 24
 
 
@@ -350,14 +348,10 @@ BAD_FIELDS = {
     "no body": ([], 400, None, "a JSON object"),
     "no JSON": (b"{", 400, None, "failed to parse"),
     "no text": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None, "no low surrogate"),
-    "a schema": (
-        {"model": "tiny", "prompt": "a", "json_schema": {"type": 3}},
-        *(400, "json_schema", "cannot be compiled"),
-    ),
-    "a schema by vLLM's name": (
-        {"model": "tiny", "prompt": "a", "guided_json": {"type": 3}},
-        *(400, "guided_json", "cannot be compiled"),
-    ),
+    "a schema": ({"model": "tiny", "prompt": "a", "json_schema": {"type": 3}},
+        *(400, "json_schema", "cannot be compiled")),
+    "a schema by vLLM's name": ({"model": "tiny", "prompt": "a", "guided_json": {"type": 3}},
+        *(400, "guided_json", "cannot be compiled")),
     "no number": (b'{"model": "tiny", "prompt": "a", "top_p": NaN}', 400, "top_p", "nan"),
     "no model": ({"prompt": "a"}, 400, "model", "required"),
     "another model": ({"model": "nobody", "prompt": "a"}, 404, None, "nobody"),
@@ -372,7 +366,7 @@ BAD_FIELDS = {
     "n": ({"model": "tiny", "prompt": "a", "n": 1000}, 400, "n", "1000"),
     "stream": ({"model": "tiny", "prompt": "a", "stream": 1}, 400, "stream", "true or false"),
     "stop": ({"model": "tiny", "prompt": "a", "stop": [1]}, 400, "stop", "a string or a list"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_FIELDS, ids=str)
@@ -460,9 +454,7 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_a_beam_search_equals_that_of_transformers(
-    client: openai.OpenAI, beams: Beams, prompt: str
-) -> None:
+def test_beam_search_equals_transformers(client: openai.OpenAI, beams: Beams, prompt: str) -> None:
     completion = client.completions.create(
         model="tiny", prompt=prompt, max_tokens=COUNT, n=3, extra_body={"use_beam_search": True}
     )
@@ -472,8 +464,7 @@ def test_a_beam_search_equals_that_of_transformers(
 @pytest.mark.parametrize("model", ["guessing", "drafting"])
 def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
     for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
-        tokens = token_ids(generative, model, prompt, max_tokens=60)
-        assert tokens == greedy(prompt, 60)
+        assert token_ids(generative, model, prompt, max_tokens=60) == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
     first_tokens, second_tokens = (
         token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2)
@@ -502,16 +493,13 @@ def test_metrics_count_generated_tokens(generative: Server) -> None:
 
 
 def post_body(server: Server, path: str, body: str) -> tuple[int, Any]:
-    """Return the status and the body of a response."""
     with server.http() as http:
         response = http.post(path, json.loads(body))
     return response.status, response.json()
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "texts", "chat", "generate"])
-def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
-    generative: Server, kind: str
-) -> None:
+def test_a_large_truncated_prompt_gives_its_last_tokens(generative: Server, kind: str) -> None:
     settings = {"max_tokens": 6, "temperature": 0, "truncate_prompt_tokens": 7, "ignore_eos": True}
 
     def generate_from_end(times: int) -> Any:
@@ -566,8 +554,7 @@ def test_large_and_small_bodies_have_the_same_errors(
     answers = [
         post_body(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)
     ]
-    assert answers[0][0] >= 400
-    assert answers[0] == answers[1]
+    assert answers[0][0] >= 400 and answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -606,3 +593,9 @@ def test_large_texts_are_embedded(generative: Server) -> None:
     status, answer = post_body(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
     assert status == 200
     assert [item["embedding"] for item in answer["data"]] == [[1_200_000, 195], [1, 97]]
+
+
+def test_check_sends_a_prompt(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tiny" / "1")
+    completed = run_command("check", str(tmp_path))
+    assert completed.returncode == 0, completed.stdout

@@ -22,7 +22,6 @@ COMPLETION_REQUEST: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Start a server of one model, whose processes are killed."""
     add_model(models, "tiny")
     return start(models)
 
@@ -42,7 +41,6 @@ def stream_texts(server: Server, kill: str = "", samples: int = 1) -> dict[int, 
 
 
 def complete_texts(server: Server, samples: int = 1, **fields: Any) -> list[str]:
-    """Return the text of each sample from a single response."""
     with client_of(server) as client:
         choices = client.completions.create(
             **{**COMPLETION_REQUEST, "n": samples, **fields}
@@ -127,7 +125,6 @@ def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server)
 
 
 def test_a_killed_scheduler_ends_a_stream_that_has_begun(server: Server) -> None:
-    """Later requests are complete."""
     expected = stream_texts(server)
     with pytest.raises(openai.APIError, match="was lost after the request's first response"):
         stream_texts(server, "scheduler tiny")

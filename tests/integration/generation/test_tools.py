@@ -22,46 +22,19 @@ LONG_ANSWERS = tuple(f"{number:04x}" for number in range(240))
 # Format -> the scripted text, the hint in the chat template, the special tokens, and the engine
 # arguments.
 SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]] = {
-    "hermes": (
-        (
-            "<tool_call>",
-            '{"name": "get_weather", "ar',
-            'guments": {"city": "a',
-            'b"}}',
-            "</tool_call>",
-        ),
-        *("<tool_call>", ("<tool_call>", "</tool_call>"), {"city": "ab"}),
-    ),
-    "qwen": (
-        ("<tool_call>\n<function=get", "_weather>\n<parameter=city>\nSão ", "Paulo\n</para"),
-        *("<function=", (), {"city": "São Paulo", "days": 3}),
-    ),
-    "llama": (
-        (
-            "<|python_tag|>",
-            '{"name": "get_weather", "par',
-            'ameters": {"city": "a"',
-            ', "days": 3}}',
-        ),
-        *("<|python_tag|>", ("<|python_tag|>",), {"city": "a", "days": 3}),
-    ),
-    "mistral": (
-        ("[TOOL_CALLS]", '[{"name": "get_weather", "argum', 'ents": {"city": "a', 'b"}}]'),
-        *("[TOOL_CALLS]", ("[TOOL_CALLS]",), {"city": "ab"}),
-    ),
-    "pythonic": (
-        ("[get_", "weather(city='a", "\"b', da", "ys=3)]"),
-        *("[name(key=value)]", (), {"city": 'a"b', "days": 3}),
-    ),
-    "long": (
-        (
-            '<tool_call>{"name": "get_weather", "arguments": {"city": "',
-            *LONG_ANSWERS,
-            '"}}</tool_call>',
-        ),
-        *("<tool_call>", (), {"city": "".join(LONG_ANSWERS)}),
-    ),
-}
+    "hermes": (("<tool_call>", '{"name": "get_weather", "ar', 'guments": {"city": "a', 'b"}}',
+        "</tool_call>"), *("<tool_call>", ("<tool_call>", "</tool_call>"), {"city": "ab"})),
+    "qwen": (("<tool_call>\n<function=get", "_weather>\n<parameter=city>\nSão ",
+        "Paulo\n</para"), *("<function=", (), {"city": "São Paulo", "days": 3})),
+    "llama": (("<|python_tag|>", '{"name": "get_weather", "par', 'ameters": {"city": "a"',
+        ', "days": 3}}'), *("<|python_tag|>", ("<|python_tag|>", ), {"city": "a", "days": 3})),
+    "mistral": (("[TOOL_CALLS]", '[{"name": "get_weather", "argum', 'ents": {"city": "a', 'b"}}]'),
+        *("[TOOL_CALLS]", ("[TOOL_CALLS]", ), {"city": "ab"})),
+    "pythonic": (("[get_", "weather(city='a", "\"b', da", "ys=3)]"),
+        *("[name(key=value)]", (), {"city": 'a"b', "days": 3})),
+    "long": (('<tool_call>{"name": "get_weather", "arguments": {"city": "', *LONG_ANSWERS,
+        '"}}</tool_call>'), *("<tool_call>", (), {"city": "".join(LONG_ANSWERS)})),
+}  # fmt: skip
 LAST_ANSWERS = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_call>")
 
 
@@ -146,8 +119,7 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
 
 
 def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
-    body = chat_request("long", tools=TOOLS)
-    answers = read_chat_stream(client, body, kill=server)
+    answers = read_chat_stream(client, chat_request("long", tools=TOOLS), kill=server)
     assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 

@@ -3,8 +3,6 @@
 The file name excludes it from the other tests, which run without vLLM. A start takes minutes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -74,7 +72,6 @@ def complete(port: int, prompt: str = "the", **fields: Any) -> str:
 
 
 def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[str, str]:
-    """Return the text and the finish reason of a request."""
     body = {"model": "tiny", "max_tokens": 40, **kind}
     messages = [{"role": "user", "content": prompt}]
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -133,7 +130,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Yield the port of vLLM's own server with the same model."""
     folder = tmp_path_factory.mktemp("peer")
     write_model(folder)
     (port_socket,) = hold_ports(1)
@@ -221,9 +217,7 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tool_choice": "auto"}])
-def test_responses_equal_those_of_vllms_server(
-    server: Server, vllm_port: int, fields: dict[str, Any]
-) -> None:
+def test_responses_equal_vllms(server: Server, vllm_port: int, fields: dict[str, Any]) -> None:
     found_responses = []
     for port in (server.http_port, vllm_port):
         body = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 20}
@@ -306,22 +300,16 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_split_as_by_vllm_s_server(
-    server: Server, vllm_port: int, stream: bool
-) -> None:
+def test_reasoning_is_split_as_by_vllm(server: Server, vllm_port: int, stream: bool) -> None:
     """An end tag that completes incomplete characters is content, as in vLLM's parser."""
     messages_by_server = []
     for port in (server.http_port, vllm_port):
         messages = []
         for seed in range(5):
             body = {
-                "model": "tiny",
-                "messages": [{"role": "user", "content": "hi"}],
-                "max_tokens": 60,
-                "seed": seed,
-                "logit_bias": {str(THINK_TOKEN): 6.0},
-                "stream": stream,
-            }
+                "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60,
+                "seed": seed, "logit_bias": {str(THINK_TOKEN): 6.0}, "stream": stream,
+            }  # fmt: skip
             raw = post(port, "/v1/chat/completions", body)
             lines = raw.splitlines() if stream else [f"data: {raw}"]
             parts = {"reasoning": "", "content": ""}

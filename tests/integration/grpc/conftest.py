@@ -78,7 +78,6 @@ def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def unix_socket(server: Server) -> Path:
-    """Return the path of the Unix socket on which the server serves gRPC beside TCP."""
     (flag,) = (
         argument for argument in server.command if argument.startswith("--grpc-unix-socket=")
     )

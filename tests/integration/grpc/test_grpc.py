@@ -22,7 +22,6 @@ from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import A, B, is_right, set_region_range, simple_request, stub
-from tests.support.wire.raw_http import in_region, shm_input
 
 MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
 
@@ -63,9 +62,7 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
     assert [t.name for t in model.outputs] == ["OUTPUT0", "OUTPUT1"]
 
 
-def test_the_configuration_is_the_one_of_http(
-    client: triton.InferenceServerClient, server: Server
-) -> None:
+def test_configurations_are_equal(client: triton.InferenceServerClient, server: Server) -> None:
     with server.http() as http:
         reply = http.get("/v2/models/simple/config").ok().json()
     config = client.get_model_config("simple", as_json=True)["config"]
@@ -162,19 +159,11 @@ def test_every_datatype(client: triton.InferenceServerClient) -> None:
 
 
 FIELDS = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
+    "BOOL": "bool_contents", "UINT8": "uint_contents", "UINT16": "uint_contents",
+    "UINT32": "uint_contents", "UINT64": "uint64_contents", "INT8": "int_contents",
+    "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
+    "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
+}  # fmt: skip
 
 
 def test_typed_contents_of_every_datatype(server: Server) -> None:
@@ -271,38 +260,6 @@ def test_files_with_a_load(client: triton.InferenceServerClient) -> None:
     assert client.is_model_ready("simple")
 
 
-def test_a_region_through_both_listeners(
-    server: Server, client: triton.InferenceServerClient
-) -> None:
-    array = np.arange(256, dtype=np.float32)
-    with SharedObject(4096) as shared_object, server.http() as http:
-        shared_object.write(array)
-        client.register_system_shared_memory("both", shared_object.key, 4096)
-        request = {
-            "inputs": [shm_input("INPUT0", "FP32", [256], "both", 1024)],
-            "outputs": [{"name": "OUTPUT0", "parameters": in_region("both", 1024, 1024)}],
-        }
-        http.infer("identity", request).ok()
-        assert (shared_object.read(np.float32, 256, 1024) == array).all()
-        http.unregister("both").ok()
-        assert not client.get_system_shared_memory_status().regions
-
-        http.register("both", shared_object.key, 4096).ok()
-        tensor = triton.InferInput("INPUT0", [256], "FP32")
-        tensor.set_shared_memory("both", 1024)
-        output = triton.InferRequestedOutput("OUTPUT0")
-        output.set_shared_memory("both", 1024, offset=2048)
-        result = client.infer("identity", [tensor], outputs=[output])
-        assert (shared_object.read(np.float32, 256, 2048) == array).all()
-        assert list(result.get_response().raw_output_contents) == [b""]
-        status = client.get_system_shared_memory_status("both").regions["both"]
-        assert (status.name, status.key) == ("both", shared_object.key)
-        assert (status.offset, status.byte_size) == (0, 4096)
-        client.unregister_system_shared_memory("both")
-        with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
-            client.infer("identity", [tensor], outputs=[output])
-
-
 def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
     """`raw_input_contents` has entries for the inputs that are in no region only."""
     with SharedObject(4096) as shared_object, stub(server) as call, server.http() as http:
@@ -312,8 +269,7 @@ def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
         set_region_range(request.inputs[0], "mixed", 64)
         del request.raw_input_contents[0]
         assert is_right(call.ModelInfer(request))
-        output = request.outputs.add(name="OUTPUT0")
-        set_region_range(output, "mixed", 64, 64)
+        set_region_range(request.outputs.add(name="OUTPUT0"), "mixed", 64, 64)
         request.outputs.add(name="OUTPUT1")
         response = call.ModelInfer(request)
         by_name = dict(

@@ -74,7 +74,6 @@ def credentials(keys: Path, name: str = "") -> grpc.ChannelCredentials:
 
 
 def infer_simple(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
-    """Return a correct response, or the error."""
     url = server.grpc_url
     with (
         grpc.secure_channel(url, channel_credentials)
@@ -230,10 +229,8 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
     run = run_command(
         "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
     )
-    assert (run.returncode, run.stderr) == (
-        2,
-        f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n",
-    )
+    assert run.returncode == 2
+    assert run.stderr == f"shmserve: --grpc-root-cert: '{key}' contains no PEM certificate\n"
 
 
 def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
@@ -311,8 +308,7 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
         "found = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'grpc' else found(name, *rest)\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path)}
-    server = Server([models], environment=environment, grpc=True)
+    server = Server([models], environment={"PYTHONPATH": str(tmp_path)}, grpc=True)
     try:
         server.wait_ready()
         with stub(server) as call:

@@ -54,7 +54,6 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @contextlib.contextmanager
 def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
-    """Yield a gateway that listens at a port of this address."""
     gateways: list[bytes] = []
     ready_peers: list[bytes] = []
 
@@ -227,7 +226,6 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
 
 
 def is_open(sock: socket.socket) -> bool:
-    """Return whether the server has not closed this connection."""
     sock.setblocking(False)
     try:
         while sock.recv(65536):

@@ -115,24 +115,14 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
     assert are_compressed == [encoding is not None] * 2
 
 
-# --- deadlines and metadata of calls
-
-
 @pytest.mark.parametrize(
     ("timeout", "status"),
     [
-        (b"0n", b"4"),
-        (b"1n", b"4"),
-        (b"00000000S", b"4"),
-        (b"99999999H", b"0"),
-        (b"99999999S", b"0"),
-        (b"20000m", b"0"),
-        (b"20000000u", b"0"),
-        (b"1 S", b"13"),
-        (b"-1S", b"13"),
-        (b"1", b"13"),
+        (b"0n", b"4"), (b"1n", b"4"), (b"00000000S", b"4"), (b"99999999H", b"0"),
+        (b"99999999S", b"0"), (b"20000m", b"0"), (b"20000000u", b"0"), (b"1 S", b"13"),
+        (b"-1S", b"13"), (b"1", b"13"),
     ],
-)
+)  # fmt: skip
 def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> None:
     """Expired deadlines, very long ones, and requests without a deadline."""
     head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
@@ -183,9 +173,7 @@ def test_metadata(plain_endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("size", [17_000, 60_000])
-def test_metadata_that_is_too_large_fails_only_its_call(
-    plain_endpoint: Endpoint, size: int
-) -> None:
+def test_too_large_metadata_fails_only_its_call(plain_endpoint: Endpoint, size: int) -> None:
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
@@ -204,9 +192,6 @@ def test_metadata_that_is_too_large_fails_only_its_call(
 
 def binary_metadata() -> list[tuple[str, bytes]]:
     return [("some-bin", bytes(range(size))) for size in (0, 1, 2, 3, 255)]
-
-
-# --- the services beside Triton's
 
 
 SERVICES = [

@@ -34,7 +34,6 @@ SUCCESS_TEXT = "all is right\n"
 
 
 def options(endpoint: Endpoint) -> dict[str, Any]:
-    """Return the options of Triton's clients."""
     root = None if endpoint.root is None else str(endpoint.root)
     return {"url": endpoint.target, "ssl": endpoint.root is not None, "root_certificates": root}
 

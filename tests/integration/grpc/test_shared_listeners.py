@@ -65,7 +65,6 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def gateways(server: Server) -> list[str]:
-    """Return the titles of the running gateways."""
     return sorted(title for title in server.titles().elements() if title.startswith(TITLES[0]))
 
 
@@ -151,9 +150,6 @@ def test_calls_of_a_client_go_on(server: Server) -> None:
                 else:
                     assert is_right(response)
                     break
-
-
-# --- identities at the unix socket
 
 
 @contextlib.contextmanager

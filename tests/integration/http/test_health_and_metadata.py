@@ -9,20 +9,10 @@ from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, raw_connection, read_reply
 
 EXTENSIONS = [
-    "classification",
-    "sequence",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "system_shared_memory",
-    "cuda_shared_memory",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-    "trace",
-    "logging",
-]
+    "classification", "sequence", "model_repository", "model_repository(unload_dependents)",
+    "schedule_policy", "model_configuration", "system_shared_memory", "cuda_shared_memory",
+    "binary_tensor_data", "parameters", "statistics", "trace", "logging",
+]  # fmt: skip
 
 
 def test_health(http: Http) -> None:
@@ -33,15 +23,12 @@ def test_health(http: Http) -> None:
 
 def test_tritonclient_sees_health_and_metadata(server: Server) -> None:
     with triton.InferenceServerClient(server.url) as client:
-        assert client.is_server_live()
-        assert client.is_server_ready()
-        assert client.is_model_ready("simple")
-        assert client.is_model_ready("simple", "2")
+        assert client.is_server_live() and client.is_server_ready()
+        assert client.is_model_ready("simple") and client.is_model_ready("simple", "2")
         assert not client.is_model_ready("simple", "1")
         assert not client.is_model_ready("nothing")
         metadata = client.get_server_metadata()
-        assert metadata["name"] == "shared"
-        assert metadata["extensions"] == EXTENSIONS
+        assert metadata["name"] == "shared" and metadata["extensions"] == EXTENSIONS
         assert client.get_model_config("simple")["max_batch_size"] == 8
         assert client.get_inference_statistics("simple")["model_stats"]
 
@@ -67,8 +54,7 @@ def test_model_metadata(http: Http) -> None:
 
 def test_model_config_is_normalised(http: Http) -> None:
     config = http.get("/v2/models/simple/config").ok().json()
-    assert config["name"] == "simple"
-    assert config["backend"] == "python"
+    assert config["name"] == "simple" and config["backend"] == "python"
     assert config["version_policy"] == {"latest": {"num_versions": 2}}
     assert config["dynamic_batching"]["preferred_batch_size"] == [8]
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 100
@@ -80,8 +66,7 @@ def test_model_config_is_normalised(http: Http) -> None:
 
 def test_a_model_describes_itself(http: Http) -> None:
     config = http.get("/v2/models/completed/config").ok().json()
-    assert config["max_batch_size"] == 4
-    assert "dynamic_batching" in config
+    assert config["max_batch_size"] == 4 and "dynamic_batching" in config
     assert [tensor["name"] for tensor in config["input"]] == ["INPUT0"]
 
 
@@ -90,21 +75,17 @@ def test_a_model_describes_itself(http: Http) -> None:
     [
         ("/v2/models/nothing", "Request for unknown model: 'nothing' is not found"),
         ("/v2/models/nothing/config", "Request for unknown model: 'nothing' is not found"),
-        (
-            "/v2/models/simple/versions/9",
-            "Request for unknown model: 'simple' version 9 is not found",
-        ),
-        (
-            "/v2/models/simple/versions/9/config",
-            "Request for unknown model: 'simple' version 9 is not found",
-        ),
+        ("/v2/models/simple/versions/9",
+         "Request for unknown model: 'simple' version 9 is not found"),
+        ("/v2/models/simple/versions/9/config",
+         "Request for unknown model: 'simple' version 9 is not found"),
         ("/v2/models/simple/versions/x", "Not Found (a version is an integer)"),
         ("/v2/systemsharedmemory/region/a/b/status", "Not Found (a / in a name is written %2F)"),
         ("/v2/systemsharedmemory/region//status", "Not Found"),
         ("/v2/nothing", "Not Found"),
         ("/metrics", "Not Found"),
     ],
-)
+)  # fmt: skip
 def test_unknown_paths_are_not_found(http: Http, path: str, error: str) -> None:
     reply = http.get(path)
     assert (reply.status, reply.error) == (404, error)
@@ -175,9 +156,7 @@ def test_http_1_0_and_connection_close(server: Server) -> None:
         connection.sendall(
             b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         )
-        assert read_reply(connection).status == 200
-        assert connection.recv(1) == b""
+        assert read_reply(connection).status == 200 and connection.recv(1) == b""
     with raw_connection(server.http_port) as connection:
         connection.sendall(b"GET /v2/health/live HTTP/1.0\r\n\r\n")
-        assert read_reply(connection).status == 200
-        assert connection.recv(1) == b""
+        assert read_reply(connection).status == 200 and connection.recv(1) == b""

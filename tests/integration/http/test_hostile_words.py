@@ -79,8 +79,7 @@ def request_body(**members: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
 def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
     first_input, second_input = request_body()["inputs"]
-    reply = http.infer("simple", request_body(id=word)).ok()
-    assert reply.json()["id"] == word
+    assert http.infer("simple", request_body(id=word)).ok().json()["id"] == word
     for request in (
         request_body(id=word, outputs=[{"name": word}]),
         request_body(parameters={"timeout": word}),
@@ -101,12 +100,9 @@ def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
 
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
 @pytest.mark.parametrize("request_id", ["error", "exception"])
-def test_hostile_text_in_outputs_and_errors_of_a_model(
-    http: Http, word: str, request_id: str
-) -> None:
+def test_hostile_text_in_outputs_and_model_errors(http: Http, word: str, request_id: str) -> None:
     tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [1], "data": [word]}
-    refused_reply = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
-    assert refused_reply.status == 500
+    assert http.infer("shouter", {"id": request_id, "inputs": [tensor]}).status == 500
 
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])

@@ -33,8 +33,7 @@ def test_json_both_ways(http: Http) -> None:
     assert "Inference-Header-Content-Length" not in reply.headers
     answer = reply.json()
     assert list(answer) == ["id", "model_name", "model_version", "outputs"]
-    assert answer["id"] == "r-1"
-    assert answer["model_name"] == "simple"
+    assert answer["id"] == "r-1" and answer["model_name"] == "simple"
     assert answer["model_version"] == "3"
     assert answer["outputs"] == [
         {
@@ -97,8 +96,7 @@ def test_mixed_inputs_and_outputs(http: Http) -> None:
         "simple", header + B.tobytes(), {"Inference-Header-Content-Length": str(len(header))}
     )
     tensors = reply.tensors()
-    assert (tensors["OUTPUT0"] == A + B).all()
-    assert (tensors["OUTPUT1"] == A - B).all()
+    assert (tensors["OUTPUT0"] == A + B).all() and (tensors["OUTPUT1"] == A - B).all()
 
 
 def test_a_listed_output_is_json_even_if_the_default_is_binary(http: Http) -> None:
@@ -129,13 +127,8 @@ def test_a_batch(http: Http) -> None:
 
 def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     parameters = {
-        "word": "w",
-        "number": 7,
-        "truth": False,
-        "half": 0.5,
-        "timeout": 5_000_000,
-        "priority": 1,
-    }
+        "word": "w", "number": 7, "truth": False, "half": 0.5, "timeout": 5_000_000, "priority": 1,
+    }  # fmt: skip
     request = {
         "id": "see",
         "inputs": [json_input("INPUT0", np.array([1], np.int32))],
@@ -147,14 +140,11 @@ def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     assert seen_request["id"] == "see"
     assert seen_request["parameters"] == {"word": "w", "number": 7, "truth": False, "half": 0.5}
     assert seen_request["timeout"] == 5_000_000
-    assert seen_request["outputs"] == ["OUTPUT0"]
-    assert seen_request["cancelled"] is False
+    assert seen_request["outputs"] == ["OUTPUT0"] and seen_request["cancelled"] is False
     args = seen_request["args"]
-    assert args["model_name"] == "echo_request"
-    assert args["model_version"] == "1"
+    assert args["model_name"] == "echo_request" and args["model_version"] == "1"
     assert args["model_instance_kind"] == "CPU"
-    assert args["model_instance_device_id"] == "0"
-    assert args["greeting"] == "hello"
+    assert args["model_instance_device_id"] == "0" and args["greeting"] == "hello"
 
 
 def test_bytes_json_and_binary(http: Http) -> None:
@@ -242,8 +232,7 @@ def test_tritonclient(server: Server, binary_in: bool, binary_out: bool) -> None
         outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=binary_out)]
         result = client.infer("simple", triton_inputs(binary_in), outputs=outputs, request_id="7")
         assert (result.as_numpy("OUTPUT0") == A + B).all()
-        assert result.as_numpy("OUTPUT1") is None
-        assert result.get_response()["id"] == "7"
+        assert result.as_numpy("OUTPUT1") is None and result.get_response()["id"] == "7"
         result = client.infer("simple", triton_inputs(binary_in), model_version="2")
         assert (result.as_numpy("OUTPUT1") == A - B).all()
 

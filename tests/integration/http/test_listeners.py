@@ -64,7 +64,6 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
-    """Without a token every API except health is refused."""
     assert http.get("/v2/health/ready").status == 200
     for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
         for reply in (
@@ -74,8 +73,7 @@ def test_without_a_token_there_is_only_health(http: Http) -> None:
             http.post("/v2/repository/index", None, headers),
             http.get("/v2/models/stats", headers),
         ):
-            assert reply.status == 401
-            assert reply.headers["WWW-Authenticate"] == "Bearer"
+            assert reply.status == 401 and reply.headers["WWW-Authenticate"] == "Bearer"
             assert "token" in reply.error
 
 
@@ -104,8 +102,7 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
         http.post("/v2/repository/index", None, headers),
         http.get("/v2/systemsharedmemory/status", headers),
     ):
-        assert reply.status == 403
-        assert "this token has no access to the" in reply.error
+        assert reply.status == 403 and "this token has no access to the" in reply.error
     assert http.get("/v2/models/stats", bearer(TOKEN)).status == 200
 
 
@@ -149,15 +146,12 @@ def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
         http.post("/v2/systemsharedmemory/unregister", None, headers),
         http.post("/v2/cudasharedmemory/region/r/register", body, headers),
     ):
-        assert reply.status == 501
-        assert reply.error.startswith(text)
+        assert reply.status == 501 and reply.error.startswith(text)
     assert http.get("/v2/systemsharedmemory/status", headers).ok().json() == []
     assert http.get(f"{path}/status", headers).status == 404
 
 
-def test_the_unix_socket_is_for_the_server_and_its_group(
-    guarded_server: Server, folder: Path
-) -> None:
+def test_the_unix_socket_is_for_the_servers_group(guarded_server: Server, folder: Path) -> None:
     path = folder / "socket"
     status = path.stat()
     assert stat.S_ISSOCK(status.st_mode)
@@ -170,9 +164,7 @@ def test_the_unix_socket_is_for_the_server_and_its_group(
 
 
 @needs_users
-def test_the_unix_socket_admits_the_group_with_a_token(
-    folder: Path, guarded_server: Server
-) -> None:
+def test_the_unix_socket_admits_groups_with_tokens(folder: Path, guarded_server: Server) -> None:
     path = folder / "socket"
 
     def get_metadata(headers: dict[str, str]) -> Reply:
@@ -183,9 +175,6 @@ def test_the_unix_socket_admits_the_group_with_a_token(
     assert as_user(ALICE, lambda: get_metadata(bearer(PROGRAM)), (FRIENDS_GID,)).status == 200
     with pytest.raises(PermissionError):
         as_user(ALICE, lambda: get_metadata(bearer(TOKEN)))
-
-
-# --- the start
 
 
 @pytest.mark.parametrize(

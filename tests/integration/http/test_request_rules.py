@@ -36,42 +36,21 @@ BATCH_NOTE = (
 )
 
 WRONG_REQUESTS: dict[str, tuple[Any, int, str]] = {
-    "no inputs member": (
-        {},
-        500,
-        "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
-    ),
-    "a missing input": (
-        simple(FIRST_INPUT),
-        400,
+    "no inputs member": ({}, 500,
+        "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'"),
+    "a missing input": (simple(FIRST_INPUT), 400,
         NO_ID + "expected 2 inputs but got 1 inputs for model 'simple'. Got input(s) ['INPUT0'], "
-        "but missing required input(s) ['INPUT1']. Please provide all required input(s).",
-    ),
-    "an unknown input": (
-        simple(FIRST_INPUT, {**SECOND_INPUT, "name": "X"}),
-        400,
-        "unexpected inference input 'X' for model 'simple'",
-    ),
-    "an input twice": (
-        simple(FIRST_INPUT, FIRST_INPUT),
-        400,
-        "input 'INPUT0' already exists in request",
-    ),
-    "an unknown output": (
-        simple_body() | {"outputs": [{"name": "X"}]},
-        400,
-        "unexpected inference output 'X' for model 'simple'",
-    ),
-    "an output twice": (
-        simple_body() | {"outputs": [{"name": "OUTPUT0"}, {"name": "OUTPUT0"}]},
-        400,
-        "output 'OUTPUT0' already exists in request",
-    ),
-    "another datatype": (
-        simple_body(datatype="FP32"),
-        400,
-        "inference input 'INPUT0' data-type is 'FP32', but model 'simple' expects 'INT32'",
-    ),
+        "but missing required input(s) ['INPUT1']. Please provide all required input(s)."),
+    "an unknown input": (simple(FIRST_INPUT, {**SECOND_INPUT, "name": "X"}), 400,
+        "unexpected inference input 'X' for model 'simple'"),
+    "an input twice": (simple(FIRST_INPUT, FIRST_INPUT), 400,
+        "input 'INPUT0' already exists in request"),
+    "an unknown output": (simple_body() | {"outputs": [{"name": "X"}]}, 400,
+        "unexpected inference output 'X' for model 'simple'"),
+    "an output twice": (simple_body() | {"outputs": [{"name": "OUTPUT0"}, {"name": "OUTPUT0"}]},
+        400, "output 'OUTPUT0' already exists in request"),
+    "another datatype": (simple_body(datatype="FP32"), 400,
+        "inference input 'INPUT0' data-type is 'FP32', but model 'simple' expects 'INT32'"),
     "another shape": (
         simple_body(shape=[1, 8], data=[0] * 8),
         400,
@@ -79,120 +58,50 @@ WRONG_REQUESTS: dict[str, tuple[Any, int, str]] = {
         + "unexpected shape for input 'INPUT0' for model 'simple'. Expected [-1,16], got [1,8]."
         + BATCH_NOTE,
     ),
-    "too large a batch": (
-        simple(
-            json_input("INPUT0", np.zeros((9, 16), np.int32)),
-            json_input("INPUT1", np.zeros((9, 16), np.int32)),
-        ),
-        400,
-        "inference request batch-size must be <= 8 for 'simple'",
-    ),
-    "a batch dimension forgotten": (
-        simple_body(shape=[9], data=[0] * 9),
-        400,
-        NO_ID + "input 'INPUT1' batch size does not match other inputs for 'simple'",
-    ),
-    "batch dimensions forgotten": (
-        simple(
-            json_input("INPUT0", np.zeros(16, np.int32)),
-            json_input("INPUT1", np.zeros(16, np.int32)),
-        ),
-        400,
-        NO_ID + "inference request batch-size must be <= 8 for 'simple'",
-    ),
-    "batches that differ": (
-        simple(json_input("INPUT0", np.zeros((2, 16), np.int32)), SECOND_INPUT),
-        400,
-        "batch size does not match other inputs for 'simple'",
-    ),
-    "a negative dimension": (
-        simple_body(shape=[1, -16]),
-        500,
-        "attempt to access JSON non-unsigned-integer as unsigned-integer (input 'INPUT0')",
-    ),
+    "too large a batch": (simple(json_input("INPUT0", np.zeros((9, 16), np.int32)),
+        json_input("INPUT1", np.zeros((9, 16), np.int32))), 400,
+        "inference request batch-size must be <= 8 for 'simple'"),
+    "a batch dimension forgotten": (simple_body(shape=[9], data=[0] * 9), 400,
+        NO_ID + "input 'INPUT1' batch size does not match other inputs for 'simple'"),
+    "batch dimensions forgotten": (simple(json_input("INPUT0", np.zeros(16, np.int32)),
+        json_input("INPUT1", np.zeros(16, np.int32))), 400,
+        NO_ID + "inference request batch-size must be <= 8 for 'simple'"),
+    "batches that differ": (simple(json_input("INPUT0", np.zeros((2, 16), np.int32)), SECOND_INPUT),
+        400, "batch size does not match other inputs for 'simple'"),
+    "a negative dimension": (simple_body(shape=[1, -16]), 500,
+        "attempt to access JSON non-unsigned-integer as unsigned-integer (input 'INPUT0')"),
     "a huge shape": (simple_body(shape=[2**40, 2**40]), 400, "invalid shape for input 'INPUT0'"),
     "less data than the shape": (simple_body(data=[0] * 15), 500, "hape does not match true shape"),
-    "more data than the shape": (
-        simple_body(data=[0] * 17),
-        500,
-        "Unable to parse 'data': Shape does not match true shape of 'data' field",
-    ),
-    "words for numbers": (
-        simple_body(data=["a"] * 16),
-        500,
-        "attempt to access JSON non-signed-integer as signed-integer (input 'INPUT0' has \"a\")",
-    ),
-    "a number for a name": (
-        simple_body(name=7),
-        500,
-        "Unable to parse 'name': attempt to access JSON non-string as string",
-    ),
-    "a word for a shape": (
-        simple_body(shape="x"),
-        500,
-        "Unable to parse 'shape': attempt to access JSON non-array as array",
-    ),
-    "a number for the id": (
-        simple_body() | {"id": 5},
-        500,
-        "Unable to parse 'id': attempt to access JSON non-string as string",
-    ),
-    "no data at all": (
-        body_without_member("data"),
-        400,
+    "more data than the shape": (simple_body(data=[0] * 17), 500,
+        "Unable to parse 'data': Shape does not match true shape of 'data' field"),
+    "words for numbers": (simple_body(data=["a"] * 16), 500,
+        "attempt to access JSON non-signed-integer as signed-integer (input 'INPUT0' has \"a\")"),
+    "a number for a name": (simple_body(name=7), 500,
+        "Unable to parse 'name': attempt to access JSON non-string as string"),
+    "a word for a shape": (simple_body(shape="x"), 500,
+        "Unable to parse 'shape': attempt to access JSON non-array as array"),
+    "a number for the id": (simple_body() | {"id": 5}, 500,
+        "Unable to parse 'id': attempt to access JSON non-string as string"),
+    "no data at all": (body_without_member("data"), 400,
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in "
+        "'parameters', " "'shared_memory_region' in 'parameters'. But no field is set"),
+    "data twice": (simple_body(parameters={"binary_data_size": 64}), 400,
         "Input must set only one of the following fields: 'data', 'binary_data_size' in "
         "'parameters', "
-        "'shared_memory_region' in 'parameters'. But no field is set",
-    ),
-    "data twice": (
-        simple_body(parameters={"binary_data_size": 64}),
-        400,
-        "Input must set only one of the following fields: 'data', 'binary_data_size' in "
-        "'parameters', "
-        "'shared_memory_region' in 'parameters'. But set 'data' 'binary_data_size'",
-    ),
-    "a reserved parameter": (
-        simple_body() | {"parameters": {"triton_x": 1}},
-        400,
+        "'shared_memory_region' in 'parameters'. But set 'data' 'binary_data_size'"),
+    "a reserved parameter": (simple_body() | {"parameters": {"triton_x": 1}}, 400,
         "parameter keys starting with 'triton_' are reserved for Triton usage and should not be "
-        "specified.",
-    ),
-    "a parameter that is a list": (
-        simple_body() | {"parameters": {"x": []}},
-        400,
-        "parameter 'x' has invalid type. It should be either 'int', 'bool', or 'string'.",
-    ),
-    "an unknown region": (
-        simple(
-            {
-                "name": "INPUT0",
-                "datatype": "INT32",
-                "shape": [1, 16],
-                "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 64},
-            },
-            SECOND_INPUT,
-        ),
-        404,
-        "Unable to find shared memory region: 'nowhere'",
-    ),
-    "an output that is binary and in a region": (
-        simple_body()
-        | {
-            "outputs": [
-                {
-                    "name": "OUTPUT0",
-                    "parameters": {
-                        "shared_memory_region": "r",
-                        "shared_memory_byte_size": 64,
-                        "binary_data": True,
-                    },
-                }
-            ]
-        },
-        400,
-        "Output can't set both 'shared_memory_region' and 'binary_data'",
-    ),
-}
+        "specified."),
+    "a parameter that is a list": (simple_body() | {"parameters": {"x": []}}, 400,
+        "parameter 'x' has invalid type. It should be either 'int', 'bool', or 'string'."),
+    "an unknown region": (simple({"name": "INPUT0", "datatype": "INT32", "shape": [1, 16],
+        "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 64}},
+        SECOND_INPUT), 404, "Unable to find shared memory region: 'nowhere'"),
+    "an output that is binary and in a region": (simple_body() | {"outputs": [{"name": "OUTPUT0",
+        "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 64,
+        "binary_data": True}}]}, 400,
+        "Output can't set both 'shared_memory_region' and 'binary_data'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_REQUESTS)
@@ -207,22 +116,13 @@ def test_wrong_request(http: Http, case: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"7",
-        b'"x"',
-        b'{"inputs":{}}',
-        b'{"inputs":[7]}',
-        b"\xff\xfe",
+        b"", b"{", b"[]", b"null", b"7", b'"x"', b'{"inputs":{}}', b'{"inputs":[7]}', b"\xff\xfe",
         b"{}garbage",
     ],
-)
+)  # fmt: skip
 def test_a_body_that_is_no_request(http: Http, body: bytes) -> None:
     reply = http.infer("simple", body)
-    assert reply.status in (400, 500)
-    assert reply.error
+    assert reply.status in (400, 500) and reply.error
     assert http.infer("simple", simple_body()).status == 200
 
 
@@ -245,8 +145,7 @@ def test_wrong_binary_sizes(http: Http) -> None:
     reply = http.infer_binary(
         "simple", [("INPUT0", "INT32", [1, 16], b"\0" * 60), BINARY_INPUTS[1]]
     )
-    assert reply.status == 400
-    assert "INPUT0" in reply.error
+    assert reply.status == 400 and "INPUT0" in reply.error
 
 
 @pytest.mark.parametrize(
@@ -264,7 +163,6 @@ def test_wrong_binary_sizes(http: Http) -> None:
     ],
 )
 def test_wrong_header_length(http: Http, value: str, error: str) -> None:
-    """The header length is a number within the body."""
     body, _ = binary_request(BINARY_INPUTS)
     reply = http.infer("simple", body, {"Inference-Header-Content-Length": value})
     assert reply.status == 400
@@ -274,36 +172,28 @@ def test_wrong_header_length(http: Http, value: str, error: str) -> None:
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (
-            b"\x02\0\0\0ab",
-            "expected 2 string elements for inference input 'INPUT0' for model 'text', got 1",
-        ),
-        (
-            b"\0\0\0\0\0\0\0\0\0\0\0\0",
-            "unexpected number of string elements 3 for inference input 'INPUT0' for model 'text', "
-            "expecting 2",
-        ),
-        (
-            b"\0\0\0\0ab",
-            "incomplete string length indicator for inference input 'INPUT0' for model 'text', "
-            "expecting 4 bytes but only 2 bytes available. Please make sure the string length "
-            "indicator is in one buffer.",
-        ),
+        (b"\x02\0\0\0ab",
+         "expected 2 string elements for inference input 'INPUT0' for model 'text', got 1"),
+        (b"\0\0\0\0\0\0\0\0\0\0\0\0",
+         "unexpected number of string elements 3 for inference input 'INPUT0' for model 'text', "
+         "expecting 2"),
+        (b"\0\0\0\0ab",
+         "incomplete string length indicator for inference input 'INPUT0' for model 'text', "
+         "expecting 4 bytes but only 2 bytes available. Please make sure the string length "
+         "indicator is in one buffer."),
         (b"\xff\xff\xff\xffab", "INPUT0"),
     ],
-)
+)  # fmt: skip
 def test_wrong_bytes(http: Http, data: bytes, error: str) -> None:
     reply = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)])
-    assert reply.status == 400
-    assert reply.error.startswith("[request id: <id_unknown>] ")
+    assert reply.status == 400 and reply.error.startswith("[request id: <id_unknown>] ")
     assert error in reply.error
     named_reply = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)], id="my id")
     assert named_reply.error == reply.error.replace("<id_unknown>", "my id")
 
 
 def test_nesting(http: Http) -> None:
-    reply = http.infer("simple", b'{"inputs":' + b"[" * 100_000)
-    assert reply.status in (400, 500)
+    assert http.infer("simple", b'{"inputs":' + b"[" * 100_000).status in (400, 500)
     deep_value = json.loads("[" * 90 + "]" * 90)
     assert http.infer("simple", simple_body() | {"parameters": {"deep": deep_value}}).status == 400
 

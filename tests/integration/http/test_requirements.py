@@ -103,16 +103,10 @@ def test_every_process_has_a_title(server: Server) -> None:
 
 # Names that a client must not set, as a parameter or as a forwarded header.
 HEADERS = {
-    "sequence_id": "7",
-    "sequence_start": "true",
-    "priority": "3",
-    "timeout": "1",
-    "binary_data_output": "true",
-    "headers": "x",
-    "triton_enable_empty_final_response": "true",
-    "shared_memory_region": "r",
-    "x-other": "y",
-}
+    "sequence_id": "7", "sequence_start": "true", "priority": "3", "timeout": "1",
+    "binary_data_output": "true", "headers": "x", "triton_enable_empty_final_response": "true",
+    "shared_memory_region": "r", "x-other": "y",
+}  # fmt: skip
 
 
 def test_headers_only_become_parameters(http: Http, call: Any) -> None:
@@ -124,8 +118,7 @@ def test_headers_only_become_parameters(http: Http, call: Any) -> None:
     reply = http.infer("echo_request", body, plain_headers).ok()
     over_http = json.loads(reply.tensors()["OUTPUT0"][0])
     response = call.ModelInfer(request, metadata=[*plain_headers.items()], timeout=20)
-    over_grpc = json.loads(response.raw_output_contents[0][4:])
-    for answer in (over_http, over_grpc):
+    for answer in (over_http, json.loads(response.raw_output_contents[0][4:])):
         assert answer["parameters"] == {"mine": 1, "x-other": "y"}
         assert (answer["correlation_id"], answer["flags"], answer["timeout"]) == (0, 0, 0)
     for name in HEADERS.keys() - plain_headers.keys():
@@ -223,9 +216,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
     "path",
     ["../x", "/x", "1/../../x", "1/./../x", "..", "", "1/a\\..\\x", "1/x\x00", "1/" + "x" * 256],
 )
-def test_files_of_a_load_request_stay_in_their_folder(
-    http: Http, call: Any, folder: Path, path: str
-) -> None:
+def test_files_of_a_load_stay_in_a_folder(http: Http, call: Any, folder: Path, path: str) -> None:
     """Holds for both listeners; the files that a configuration names must be in the folder, too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
@@ -240,8 +231,7 @@ def test_files_of_a_load_request_stay_in_their_folder(
     request.parameters[f"file:{path}"].bytes_param = b"x"
     code, _ = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
-    outside_config = {**config, "default_model_filename": f"../{path}"}
-    parameters = {"config": json.dumps(outside_config)}
+    parameters = {"config": json.dumps({**config, "default_model_filename": f"../{path}"})}
     reply = http.post("/v2/repository/models/constant/load", {"parameters": parameters})
     assert reply.status in (400, 500), reply.body
     assert {name for _, _, names in os.walk(folder) for name in names} == names_before

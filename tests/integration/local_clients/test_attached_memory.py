@@ -197,9 +197,6 @@ def test_truncated_memory_fails_its_requests_only(server: Server) -> None:
     assert server.infer("double", x=np.ones((1, 20_000), np.float32))["output"][0, 0] == 2
 
 
-# --- regions in other processes
-
-
 def produce(region: Region, link: Any) -> None:
     """Write a frame; this process has no server."""
     region["x"][:] = 7
@@ -222,9 +219,7 @@ def receive(link: Any) -> None:
 
 @pytest.mark.parametrize("start", CONTEXTS)
 @pytest.mark.parametrize("channel", ["argument", "message"])
-def test_a_region_is_the_same_memory_in_another_process(
-    server: Server, start: str, channel: str
-) -> None:
+def test_a_region_is_shared_with_another_process(server: Server, start: str, channel: str) -> None:
     context: Any = multiprocessing.get_context(start)
     local_end, remote_end = context.Pipe()
     with server.allocate(SPECS) as region:
@@ -262,9 +257,7 @@ def test_a_region_is_used_with_the_server_by_every_process(
         assert server.infer("double", region)["output"][0, 0] == 4
 
 
-def test_a_region_of_another_client_of_this_process(
-    server: Server, local_server: LocalServer
-) -> None:
+def test_a_region_of_another_client_in_process(server: Server, local_server: LocalServer) -> None:
     region = server.allocate(SPECS)
     region["x"][:] = 1
     with shmserve.client.connect(local_server.run_dir) as other_client:

@@ -101,20 +101,12 @@ def test_request_id_and_parameters_arrive(client) -> None:
         (shmserve.client.NotFound, "unknown model: 'nobody'", "nobody", {"INPUT0": A}),
         (shmserve.client.InvalidArgument, "data-type is 'INT32'", "identity", {"INPUT0": A}),
         (shmserve.client.InvalidArgument, "expected 2 inputs but got 1", "simple", {"INPUT0": A}),
-        (
-            shmserve.client.InvalidArgument,
-            "unexpected shape",
-            "simple",
-            {"INPUT0": A[:, :3], "INPUT1": B},
-        ),
-        (
-            shmserve.client.InvalidArgument,
-            "batch-size must be <= 8",
-            "simple",
-            {"INPUT0": np.repeat(A, 9, 0), "INPUT1": np.repeat(B, 9, 0)},
-        ),
+        (shmserve.client.InvalidArgument, "unexpected shape", "simple",
+         {"INPUT0": A[:, :3], "INPUT1": B}),
+        (shmserve.client.InvalidArgument, "batch-size must be <= 8", "simple",
+         {"INPUT0": np.repeat(A, 9, 0), "INPUT1": np.repeat(B, 9, 0)}),
     ],
-)
+)  # fmt: skip
 def test_errors_are_typed(client, error, text, model, inputs) -> None:
     with pytest.raises(error, match=text) as error_info:
         client.infer(model, inputs)
@@ -171,8 +163,7 @@ def test_slots_are_reused(client) -> None:
 
 def test_large_outputs_of_unknown_size(client, rows_server) -> None:
     x = np.random.default_rng(3).random(100_000).astype(np.float32)
-    y = client.infer("identity", INPUT0=x)["OUTPUT0"]
-    assert (y == x).all()
+    assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
 
 
 def test_a_region_is_read_and_written_in_place(client) -> None:
@@ -313,8 +304,7 @@ def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -
 
 def test_many_in_flight_in_order(client) -> None:
     arrays = [{"INPUT0": frames(seed=seed)} for seed in range(40)]
-    answers = client.map("rows", arrays, in_flight=8)
-    for inputs, result in zip(arrays, answers, strict=True):
+    for inputs, result in zip(arrays, client.map("rows", arrays, in_flight=8), strict=True):
         assert (result["OUTPUT0"] == inputs["INPUT0"]).all()
     small_inputs = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
     for n, result in enumerate(client.map("simple", small_inputs)):

@@ -78,9 +78,7 @@ def test_a_timeout_cancels_the_request(
     assert gated_server.gate.is_idle()
 
 
-def test_a_future_times_out_without_a_response(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_future_without_answer_ends(gated_server: Server, client: shmserve.client.Server) -> None:
     scheduler = gated_server.find_one("scheduler simple")
     assert client.infer("simple", INPUT0=A, INPUT1=A)
     scheduler.suspend()
@@ -154,9 +152,7 @@ def test_a_thread_that_waits_for_many_futures_detects_a_cancelled_future(
     assert blocking_future.result(20)
 
 
-def test_memory_of_an_exited_thread_is_kept(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_memory_of_a_thread_is_kept(gated_server: Server, client: shmserve.client.Server) -> None:
     """Holds also when other threads send the same requests."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
@@ -224,8 +220,7 @@ def test_memory_of_requests_in_flight_is_kept(
     gated_server.gate.next().release()
     assert blocking_future.result(20)
     for future, expected in zip(waiting, (x, -x), strict=True):
-        output = future.result(20)["OUTPUT0"]
-        assert (np.asarray(output) == expected).all()
+        assert (np.asarray(future.result(20)["OUTPUT0"]) == expected).all()
 
 
 CRASHING_PROGRAM = """
@@ -251,9 +246,7 @@ def _count_mapped_memories(process: psutil.Process) -> int:
     return mapped_count
 
 
-def test_a_killed_client_leaks_nothing(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_killed_client_leaks_none(gated_server: Server, client: shmserve.client.Server) -> None:
     command = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -334,9 +327,7 @@ def test_a_forked_child_does_not_use_its_parents_connection(
     assert client._session.connection() is connection and connection.alive
 
 
-async def test_a_forked_child_does_not_close_its_parents_event_loop(
-    gated_server: Server,
-) -> None:
+async def test_a_forked_child_does_not_close_its_parents_event_loop(gated_server: Server) -> None:
     async with aio.connect(gated_server.run_dir) as server:
         assert await server.infer("simple", INPUT0=A, INPUT1=A)
         child = os.fork()
@@ -395,9 +386,7 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
         shmserve.client.connect(gated_server.run_dir)
 
 
-def test_memory_is_taken_back_though_the_connection_is_interrupted(
-    client: shmserve.client.Server,
-) -> None:
+def test_memory_is_taken_back_by_an_interrupted_connection(client: shmserve.client.Server) -> None:
     """The connection's thread waits for no lock that the interrupted thread holds."""
     memories = client._session.memories
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})
@@ -583,9 +572,7 @@ def test_a_request_with_output_over_its_input_is_not_retried(
         until("the new one is ready", lambda: gated_server.answers("/v2/health/ready"))
 
 
-def test_a_reload_under_load_fails_no_request(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_reload_fails_no_request(gated_server: Server, client: shmserve.client.Server) -> None:
     has_finished = threading.Event()
     answered_count = 0
 
@@ -656,8 +643,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             assert (kept_view == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
                 client._get_waiter().submit(late_request)  # it was made for the server before
-            future = client.infer_async("rows", region)
-            assert future.result(20)["OUTPUT0"][0, 0] == 4
+            assert client.infer_async("rows", region).result(20)["OUTPUT0"][0, 0] == 4
             region.release()
         finally:
             second_server.stop()

@@ -83,8 +83,7 @@ def test_a_local_client_uses_only_its_own_memory(local_client: Guest, server: Se
         )
         os.pwrite(fd, b"\1\0\0\0" * 4, 0)
         tensor = TensorRef("INPUT0", "FP32", (4,), Range(memory, 0, 16))
-        output = RequestedOutput("OUTPUT0", Range(memory, 64, 16))
-        link.send(submit((tensor,), 1, (output,)))
+        link.send(submit((tensor,), 1, (RequestedOutput("OUTPUT0", Range(memory, 64, 16)),)))
         assert isinstance(answer(link), Finished)
         assert os.pread(fd, 16, 64) == b"\1\0\0\0" * 4
     with contextlib.closing(Guest(server).hello()) as other_client:
@@ -123,8 +122,7 @@ def test_device_memory_of_a_server_without_one(local_client: Guest) -> None:
 def test_inputs_of_a_local_client_are_validated(local_client: Guest) -> None:
     link = local_client.link("simple")
     a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
-    b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
-    link.send(submit((a, b)))
+    link.send(submit((a, TensorRef("INPUT1", "INT32", (2, 16), bytes(128)))))
     assert isinstance(answer(link), Finished)
     for tensors, text in (
         ((a,), "expected 2 inputs but got 1"),

@@ -129,9 +129,7 @@ def test_a_decoupled_model_takes_streams_only(client: shmserve.client.Server) ->
         next(client.map("repeat", [repeat(1)]))
 
 
-def test_large_responses_are_copied_out_of_the_workers_memory(
-    client: shmserve.client.Server,
-) -> None:
+def test_large_responses_are_copied_from_the_workers_memory(client: shmserve.client.Server) -> None:
     """The responses have more bytes than the credit; each array belongs to the program."""
     steps = [b"%d" % n for n in range(12)]
     size = np.array([1 << 18], np.int32)  # 1 MiB each
@@ -168,9 +166,7 @@ def test_an_exiting_model_thread_ends_its_stream(
     assert list(stream) == []
 
 
-def test_a_worker_that_exits_between_responses_ends_its_stream(
-    client: shmserve.client.Server,
-) -> None:
+def test_a_worker_exit_between_responses_ends_its_stream(client: shmserve.client.Server) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"die"])
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.ShmserveError, match="before this request's last response"):
@@ -182,16 +178,13 @@ def test_a_worker_that_exits_between_responses_ends_its_stream(
 # --- in a region
 
 
-def test_responses_in_a_region_arrive_one_by_one(
-    client: shmserve.client.Server, tmp_path: Path
-) -> None:
+def test_responses_in_regions_arrive_singly(client: shmserve.client.Server, tmp_path: Path) -> None:
     """A response stays readable until the next one is requested."""
     marker_file = tmp_path / "second"
     with client.allocate({"OUT": ((4,), "INT32")}) as region:
         steps = [b"1", b"2", b"note " + os.fsencode(marker_file), b"3"]
         stream = client.stream("steps", {"STEPS": steps, "SIZE": [4]}, outputs=region)
-        first_response = next(stream)
-        assert first_response["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
+        assert next(stream)["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
         assert values(client.stream("steps", STEPS=[b"9"])) == [9]  # the model is not held up
         assert region["OUT"].tolist() == [1] * 4 and not marker_file.exists()
         for n in (2, 3):
@@ -211,9 +204,7 @@ def test_a_request_and_its_responses_in_one_region(client: shmserve.client.Serve
             assert n == 49
 
 
-def test_an_error_in_a_region_does_not_delay_the_next_request(
-    client: shmserve.client.Server,
-) -> None:
+def test_an_error_in_a_region_delays_no_later_request(client: shmserve.client.Server) -> None:
     with client.allocate({"OUT": ((1,), "INT32")}) as region:
         steps = [b"1", b"error two", b"error three", b"4"]
         stream = client.stream("steps", {"STEPS": steps}, outputs=region)
@@ -254,9 +245,7 @@ def test_closing_a_stream_cancels_its_request(
         assert list(streams[0]) == []
 
 
-def test_a_stream_past_its_timeout_is_cancelled(
-    client: shmserve.client.Server, tmp_path: Path
-) -> None:
+def test_an_expired_stream_is_cancelled(client: shmserve.client.Server, tmp_path: Path) -> None:
     stream = client.stream(
         "steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")], timeout=0.2
     )

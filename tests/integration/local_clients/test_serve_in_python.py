@@ -128,9 +128,7 @@ class Lengths:
 """
 
 
-def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
-    tmp_path: Path, serve_model
-) -> None:
+def test_a_class_in_a_repository_takes_a_file_unconfigured(tmp_path: Path, serve_model) -> None:
     """By the shell, and by curl's `--data-binary` with one header."""
     version = tmp_path / "models" / "lengths" / "1"
     version.mkdir(parents=True)
@@ -167,9 +165,7 @@ def test_curl_sends_a_file(tmp_path: Path, serve_model, size: int) -> None:
     assert int.from_bytes(completed.stdout[-4:], "little") == size
 
 
-def test_a_class_is_loaded_again_when_its_file_or_its_helper_changes(
-    tmp_path: Path, serve_model
-) -> None:
+def test_a_class_is_reloaded_when_its_file_or_helper_changes(tmp_path: Path, serve_model) -> None:
     file, helper = tmp_path / "scale.py", tmp_path / "scale_helper.py"
     text = (
         "import numpy as np\nfrom scale_helper import ONE\nfrom shmserve.model import FP32\n"

@@ -13,19 +13,13 @@ from tests.support.regions import SharedObject
 from tests.support.request_pool import request_pool
 from tests.support.servers import Server
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
+from tests.support.wire.raw_http import Http, gated_request, region_request
 
 
 @pytest.fixture(scope="module")
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     repositories.add(models, "gated", "identity")
     return serve_models(models)
-
-
-def gated_request(value: int, region: str, output_offset: int) -> dict[str, Any]:
-    """Return a request whose output of 64 bytes is written to a region."""
-    outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, output_offset)}]
-    return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
 
 
 def test_two_requests_that_write_to_the_same_range(server: Server) -> None:
@@ -42,14 +36,6 @@ def test_two_requests_that_write_to_the_same_range(server: Server) -> None:
         assert (first_request.result().status, second_request.result().status) == (200, 200)
         assert (shared_object.read(np.int32, 16, 60) == 2).all()
         http.unregister("twice").ok()
-
-
-def region_request(region: str) -> dict[str, Any]:
-    """Return a request of the model "identity" whose input and output are in a region of 8 KB."""
-    return {
-        "inputs": [shm_input("INPUT0", "FP32", [1024], region, 4096)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region(region, 4096, 4096)}],
-    }
 
 
 @pytest.mark.parametrize("name", ["draining", ""])
@@ -72,7 +58,7 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
         assert pending.result().status == 200
         visit = server.gate.next()
         assert http.regions("draining").ok().json() == reply
-        assert http.infer("identity", region_request("draining")).status == 200
+        assert http.infer("identity", region_request("draining", 4096)).status == 200
         visit.release()
         assert later_request.result().status == 200
         assert (shared_object.read(np.int32, 16, 64) == 2).all()
@@ -90,7 +76,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
         shared_object.write(np.arange(1024, dtype=np.float32))
 
         def ask_until_refused(http: Http) -> Any:
-            while (reply := http.infer("identity", region_request("busy"))).status == 200:
+            while (reply := http.infer("identity", region_request("busy", 4096))).status == 200:
                 pass
             return reply
 
@@ -103,7 +89,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
                 assert answer.result().status == 404
             until("it is not listed", lambda: http.regions().json() == [])
             http.register("busy", other_object.key, 8192).ok()
-            assert http.infer("identity", region_request("busy")).status == 200
+            assert http.infer("identity", region_request("busy", 4096)).status == 200
             assert not other_object.read(np.float32, 1024, 4096).any()
             http.unregister("busy").ok()
 

@@ -13,10 +13,10 @@ from tests.support.regions import SharedObject
 from tests.support.servers import Server
 from tests.support.wire.raw_http import (
     Http,
-    Reply,
     in_region,
     join_bytes,
     json_input,
+    region_request,
     shm_input,
     split_bytes,
 )
@@ -42,17 +42,6 @@ def region() -> Iterator[SharedObject]:
         yield shared_object
 
 
-def infer_in_region(
-    http: Http, name: str, *, input_offset: int = 0, output_offset: int = SIZE, size: int = SIZE
-) -> Reply:
-    """Send a request of the model "identity" from a region into the same region."""
-    request = {
-        "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],
-    }
-    return http.infer("identity", request)
-
-
 def test_register_status_unregister(http: Http, region: SharedObject) -> None:
     reply = http.register("r", region.key, 2 * SIZE)
     assert (reply.status, reply.body) == (200, b"")
@@ -69,10 +58,8 @@ def test_register_status_unregister(http: Http, region: SharedObject) -> None:
 
 def test_input_and_output(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
-    answer = infer_in_region(http, "r").ok().json()
-    (output,) = answer["outputs"]
-    assert output["name"] == "OUTPUT0"
-    assert output["shape"] == [1024]
+    (output,) = http.infer("identity", region_request("r", SIZE)).ok().json()["outputs"]
+    assert output["name"] == "OUTPUT0" and output["shape"] == [1024]
     assert "data" not in output
     assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
 
@@ -132,7 +119,7 @@ def test_registered_offset(http: Http, offset: int) -> None:
     with SharedObject(8 * PAGE) as shared_object:
         shared_object.write(VALUES[:64], offset)
         http.register("r", shared_object.key, 1024, offset).ok()
-        assert infer_in_region(http, "r", output_offset=512, size=256).status == 200
+        assert http.infer("identity", region_request("r", 256, output_offset=512)).status == 200
         assert (
             shared_object.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]
         ).all()
@@ -177,15 +164,14 @@ def test_outside_of_a_region(
     )
     assert error in reply.error
     assert reply.status == status
-    assert infer_in_region(http, "r").status == 200
+    assert http.infer("identity", region_request("r", SIZE)).status == 200
 
 
 def test_a_byte_size_that_differs_from_the_shape(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
     for size in (SIZE - 4, SIZE + 4, 0):
         reply = http.infer("identity", {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", size)]})
-        assert reply.status == 400
-        assert "INPUT0" in reply.error
+        assert reply.status == 400 and "INPUT0" in reply.error
 
 
 def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> None:
@@ -201,12 +187,28 @@ def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> No
         f"should be at least {SIZE} bytes to hold the results"
     )
     assert (region.read(np.float32, 1024, SIZE) == 0).all()
+    assert http.infer("identity", region_request("r", SIZE)).status == 200
+
+
+def test_an_output_of_known_size_is_refused_before_execution(
+    server: Server, http: Http, region: SharedObject
+) -> None:
+    executed = server.metric("nv_inference_exec_count", model="simple")
+    http.register("r", region.key, 2 * SIZE).ok()
+    row = np.zeros((1, 16), np.int32)
+    request = {
+        "inputs": [json_input("INPUT0", row), json_input("INPUT1", row)],
+        "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 60)}],
+    }
+    assert "should be at least 64 bytes" in http.infer("simple", request).error
+    assert server.metric("nv_inference_exec_count", model="simple") == executed
 
 
 @pytest.mark.parametrize(
     ("key", "status", "error"),
     [
         ("/nothing-here", 500, "Unable to open shared memory region: '/nothing-here'"),
+        ("/nothing-here", 500, "another container must share its shared memory mount"),
         ("", 400, "cannot register shared memory region 'r' - invalid shm key ''"),
         ("/", 400, "cannot register shared memory region 'r' - invalid shm key '/'"),
         ("//", 400, "cannot register shared memory region 'r' - invalid shm key '//'"),
@@ -215,6 +217,10 @@ def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> No
         ("/a/b", 400, "invalid shm key"),
         ("/../etc/passwd", 400, "invalid shm key"),
         ("/x\0y", 400, "invalid shm key"),
+        ("/é", 400, "invalid shm key"),
+        ("/a b", 400, "invalid shm key"),
+        ("/a\n", 400, "invalid shm key"),
+        ("/" + "k" * 251, 400, "invalid shm key"),
         ("/" + "k" * 300, 400, "invalid shm key"),
         (
             "/triton_python_backend_shm_region_1",
@@ -224,6 +230,7 @@ def test_an_output_larger_than_its_range(http: Http, region: SharedObject) -> No
             "reserved prefix 'triton_python_backend_shm_region_'",
         ),
         ("/sem.x", 400, "reserved prefix"),
+        ("/nccl-x", 400, "reserved prefix"),
     ],
 )
 def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) -> None:
@@ -236,29 +243,14 @@ def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) ->
 @pytest.mark.parametrize(
     ("byte_size", "offset"),
     [
-        (2 * SIZE + 1, 0),
-        (2 * SIZE, 1),
-        (1, 2 * SIZE),
-        (0, 0),
-        (2**63, 0),
-        (2**64 - 1, 1),
-        (1, 2**63 - 1),
-        (1, 2**64),
-        (-1, 0),
-        (1, -1),
-        ("64", 0),
-        (1.5, 0),
-        (True, 0),
-        (64, "x"),
+        (2 * SIZE + 1, 0), (2 * SIZE, 1), (1, 2 * SIZE), (0, 0), (2**63, 0), (2**64 - 1, 1),
+        (1, 2**63 - 1), (1, 2**64), (-1, 0), (1, -1), ("64", 0), (1.5, 0), (True, 0), (64, "x"),
         (None, 0),
     ],
-)
-def test_refused_byte_sizes(
-    http: Http, region: SharedObject, byte_size: object, offset: object
-) -> None:
+)  # fmt: skip
+def test_byte_sizes(http: Http, region: SharedObject, byte_size: object, offset: object) -> None:
     reply = http.register("r", region.key, byte_size, offset)
-    assert reply.status in (400, 500)
-    assert reply.error
+    assert reply.status in (400, 500) and reply.error
     assert http.regions().json() == []
 
 
@@ -267,10 +259,8 @@ def test_a_registration_that_lacks_a_field(http: Http, region: SharedObject) -> 
     reply = http.post(path, {"byte_size": 64})
     assert (reply.status, reply.error) == (400, "Shared memory register request has no 'key' field")
     reply = http.post(path, {"key": region.key})
-    assert (reply.status, reply.error) == (
-        400,
-        "Shared memory register request has no 'byte_size' field",
-    )
+    assert reply.status == 400
+    assert reply.error == "Shared memory register request has no 'byte_size' field"
     assert http.post(path, b"garbage").status in (400, 500)
     http.post(path, {"key": region.key.lstrip("/"), "byte_size": 64}).ok()
 
@@ -294,7 +284,7 @@ def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -
     region.create()
     region.write(VALUES + 1)
     http.register("r", region.key, 2 * SIZE).ok()
-    assert infer_in_region(http, "r").status == 200
+    assert http.infer("identity", region_request("r", SIZE)).status == 200
     assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
 
 
@@ -317,9 +307,7 @@ def test_names_with_odd_characters(http: Http, region: SharedObject) -> None:
     http.unregister("a%20b.c-%C3%BC").ok()
 
 
-def test_failed_registrations_leak_no_descriptor(
-    server: Server, http: Http, region: SharedObject
-) -> None:
+def test_failed_registrations_leak_none(server: Server, http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE + 1)
     descriptors_before = descriptors(server.pid)
     for _ in range(50):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.client import HTTPConnection, parse_headers
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -27,10 +26,12 @@ from tests.support.wire.raw_http import (
     Http,
     Reply,
     UnixHttp,
+    gated_request,
     in_region,
     join_bytes,
     json_input,
     raw_connection,
+    region_request,
     shm_input,
 )
 
@@ -66,14 +67,6 @@ def http(server: Server) -> Iterator[Http]:
         connection.unregister().ok()
 
 
-def region_request(name: str, size: int = SIZE) -> dict[str, Any]:
-    """Return a request from the first `size` bytes of a region into the next `size` bytes."""
-    return {
-        "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, size)}],
-    }
-
-
 class User:
     """A user at a listener, with its own connections and objects."""
 
@@ -84,8 +77,6 @@ class User:
         self.uid, self._groups = uid, groups
 
     def send_request(self, question: Callable[[Http], Reply]) -> Reply:
-        """Return the response to a request on a new connection."""
-
         def act() -> Reply:
             with contextlib.closing(self._open()) as connection:
                 return question(connection)
@@ -96,7 +87,7 @@ class User:
         return self.send_request(lambda http: http.register(name, shared.key, size))
 
     def infer(self, name: str) -> Reply:
-        return self.send_request(lambda http: http.infer("identity", region_request(name)))
+        return self.send_request(lambda http: http.infer("identity", region_request(name, SIZE)))
 
     def names(self) -> list[str]:
         regions = self.send_request(lambda http: http.regions()).ok().json()
@@ -132,14 +123,16 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
             refused_reply = alice.register("other", foreign_object)
             assert refused_reply.status == 403
             assert f"the client is uid {ALICE}" in refused_reply.error
+        assert f"it belongs to uid {OWN_UID} (mode 0666)" in refused_reply.error
+        missing = alice.send_request(lambda http: http.register("none", "/not-there", SIZE))
+        assert missing.status == 500
+        assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
         bob.register("his", bobs_object).ok()
         own_user.register("ours", own_object).ok()
         # A name that another user has registered is rejected.
         refused_reply = bob.register("hers", bobs_object)
-        assert (refused_reply.status, refused_reply.error) == (
-            400,
-            "shared memory region 'hers' already in manager",
-        )
+        assert refused_reply.status == 400
+        assert refused_reply.error == "shared memory region 'hers' already in manager"
         assert alice.names() == ["hers"]
         assert bob.names() == ["his"]
         alice.infer("hers").ok()
@@ -183,7 +176,7 @@ def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http:
 
 @needs_users
 def test_a_group_shares(server: Server, folder: Path) -> None:
-    """Row 16: members may use objects of the group that the group may read and write."""
+    """Members may use objects of the group that the group may read and write."""
     alice, bob = (User(server, folder, "unix", uid, FRIENDS_GID) for uid in (ALICE, BOB))
     stranger_user = User(server, folder, "unix", BOB + 1)
     with (
@@ -204,7 +197,7 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
 
 @needs_users
 def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, folder: Path) -> None:
-    """Row 23: over TCP, every user, including the server's, sees only its own regions."""
+    """Over TCP, every user, including the server's, sees only its own regions."""
     alice = User(server, folder, "unix", ALICE)
     with alice.object() as alices_object:
         alice.register("hers", alices_object).ok()
@@ -219,9 +212,7 @@ def maps(worker: psutil.Process) -> str:
 
 
 @needs_users
-def test_memory_that_others_can_truncate_is_never_mapped(
-    server: Server, folder: Path, http: Http
-) -> None:
+def test_memory_others_can_cut_is_never_mapped(server: Server, folder: Path, http: Http) -> None:
     """Memory of the server's user is mapped; others' is accessed by system calls."""
     alice = User(server, folder, "unix", ALICE)
     worker = server.find_one("worker identity.0")
@@ -230,7 +221,7 @@ def test_memory_that_others_can_truncate_is_never_mapped(
         http.register("ours", own_object.key, 2 * SIZE).ok()
         for _ in range(3):
             alice.infer("hers").ok()
-            http.infer("identity", region_request("ours")).ok()
+            http.infer("identity", region_request("ours", SIZE)).ok()
         assert (alices_object.read(np.float32, 1024, SIZE) == VALUES).all()
         assert own_object.name in maps(worker)
         assert alices_object.name not in maps(worker)
@@ -283,9 +274,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
     assert {process.pid for process in server.tree()} == pids_before
 
 
-def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
-    server: Server, http: Http
-) -> None:
+def test_truncating_a_mapped_region_costs_it_and_a_worker(server: Server, http: Http) -> None:
     """Truncation may kill the worker and that of the retry; the region is unregistered."""
     other_pids = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
     size = 64 * 1024
@@ -303,8 +292,7 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
         finally:
             stop.set()
             chaos_thread.join()
-        assert set(statuses) <= {200, 400, 404, 500, 503}
-        assert statuses.count(500) <= 1
+        assert set(statuses) <= {200, 400, 404, 500, 503} and statuses.count(500) <= 1
         if 404 in statuses:
             assert "region 'cut' was truncated while a worker used it" in server.log()
         http.unregister("cut").ok()
@@ -383,22 +371,16 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
     with SharedObject(4096) as shared_object, request_pool(server) as pool:
         http.register("a", shared_object.key, 4096).ok()
         http.register("b", shared_object.key, 2048, 1024).ok()
-
-        def request(region: str, offset: int, value: int = 7) -> dict[str, Any]:
-            outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
-            inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-            return {"inputs": inputs, "outputs": outputs}
-
-        first_request = pool.infer("gated", request("a", 1024))
+        first_request = pool.infer("gated", gated_request(7, "a", 1024))
         visit = server.gate.next()
         for region, offset in (("a", 1024), ("a", 1087), ("a", 961), ("b", 0), ("b", 63)):
-            refused_reply = http.infer("gated", request(region, offset, 9))
+            refused_reply = http.infer("gated", gated_request(9, region, offset))
             assert refused_reply.status == 400
             assert refused_reply.error == (
                 f"an output in shared memory region '{region}' overlaps one of a request in flight"
             )
         valid_requests = [
-            pool.infer("gated", request("a", input_offset)) for input_offset in (960, 1088)
+            pool.infer("gated", gated_request(7, "a", input_offset)) for input_offset in (960, 1088)
         ]
         server.wait_pending("gated", 2)
         visit.release()
@@ -431,8 +413,7 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
                 if reply.status == 200:
                     assert reply.tensors()["OUTPUT0"] == [b"ab", b"cd"]
                 else:
-                    assert reply.status == 400
-                    assert "incomplete string" in reply.error
+                    assert reply.status == 400 and "incomplete string" in reply.error
         finally:
             stop.set()
             flipping_thread.join()
@@ -464,5 +445,4 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         http.get("/v2/models/stats").ok()
     # The supervisor and both zygotes. Their forked processes have the same audit hook.
     lines = seen_file.read_text().splitlines()
-    assert lines == ["hook"] * len(lines)
-    assert len(lines) >= 3
+    assert lines == ["hook"] * len(lines) and len(lines) >= 3

@@ -72,9 +72,7 @@ def test_a_second_workspace_of_one_execution_is_refused(http: Http) -> None:
     http.infer("whole", request_body(1)).ok()  # the first workspace was returned
 
 
-def test_without_a_pool_the_error_names_the_flag(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_without_a_pool_errors_name_a_flag(repository: Path, serve: Callable[..., Server]) -> None:
     add(repository, "large", MB)
     with serve(repository).http() as http:
         reply = http.infer("large", request_body(1))
@@ -94,8 +92,7 @@ def test_an_invalid_setting(repository: Path, value: str, text: str) -> None:
     result = run_command(
         "serve", f"--model-repository={repository}", f"--workspace-byte-size={value}"
     )
-    assert result.returncode != 0
-    assert f"--workspace-byte-size: {text}" in result.stderr
+    assert result.returncode != 0 and f"--workspace-byte-size: {text}" in result.stderr
 
 
 def test_a_missing_device_ends_the_start(repository: Path) -> None:

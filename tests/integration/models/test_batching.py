@@ -13,16 +13,11 @@ from tests.support.servers import Server
 from tests.support.texts import EXPIRED_TEXT
 
 DYNAMIC_BATCHING = "dynamic_batching { %s }"
-LONG_TIMEOUT_US = 30_000_000
 # Long enough for several requests to arrive within it, even if the machine pauses for a moment.
 LONG_DELAY_US = 1_500_000
 
 MODELS = {
-    "plain": "",
     "eager": DYNAMIC_BATCHING % "",
-    "preferred": DYNAMIC_BATCHING
-    % f"preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: {LONG_TIMEOUT_US}",
-    "preferred_now": DYNAMIC_BATCHING % "preferred_batch_size: [ 4, 6 ]",
     "patient": DYNAMIC_BATCHING % f"max_queue_delay_microseconds: {LONG_DELAY_US}",
     "short": DYNAMIC_BATCHING % "default_queue_policy { max_queue_size: 2 }",
     "timed": DYNAMIC_BATCHING
@@ -30,20 +25,13 @@ MODELS = {
 }
 
 
-def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -> None:
-    """Add the model "gated" with two instances."""
-    path = repositories.add_as(repository, name, "gated", config) / "config.pbtxt"
-    text = path.read_text().replace("count: 1", "count: 2")
-    path.write_text(text.replace("max_batch_size: 8", f"max_batch_size: {max_batch_size}"))
-
-
 @pytest.fixture(scope="module")
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """Start a server of the model "gated" with several batching configurations."""
     for name, config in MODELS.items():
         repositories.add_as(models, name, "gated", config)
-    add_two(models, "two", MODELS["eager"])
-    add_two(models, "ordered", DYNAMIC_BATCHING % "preserve_ordering: true", max_batch_size=1)
+    two = repositories.add_as(models, "two", "gated", MODELS["eager"]) / "config.pbtxt"
+    two.write_text(two.read_text().replace("count: 1", "count: 2"))
     return serve_models(models)
 
 
@@ -54,58 +42,11 @@ def queue(server: Server) -> Iterator[Callable[[str], Queue]]:
         yield lambda model: Queue(server, pool, model)
 
 
-def test_without_a_batching_block_one_request_is_one_execution(
-    queue: Callable[[str], Queue],
-) -> None:
-    held_calls = queue("plain")
-    for value in (1, 2, 3):
-        held_calls.add(value)
-    assert held_calls.batches(3) == [[1], [2], [3]]
-
-
 def test_waiting_requests_run_together_in_order(queue: Callable[[str], Queue]) -> None:
     held_calls = queue("eager")
     for value in range(1, 12):
         held_calls.add(value)
     assert held_calls.batches(2) == [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
-
-
-def test_requests_are_never_split(queue: Callable[[str], Queue]) -> None:
-    held_calls = queue("eager")
-    for value, rows in ((1, 3), (2, 4), (3, 2), (4, 8), (5, 1)):
-        held_calls.add(value, rows)
-    assert held_calls.batches(4) == [[1, 2], [3], [4], [5]]
-
-
-def test_different_shapes_are_in_different_batches(queue: Callable[[str], Queue]) -> None:
-    held_calls = queue("eager")
-    for value, columns in ((1, 5), (2, 5), (3, 6), (4, 5)):
-        held_calls.add(value, 1, columns)
-    assert held_calls.batches(3) == [[1, 2], [3], [4]]
-
-
-def test_preferred_sizes_without_delay(queue: Callable[[str], Queue]) -> None:
-    held_calls = queue("preferred_now")
-    for value in range(1, 8):
-        held_calls.add(value)
-    assert held_calls.batches(2) == [[1, 2, 3, 4, 5, 6], [7]]
-
-
-def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
-    server: Server, queue: Callable[[str], Queue]
-) -> None:
-    """The model "preferred" would wait half a minute for more than three requests."""
-    held_calls = queue("plain")
-    pool = held_calls.pool
-    answers = [pool.number("preferred", value) for value in range(1, 4)]
-    server.wait_pending("preferred", 3)
-    assert server.gate.is_idle()
-    answers.append(pool.number("preferred", 4))
-    visit = server.gate.next()
-    assert sorted(visit.batch) == [1, 2, 3, 4]
-    visit.release()
-    assert [values(answer.result()) for answer in answers] == [[1], [2], [3], [4]]
-    held_calls.holding_visit.release()
 
 
 def test_the_queue_delay_gathers_requests(server: Server, pool: RequestPool) -> None:
@@ -118,15 +59,6 @@ def test_the_queue_delay_gathers_requests(server: Server, pool: RequestPool) -> 
     visit.release()
     for value, answer in enumerate(answers, 1):
         assert values(answer.result()) == [value]
-
-
-def test_a_full_batch_does_not_wait(server: Server, pool: RequestPool) -> None:
-    answers = [pool.number("patient", value, rows=4) for value in (1, 2)]
-    visit = server.gate.next()
-    assert sorted(visit.batch) == [1, 2]
-    visit.release()
-    for answer in answers:
-        assert answer.result().status == 200
 
 
 def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> None:
@@ -168,20 +100,6 @@ def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..
             (stats,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
         batches = stats["batch_stats"]
         assert {b["batch_size"]: b["compute_infer"]["count"] for b in batches} == executed
-
-
-def test_responses_keep_the_order_of_requests(server: Server, pool: RequestPool) -> None:
-    first_request = pool.number("ordered", 1)
-    slow_visit = server.gate.next()
-    second_request = pool.number("ordered", 2)
-    fast = server.gate.next()
-    assert (slow_visit.batch, fast.batch) == ([1], [2])
-    fast.release()
-    with pytest.raises(TimeoutError):
-        second_request.result(timeout=0.3)
-    slow_visit.release()
-    assert values(first_request.result()) == [1]
-    assert values(second_request.result()) == [2]
 
 
 def test_two_instances_run_at_the_same_time(server: Server, pool: RequestPool) -> None:

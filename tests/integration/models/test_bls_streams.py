@@ -155,8 +155,7 @@ def run_caller(http: Http, model: str, code: str, *steps: str) -> list[str]:
         {"name": "CODE", "datatype": "BYTES", "shape": [1], "data": [code]},
         {"name": "STEPS", "datatype": "BYTES", "shape": [len(steps)], "data": list(steps)},
     ]
-    answer = http.infer(model, {"inputs": inputs}).ok()
-    (output,) = answer.json()["outputs"]
+    (output,) = http.infer(model, {"inputs": inputs}).ok().json()["outputs"]
     events: list[str] = output["data"]
     return events
 

@@ -128,9 +128,7 @@ def infer(http: Http, model: str, value: int = 0) -> Reply:
         ("holder", "holder -> between -> limited"),
     ],
 )
-def test_a_call_cycle_fails_immediately_and_is_named(
-    server_of_cycles: Server, model: str, chain: str
-) -> None:
+def test_a_call_cycle_fails_and_is_named(server_of_cycles: Server, model: str, chain: str) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
         for _ in range(2):
             reply = infer(http, model)
@@ -154,9 +152,7 @@ def test_a_recursion_fails_only_without_a_free_instance(server_of_cycles: Server
 
 
 @pytest.mark.parametrize("model", ["exec_leaf", "async_leaf", "stream_leaf", "outer_leaf"])
-def test_a_disconnecting_client_cancels_the_calls_of_its_model(
-    server_of_cycles: Server, model: str
-) -> None:
+def test_a_disconnect_cancels_the_calls_of_a_model(server_of_cycles: Server, model: str) -> None:
     with ThreadPoolExecutor(1) as executor, server_of_cycles.http() as occupant:
         with holding(server_of_cycles.gate) as wait_held:
             occupying_request = executor.submit(infer, occupant, "leaf")

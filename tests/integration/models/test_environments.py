@@ -114,9 +114,7 @@ def test_an_archive_is_unpacked_once_and_removed(
         )
 
 
-def test_a_missing_environment_is_reported_with_the_remedy(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_a_missing_environment_is_reported_with_remedy(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "void").mkdir()
     add(repository, "empty", tmp_path / "void")
     add(repository, "nowhere", "nowhere/env.tar.gz")

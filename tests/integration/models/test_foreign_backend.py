@@ -56,9 +56,7 @@ def test_a_backend_of_another_package_serves(
     client.close()
 
 
-def test_check_runs_a_foreign_backend(
-    repository: Path, backend_environment: dict[str, str]
-) -> None:
+def test_check_runs_foreign_backends(repository: Path, backend_environment: dict[str, str]) -> None:
     add(repository, "rows", TABLE)
     add(repository, "cube", TABLE.reshape(2, 2, 3))
     result = run_command("check", str(repository), env={**os.environ, **backend_environment})
@@ -66,9 +64,7 @@ def test_check_runs_a_foreign_backend(
     assert "table.npy must have 2 dimensions, it has 3" in result.stdout + result.stderr
 
 
-def test_an_unknown_backend_names_the_existing_backends(
-    empty_server: tuple[Server, Path],
-) -> None:
+def test_an_unknown_backend_names_the_existing_backends(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
     add(repository, "rows", TABLE)
     with server.http() as http:

@@ -163,7 +163,6 @@ def add(
     strategy: str = "direct { }",
     rows: int = 4,
 ) -> Path:
-    """Add a model with the states in `state_names`; return its folder."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     if isinstance(code, str):
@@ -240,9 +239,7 @@ def number(value: float, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("model", ["zero", "candidates", "unbatched"])
-def test_a_state_is_passed_from_request_to_request(
-    client: shmserve.client.Server, model: str
-) -> None:
+def test_states_pass_from_request_to_request(client: shmserve.client.Server, model: str) -> None:
     """Each sequence has its own state, which begins at zero, and again at zero after a START."""
     shape = (1,) if model == "unbatched" else (1, 1)
 
@@ -287,9 +284,7 @@ def test_states_of_a_batch_are_separate(client: shmserve.client.Server) -> None:
         assert sums == [sequence * (index + 1) for sequence in range(1, 5)]
 
 
-def test_an_initial_state_from_a_file_and_one_that_is_also_an_output(
-    client: shmserve.client.Server,
-) -> None:
+def test_an_initial_state_from_a_file_and_an_output_state(client: shmserve.client.Server) -> None:
     """A longer file is truncated. A state that `output` names is sent to the client."""
     for _ in range(2):
         counts = []
@@ -368,8 +363,7 @@ def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None
         for index in range(3)
     ]
     assert sums == [101, 102, 103]
-    metadata = client.models()
-    assert ("native", "1") in metadata
+    assert ("native", "1") in client.models()
 
 
 def test_the_guides_example(client: shmserve.client.Server) -> None:

@@ -48,17 +48,14 @@ sequence_batching {{ {CONTROL_INPUTS} {IDLE_TIME} STRATEGY {{}} }}
 
 
 def workers(server: Server, name: str) -> set[int]:
-    """Return the pids of a model's instances."""
     return {process.pid for process in server.find(f"worker {name}.")}
 
 
 def wait_workers(server: Server, name: str, count: int) -> None:
-    """Wait until a model has this number of processes."""
     until(f"{name} has {count} processes", lambda: len(workers(server, name)) == count)
 
 
 def count_of(http: Http, name: str) -> int:
-    """Return the number of instances in the model's configuration."""
     groups = http.get(f"/v2/models/{name}/config").ok().json()["instance_group"]
     return sum(group["count"] for group in groups)
 
@@ -78,7 +75,6 @@ def set_count(folder: Path, count: int) -> None:
 
 
 def add_simple(repository: Path) -> Path:
-    """Add the model "simple", which batches, with one instance."""
     folder = repositories.add_as(repository, "simple", "simple")
     set_count(folder, 1)
     return folder
@@ -241,7 +237,6 @@ def test_polling_updates_in_place(repository: Path) -> None:
 def run_sums_server(
     explicit: Explicit, strategy: str, count: int
 ) -> Iterator[tuple[Server, Http, Path]]:
-    """Yield a server of the model "sums" with this number of instances."""
     server, repository = explicit
     config = SUMS_CONFIG.replace("STRATEGY", strategy)
     folder = repositories.write(repository, "sums", config, SUMS_MODEL)

@@ -29,18 +29,6 @@ class TritonPythonModel:
         ready = np.array([pb_utils.is_model_ready("moody")], np.int32)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
 """
-NATIVE = """
-from collections.abc import AsyncIterator
-from numpy import ndarray
-from shmserve.model import INT32
-
-class Model:
-    def load(self, context):
-        self.file = context.directory / "state"
-
-    async def predict(self, x: INT32[ndarray, 1]) -> {}:
-        {} x
-"""
 PLAIN_METHOD = """
     def is_ready(self):
         return self.said()
@@ -74,42 +62,16 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, method_prefix: st
         # and are logged.
         for reply_text, ready in (("yes", 1), ("no", 0), ("odd", 0), ("none", 0), ("yes", 1)):
             state.write_text(reply_text)
-            reply = http.get("/v2/models/moody/ready")
-            assert (reply.status == 200) == bool(ready)
+            assert (http.get("/v2/models/moody/ready").status == 200) == bool(ready)
             assert client.is_model_ready("moody") == bool(ready)
             body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-            answer = http.infer("asker", body).ok().json()
-            assert answer["outputs"][0]["data"] == [ready]
+            assert http.infer("asker", body).ok().json()["outputs"][0]["data"] == [ready]
         assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
         assert "KeyError: 'none'" in server.log()
         assert http.get("/v2/health/ready").status == 200
 
 
-@pytest.mark.parametrize(
-    "method_prefix", [PLAIN_METHOD, COROUTINE_METHOD], ids=["plain", "coroutine"]
-)
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_native_model_reports_whether_it_is_ready(
-    empty_server: tuple[Server, Path], method_prefix: str, streams: bool
-) -> None:
-    server, repository = empty_server
-    result = "AsyncIterator[INT32[ndarray, 1]]" if streams else "INT32[ndarray, 1]"
-    code = NATIVE.format(result, "yield" if streams else "return") + method_prefix + READY_METHOD
-    folder = repositories.write(repository, "moody", 'backend: "native"', code)
-    state = folder / "1" / "state"
-    state.write_text("yes")
-    log_start = len(server.log())
-    with server.http() as http:
-        http.load("moody").ok()
-        for reply_text, status in (("yes", 200), ("no", 400), ("odd", 400), ("yes", 200)):
-            state.write_text(reply_text)
-            assert http.get("/v2/models/moody/ready").status == status
-    assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()[log_start:]
-
-
-def test_concurrent_queries_share_a_long_check(
-    empty_server: tuple[Server, Path], tmp_path: Path
-) -> None:
+def test_queries_share_a_long_check(empty_server: tuple[Server, Path], tmp_path: Path) -> None:
     """The first query times out as "not ready", and the next query waits for the same call."""
     server, repository = empty_server
     called_path, goes_on = tmp_path / "called", tmp_path / "goes_on"

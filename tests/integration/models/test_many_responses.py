@@ -51,9 +51,6 @@ def grpc_inputs(values: list[int], delay_ms: int = 0) -> list[Any]:
     return responses
 
 
-# --- gRPC
-
-
 def test_tritons_stream_client(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
@@ -93,9 +90,6 @@ def test_leaving_a_stream_cancels_its_request(server: Server) -> None:
         assert answers.get(timeout=20)[1] is None
         client.stop_stream(cancel_requests=True)
     until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
-
-
-# --- HTTP
 
 
 def events(body: bytes) -> list[Any]:
@@ -185,8 +179,6 @@ def test_many_streams_at_once(server: Server) -> None:
     assert responses == [[*range(100)]] * 8
 
 
-# --- classification
-
 ROWS = np.array([[0.5, 2.5, 1.0], [9.0, 8.0, 9.0]], np.float32)
 BEST_CLASSES = [b"2.500000:1", b"1.000000:2:two", b"9.000000:0:zero", b"9.000000:2:two"]
 
@@ -202,8 +194,7 @@ def test_classification(server: Server, client_module: Any) -> None:
         for _ in range(3):  # the schemas of the later requests are cached
             result = client.infer("scores", [tensor], outputs=[infer_requested_output])
             output = result.as_numpy("OUTPUT0")
-            assert output.shape == (2, 2)
-            assert output.ravel().tolist() == BEST_CLASSES
+            assert output.shape == (2, 2) and output.ravel().tolist() == BEST_CLASSES
         plain_result = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )
@@ -222,9 +213,6 @@ def test_classification_in_json(http: Http) -> None:
         assert reply.json()["outputs"] == [
             {"name": "OUTPUT0", "datatype": "BYTES", "shape": [1, 1], "data": ["2.500000:1"]}
         ]
-
-
-# --- headers
 
 
 @pytest.mark.parametrize("client_module", [triton_http, triton_grpc])

@@ -48,7 +48,6 @@ class TritonPythonModel:
 
 
 def states(http: Http, **body: bool) -> dict[str, str]:
-    """Return the state of each model in the repository index."""
     index_entries = http.post("/v2/repository/index", body or None).ok().json()
     return {item["name"]: item.get("state", "") for item in index_entries}
 
@@ -214,13 +213,10 @@ def test_requests_during_a_load_wait_for_the_load(server: Server) -> None:
     assert loads(server, "slow") == 1
 
 
-def test_a_failed_load_is_the_answer_and_is_retried(
-    server: Server, http: Http, repository: Path
-) -> None:
+def test_a_failed_load_answers_and_is_retried(server: Server, http: Http, repository: Path) -> None:
     for _ in range(2):
         reply = http.infer("broken", REQUEST_BODY)
-        assert reply.status == 400
-        assert "broken on purpose" in reply.error
+        assert reply.status == 400 and "broken on purpose" in reply.error
     assert loads(server, "broken") == 2
     assert states(http)["broken"] == "UNAVAILABLE"
     assert http.get("/v2/health/ready").status == 200
@@ -315,8 +311,7 @@ def test_the_least_recently_used_models_are_unloaded_for_a_new_model(tmp_path: P
             model_states = states(http)
             assert model_states[name] == "READY"
             assert 1 <= list(model_states.values()).count("READY") <= 2
-        assert answer(http, "c") == 1
-        assert answer(http, "a") == 1
+        assert answer(http, "c") == 1 and answer(http, "a") == 1
         until("d has left", lambda: states(http)["d"] == ON_DEMAND)
         assert states(http)["c"] == states(http)["a"] == "READY"
         assert loads(server, "c") == 2 and loads(server, "a") == 3

@@ -36,7 +36,6 @@ def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
 
 
 def send_step(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:
-    """Send the value 1 over a new connection."""
     parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
     tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
     with server.http() as http:

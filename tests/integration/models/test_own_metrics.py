@@ -82,8 +82,7 @@ class TritonPythonModel:
 def server(models: Path, start: Start) -> Server:
     """Start a server of "metering" (two instances), its copy "other" (one), and "ticking"."""
     repositories.add(models, "metering")
-    other_dir = repositories.add_as(models, "other", "metering")
-    config = other_dir / "config.pbtxt"
+    config = repositories.add_as(models, "other", "metering") / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
     repositories.write(
         models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING_MODEL

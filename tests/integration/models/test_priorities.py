@@ -71,7 +71,6 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
 
 
 def number(value: int) -> np.ndarray:
-    """Return an input of the model "gated"."""
     return np.full((1, 1), value, np.int32)
 
 

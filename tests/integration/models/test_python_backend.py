@@ -18,7 +18,6 @@ Explicit = tuple[Server, Path]
 
 
 def call(target: str) -> dict:
-    """Return a request for the models that call others."""
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
     first_input, second_input = (
         np.arange(16, dtype=np.int32).reshape(1, 16),
@@ -30,8 +29,7 @@ def call(target: str) -> dict:
 
 
 def test_a_model_calls_another_model(http: Http) -> None:
-    output = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
-    assert (output == np.arange(16)).all()
+    assert (http.infer("caller", call("simple")).tensors()["OUTPUT0"] == np.arange(16)).all()
 
 
 def test_calls_at_the_same_time(http: Http) -> None:
@@ -42,8 +40,7 @@ def test_calls_at_the_same_time(http: Http) -> None:
 @pytest.mark.parametrize("model", ["caller", "async_caller"])
 def test_calling_a_missing_model(http: Http, model: str) -> None:
     reply = http.infer(model, call("nothing"))
-    assert reply.status in (404, 500)
-    assert "nothing" in reply.error
+    assert reply.status in (404, 500) and "nothing" in reply.error
     assert http.infer(model, call("simple")).status == 200
 
 
@@ -330,8 +327,7 @@ def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explici
                 "inputs": [json_input("INPUT0", value)],
                 "outputs": [{"name": "OUTPUT0", "parameters": region_parameters}],
             }
-            answer = http.infer("partial", fields).ok().json()
-            assert len(answer["outputs"]) == output_count
+            assert len(http.infer("partial", fields).ok().json()["outputs"]) == output_count
             assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
         http.post("/v2/systemsharedmemory/region/partial/unregister").ok()
     with shmserve.client.connect(server.run_dir) as client:

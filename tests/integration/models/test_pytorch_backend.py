@@ -58,7 +58,6 @@ class Weigh(nn.Module):
 def add(
     repository: Path, name: str, inputs: list[str], output: str = "OUTPUT__0", settings: str = ""
 ) -> Path:
-    """Write the configuration; return the path for the model file."""
     folder = repository / name / "1"
     folder.mkdir(parents=True)
     text = CONFIG.format(

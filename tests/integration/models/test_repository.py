@@ -101,8 +101,7 @@ def test_version_policies(server_of_policies: Server) -> None:
             for name in ("all", "some", "latest")
         }
         assert versions == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
-        assert answer(http, "all") == 10
-        assert answer(http, "all/versions/2") == 2
+        assert answer(http, "all") == 10 and answer(http, "all/versions/2") == 2
         assert answer(http, "some") == 3
     for line in (
         "version 9 is specified for model 'some', but the version directory is not present",
@@ -254,7 +253,6 @@ def test_a_broken_model_ends_the_server(repository: Path) -> None:
 
 
 def assert_versionless(server: Server) -> None:
-    """Check that of the folders without a version, only one is a model."""
     unknown = "Request for unknown model: "
     with server.http() as http:
         for path, text in (
@@ -358,14 +356,12 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
         assert http.get("/v2/health/ready").status == 200
         assert http.unload("constant").status == 200
         assert http.unload("nothing").status == 200
-        assert http.load("constant").status == 200
-        assert answer(http) == 1
+        assert http.load("constant").status == 200 and answer(http) == 1
 
 
 def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> None:
     repositories.add(repository, "constant", "identity")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
-    with server.http() as http:
+    with serve(repository, "--model-control-mode=explicit", "--load-model=*").http() as http:
         assert set(index(http, ready=True)) == {("constant", "1"), ("identity", "1")}
 
 
@@ -431,8 +427,7 @@ def test_load_rules(empty_server: Explicit) -> None:
         assert reply.error.startswith(
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: Internal: "
         )
-        assert "broken on purpose" in reply.error
-        assert reply.error.endswith(";\n")
+        assert "broken on purpose" in reply.error and reply.error.endswith(";\n")
         rewrite(repository, source(4))
         http.load("constant").ok()
         assert answer(http) == 4
@@ -443,10 +438,8 @@ def test_load_rules(empty_server: Explicit) -> None:
             "'file:PATH'"
         )
         reply = http.post("/v2/repository/other/models/constant/load")
-        assert (reply.status, reply.error) == (
-            501,
-            "'repository_name' specification is not supported",
-        )
+        assert reply.status == 501
+        assert reply.error == "'repository_name' specification is not supported"
         deep_json = b"[" * 10_000 + b"]" * 10_000
         for body in ({"ready": "yes"}, b'{"x": {"]": [1]}, "ready": %b}' % deep_json):
             reply = http.post("/v2/repository/index", body)
@@ -531,9 +524,7 @@ def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
 
 
 @pytest.mark.parametrize("request_count", [0, 2])
-def test_requests_of_an_old_generation_are_counted(
-    empty_server: Explicit, request_count: int
-) -> None:
+def test_requests_of_old_versions_are_counted(empty_server: Explicit, request_count: int) -> None:
     """Holds for any number of generations that ended in between without completing requests."""
     server, repository = empty_server
     repositories.add(repository, "gated")
@@ -567,25 +558,20 @@ def test_a_failed_reload_keeps_the_old_version(empty_server: Explicit) -> None:
     with server.http() as http, run_under_load(server, http, repository):
         http.load("constant").ok()
         rewrite(repository, BROKEN_CODE)
-        reply = http.load("constant")
-        assert reply.status == 400
-        assert answer(http) == 1
-        assert http.get("/v2/health/ready").status == 200
+        assert http.load("constant").status == 400
+        assert answer(http) == 1 and http.get("/v2/health/ready").status == 200
         assert http.get("/v2/models/constant/ready").status == 200
         config = repository / "constant" / "config.pbtxt"
         good_config = config.read_text()
         config.write_text(good_config + "\nnonsense: 7\n")
-        assert http.load("constant").status in (400, 500)
-        assert answer(http) == 1
+        assert http.load("constant").status in (400, 500) and answer(http) == 1
         config.write_text(good_config)
         rewrite(repository, source(2))
         http.load("constant").ok()
         assert answer(http) == 2
 
 
-def test_a_failed_version_is_removed_with_its_folder(
-    empty_server: Explicit,
-) -> None:
+def test_a_failed_version_is_removed_with_its_folder(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
     rewrite(repository, BROKEN_CODE, 2, "versions")
@@ -714,7 +700,6 @@ def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explici
 
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
-    """Yield the server of the fixture `empty_polling`."""
     first_repository, second_repository = (
         tmp_path_factory.mktemp("one"),
         tmp_path_factory.mktemp("two"),
@@ -768,9 +753,7 @@ def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> 
         assert http.load("constant").status == 503
 
 
-def test_poll_mode_waits_for_no_model(
-    tmp_path: Path, empty_polling: tuple[Server, Path, Path]
-) -> None:
+def test_polls_wait_for_no_model(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> None:
     """A model whose load is slow, or hangs, does not delay changes of other models."""
     server, repository, _ = empty_polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")

@@ -88,7 +88,6 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
 
 
 def load_over_http(http: Http, parameters: dict[str, str]) -> str:
-    """Send a load request; return its error, or ""."""
     body = {"parameters": parameters} if parameters else None
     reply = http.post("/v2/repository/models/constant/load", body)
     if reply.status == 403:
@@ -144,9 +143,7 @@ def server_and_socket() -> Iterator[tuple[Server, Path]]:
 
 @needs_users
 @pytest.mark.parametrize("listener", ["http", "unix", "grpc"])
-def test_which_users_may_send_a_model(
-    server_and_socket: tuple[Server, Path], listener: str
-) -> None:
+def test_which_users_may_send_models(server_and_socket: tuple[Server, Path], listener: str) -> None:
     """Only the server's user may send a model; others load those of the repository."""
     server, socket = server_and_socket
     with server.http() as http:

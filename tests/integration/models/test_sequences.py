@@ -104,7 +104,6 @@ CONTROL_PAIRS = ("int32", "fp32", "bool")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server of models with all kinds of sequences."""
     repository = tmp_path_factory.mktemp("sequences")
     for id_type in ID_TYPES:
         config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls('TYPE_' + id_type)} }}"
@@ -283,8 +282,7 @@ def test_generate_takes_the_parameters_of_a_sequence(http: Http) -> None:
         body = {"INPUT0": 4, "parameters": {"sequence_id": "generated", **flags}}
         sums.append(http.post("/v2/models/plain/generate", body).ok().json()["OUTPUT0"])
     assert sums == [4, 8, 12]
-    status = http.post("/v2/models/plain/generate", {"INPUT0": 4}).status
-    assert status == 400
+    assert http.post("/v2/models/plain/generate", {"INPUT0": 4}).status == 400
 
 
 @pytest.mark.parametrize("sequence", ["31", "from a shell", str(2**64 - 2)])

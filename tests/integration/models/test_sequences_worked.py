@@ -20,12 +20,7 @@ Ask = Callable[..., "Future[Reply]"]
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    """Start a server whose models wait at the gate."""
-    for name, count, strategy in (
-        ("pair", 2, "direct { }"),
-        ("single", 1, "direct { }"),
-        ("oldest", 1, "oldest { max_candidate_sequences: 4 }"),
-    ):
+    for name, count, strategy in (("pair", 2, "direct { }"), ("single", 1, "direct { }")):
         config = (
             f"{instances(count)} sequence_batching {{ {strategy} {IDLE_TIME} {CONTROL_INPUTS} }}"
         )
@@ -35,15 +30,12 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def pool(server: Server) -> Iterator[RequestPool]:
-    """Yield a pool for concurrent requests."""
     with request_pool(server) as requests:
         yield requests
         server.gate.release_all()
 
 
 def step_sender(pool: RequestPool, model: str) -> Ask:
-    """Return a function that sends a request of a sequence with the value 1."""
-
     def send_step(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
         parameters: dict[str, Any] = {"sequence_id": sequence}
         parameters |= {"sequence_start": start, "sequence_end": end}
@@ -124,32 +116,6 @@ def test_direct_strategy_with_two_instances_of_two_slots(server: Server, pool: R
     assert gate.is_idle()
 
 
-def test_direct_strategy_with_one_instance(server: Server, pool: RequestPool) -> None:
-    """A lone first request runs at once; then the next of slot 0 and the first of slot 1 join."""
-    send_step, gate = step_sender(pool, "single"), server.gate
-    waiting_reply = send_step(1, start=True)
-    visit = gate.next()
-    assert by_slot(visit) == {"START": [1, 0], "END": [0, 0], "READY": [1, 0], "CORRID": [1, 0]}
-    assert (visit.message["START"], visit.message["READY"]) == ([1], [1])
-    visit.release()
-    assert sums_of_replies(waiting_reply) == [1]
-    assert gate.is_idle()
-    # Both requests wait together while the instance is busy.
-    busy = send_step(1)
-    visit = gate.next()
-    replies = [send_step(1)]
-    server.wait_pending("single", 1)
-    replies.append(send_step(2, start=True))
-    server.wait_pending("single", 2)
-    visit.release()
-    assert sums_of_replies(busy) == [2]
-    visit = gate.next()
-    assert by_slot(visit) == {"START": [0, 1], "END": [0, 0], "READY": [1, 1], "CORRID": [1, 2]}
-    assert visit.message["shape"] == [[1, 1], [1, 1]]
-    visit.release()
-    assert sums_of_replies(*replies) == [3, 1]
-
-
 def test_direct_strategy_with_requests_beside_an_idle_sequence(
     server: Server, pool: RequestPool
 ) -> None:
@@ -176,31 +142,3 @@ def test_direct_strategy_with_requests_beside_an_idle_sequence(
     assert controls_of(14, start=True) == ([0, 1], [0, 1], [0, 14])
     for sequence in (13, 14):
         controls_of(sequence, end=True)
-
-
-def test_oldest_strategy_with_four_candidates_and_batches_of_two(
-    server: Server, pool: RequestPool
-) -> None:
-    """The ids of sequences A to D are 1 to 4. Sequence 5 waits until one of them ends."""
-    send_step, gate = step_sender(pool, "oldest"), server.gate
-    replies = [send_step(1, start=True)]
-    visit = gate.next()
-    steps = [(2, {"start": True}), (3, {"start": True}), (4, {"start": True}), (1, {}), (4, {})]
-    steps += [(4, {"end": True}), (5, {"start": True})]
-    for waiting, (sequence, flags) in enumerate(steps, 1):
-        replies.append(send_step(sequence, **flags))
-        server.wait_pending("oldest", waiting)
-    batches = [visit.message["CORRID"]]
-    end_flags = []
-    for _ in range(5):
-        visit.release()
-        visit = gate.next()
-        batches.append(visit.message["CORRID"])
-        end_flags.append(visit.message["END"])
-        assert all(visit.message["READY"])
-    visit.release()
-    # The oldest sequences run first, at most one request of each. An ended sequence frees its
-    # slot.
-    assert batches == [[1], [2, 3], [4, 1], [4], [4], [5]]
-    assert end_flags == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
-    assert sums_of_replies(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

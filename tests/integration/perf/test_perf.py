@@ -178,8 +178,7 @@ def test_each_protocol_with_and_without_shared_memory(
     perf_server: Server, perf: Perf, protocol: str, memory: str
 ) -> None:
     point = perf(protocol, "simple", "--concurrency=8", f"--shared-memory={memory}")
-    assert point["errors"] == 0
-    assert point["requests"] > 8
+    assert point["errors"] == 0 and point["requests"] > 8
     assert 0 < point["latency"]["p50"] <= point["latency"]["p99"] <= point["latency"]["max"]
     assert point["client_us"] > 0
     # The client and the server count the same requests, except at the edges of the windows.
@@ -241,12 +240,8 @@ def test_a_report_is_written_drawn_and_compared(
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
     capsys.readouterr()
     compare_arguments = [
-        "perf",
-        "simple",
-        "--concurrency=2",
-        f"--compare={tmp_path}/1.json",
-        *server,
-    ]
+        "perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server,
+    ]  # fmt: skip
     assert main(compare_arguments) == 0
     assert "new / old" in capsys.readouterr().out
 
@@ -267,14 +262,10 @@ def test_a_report_is_written_drawn_and_compared(
         ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
         ("native", ["simple", "--openai=chat"], 2, "--openai requires --url http://HOST:PORT"),
         ("native", ["simple", "--plot=a.png"], 2, "--plot: 'a.png' does not end in .svg"),
-        (
-            "grpc",
-            ["identity", "--shape=INPUT0:99999", "--shared-memory=system"],
-            1,
-            "--output-byte-size",
-        ),
+        ("grpc", ["identity", "--shape=INPUT0:99999", "--shared-memory=system"], 1,
+         "--output-byte-size"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_one_line(
     perf_server: Server,
     capsys: pytest.CaptureFixture[str],

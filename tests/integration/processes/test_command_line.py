@@ -32,23 +32,18 @@ def test_bad_flags(repository: Path, flags: tuple[str, ...], flag_name: str) -> 
     completed = run_command("serve", f"--model-repository={repository}", *flags)
     assert completed.returncode == 2
     assert flag_name in completed.stderr
-    assert len(completed.stderr.strip().splitlines()) == 1
-    assert completed.stdout == ""
+    assert len(completed.stderr.strip().splitlines()) == 1 and completed.stdout == ""
 
 
 def test_a_missing_repository_is_refused(tmp_path: Path) -> None:
     completed = run_command("serve")
-    assert completed.returncode == 2
-    assert "--model-repository" in completed.stderr
+    assert completed.returncode == 2 and "--model-repository" in completed.stderr
     completed = run_command("serve", f"--model-repository={tmp_path / 'nowhere'}")
-    assert completed.returncode not in (0, None)
-    assert "nowhere" in completed.stderr
+    assert completed.returncode not in (0, None) and "nowhere" in completed.stderr
     assert "Traceback" not in completed.stderr
 
 
-def test_an_existing_triton_command_line_starts(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_a_command_line_of_triton_starts(repository: Path, serve: Callable[..., Server]) -> None:
     """The log contains models and addresses, and one warning for each flag without effect."""
     repositories.add(
         repository,
@@ -130,8 +125,7 @@ def test_check(repository: Path) -> None:
     repositories.add(repository, "constant", "simple", "repeat")
     completed = run_command("check", str(repository))
     assert completed.returncode == 0, completed.stderr
-    assert "constant" in completed.stdout
-    assert "simple" in completed.stdout
+    assert "constant" in completed.stdout and "simple" in completed.stdout
     assert [
         line for line in completed.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]
     ]
@@ -145,8 +139,7 @@ def test_check(repository: Path) -> None:
     assert completed.returncode == 2
     assert f"'{repository}' is a model folder" in completed.stderr
     output = completed.stdout + completed.stderr
-    assert "nonsense" in output
-    assert "broken on purpose" in output
+    assert "nonsense" in output and "broken on purpose" in output
     assert "config.pbtxt" in output
     assert [
         line for line in completed.stdout.splitlines() if line.strip() == "and twice (model.py:1)"
@@ -263,16 +256,9 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     told_of = (line for line in completed.stdout.splitlines() if ":1 " in line)
     verdicts = {line.split(":")[0]: line.split()[1] for line in told_of}
     assert verdicts == {
-        "empty": "refused",
-        "given": "ok",
-        "name": "differs",
-        "sampled": "ok",
-        "shape": "differs",
-        "type": "differs",
-        "unnamed": "refused",
-        "yields_one": "ok",
-        "yields_other": "differs",
-    }
+        "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok", "shape": "differs",
+        "type": "differs", "unnamed": "refused", "yields_one": "ok", "yields_other": "differs",
+    }  # fmt: skip
     lines = [" ".join(line.split()) for line in completed.stdout.splitlines()]
     assert any(line.endswith("AssertionError: no PNG") for line in lines)
     assert any(line.startswith("the inputs were zeros and empty strings") for line in lines)
@@ -332,7 +318,6 @@ def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 
 def infer(connection_flag: str, *arguments: str) -> Any:
-    """Return the output of `shmserve client infer`."""
     completed = run_command("client", "infer", *arguments, connection_flag)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
@@ -340,7 +325,6 @@ def infer(connection_flag: str, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
 def test_client_infer(connection_flags: dict[str, str], protocol: str, tmp_path: Path) -> None:
-    """The response is the same over every protocol."""
     connection = connection_flags[protocol]
     assert infer(connection, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",
@@ -468,6 +452,5 @@ def test_client_infer_without_a_server(scheme: str) -> None:
     with port_socket:
         url = f"{scheme}://127.0.0.1:{port_of(port_socket)}"
         completed = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
-    assert completed.returncode == 1
-    assert f": {url}: no response: " in completed.stderr
+    assert completed.returncode == 1 and f": {url}: no response: " in completed.stderr
     assert len(completed.stderr.strip().splitlines()) == 1

@@ -88,9 +88,7 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
 
 
 @pytest.mark.parametrize(("model", "reason"), [("broken", "so it is"), ("none", "no such model")])
-def test_a_load_that_is_refused(
-    server: Server, events: EventReader, model: str, reason: str
-) -> None:
+def test_a_load_is_refused(server: Server, events: EventReader, model: str, reason: str) -> None:
     with server.http() as http:
         assert http.load(model).status >= 400
         http.unload(model).ok()  # otherwise the failed model would keep the server unready
@@ -258,8 +256,7 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
             http.unregister("again").ok()
         http.unregister("first").ok()
         process.send_signal(signal.SIGCONT)
-        lines = [line() for _ in range(201)]
-        assert lines[-1].endswith(" region first: unregistered\n")
+        assert [line() for _ in range(201)][-1].endswith(" region first: unregistered\n")
 
 
 def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:

@@ -83,18 +83,10 @@ ALARMS: list[tuple[str, dict[str, str], str, str]] = [
     ("ShmserveDown", {'up{instance="two",job="shmserve"}': "1x10 0x50"}, "20m", ""),
     ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1x50"}, "5m", "6m30s"),
     ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1 0x50"}, "6m", ""),
-    (
-        "ShmserveLoadsFail",
-        {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"},
-        "5m",
-        "6m",
-    ),
-    (
-        "ShmserveLoadsFail",
-        {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"},
-        "17m",
-        "",
-    ),
+    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"}, "5m",
+     "6m"),
+    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"}, "17m",
+     ""),
     ("ShmserveNoInstance", {NO_INSTANCE: "1x10 0x50", STARTING: "0x10 1x50"}, "6m", "7m30s"),
     ("ShmserveNoInstance", {NO_INSTANCE: "0x60"}, "20m", ""),  # no instance is configured
     ("ShmserveWorkersDie", {f"shmserve_workers_lost_total{{{MODEL}}}": "2x10 3x50"}, "5m", "6m"),
@@ -108,7 +100,7 @@ ALARMS: list[tuple[str, dict[str, str], str, str]] = [
     ("ShmserveExecutionsOverrun", {f"shmserve_overruns_total{{{MODEL}}}": "1x10 2x50"}, "5m", "6m"),
     ("ShmserveBlocksRunOut", {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+6x60"}, "9m", "13m"),
     ("ShmserveBlocksRunOut", {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+2x60"}, "20m", ""),
-]
+]  # fmt: skip
 
 
 class Prometheus:
@@ -119,8 +111,7 @@ class Prometheus:
         (port_socket,) = hold_ports(1)
         self._url = f"127.0.0.1:{port_of(port_socket)}"
         port_socket.close()
-        rules = run_command("grafana", "--alerts").stdout
-        (folder / "alerts.yaml").write_text(rules)
+        (folder / "alerts.yaml").write_text(run_command("grafana", "--alerts").stdout)
         target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
         config = {
             # A scrape may take the whole interval on a busy machine.
@@ -144,13 +135,11 @@ class Prometheus:
             )
 
     def get(self, path: str, **query: str) -> Any:
-        """Return the data of a response of its API."""
         url = f"http://{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(url, timeout=10) as response:
             return json.load(response)["data"]
 
     def numbers(self, query: str) -> list[float]:
-        """Return the current values of a query, without NaN."""
         result = self.get("query", query=query)["result"]
         values = [float(series["value"][1]) for series in result]
         return [value for value in values if not math.isnan(value)]
@@ -167,7 +156,6 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Yield a Prometheus that has observed requests to all models for a while."""
     prometheus_process = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
     try:
         until(f"it scrapes:\n{prometheus_process.log.read_text()}", prometheus_process.scrapes)

@@ -45,9 +45,7 @@ with running(Shmserve(), [Path(sys.argv[1]) / "simple"], notes=[]) as server:
     ],
     ids=["test-SIGKILL", "test-SIGTERM", "benchmark-SIGKILL"],
 )
-def test_the_server_of_a_killed_run_ends(
-    tmp_path: Path, program: str, number: signal.Signals
-) -> None:
+def test_servers_of_a_killed_run_end(tmp_path: Path, program: str, number: signal.Signals) -> None:
     repositories.add(tmp_path, "simple")
     names_before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(

@@ -33,13 +33,9 @@ class TritonPythonModel:
 """
 ROW = {"inputs": [{"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}]}
 DEFAULTS = {
-    "log_file": "",
-    "log_info": True,
-    "log_warning": True,
-    "log_error": True,
-    "log_verbose_level": 0,
-    "log_format": "default",
-}
+    "log_file": "", "log_info": True, "log_warning": True, "log_error": True,
+    "log_verbose_level": 0, "log_format": "default",
+}  # fmt: skip
 ROLES = ("supervisor", "gateway 0", "gateway 1", "gateway grpc", "scheduler", "worker")
 PATH = "/v2/logging"
 NO_FILE = "log file location can not be updated through network protocol"
@@ -121,19 +117,12 @@ def test_changes_over_http(http: Http, body: str, changed_settings: dict[str, An
         ("{", 500, "failed to parse the request JSON buffer: "),
         ("nonsense", 500, "failed to parse the request JSON buffer: "),
         ('{"log_info": false} x', 500, "failed to parse the request JSON buffer: "),
-        *(
-            (f'{{"{name}": {value}}}', 500, "attempt to access JSON non-boolean as boolean")
-            for name in ("log_info", "log_warning", "log_error")
-            for value in ("1", '"true"', "[]")
-        ),
-        *(
-            (
-                f'{{"log_verbose_level": {value}}}',
-                500,
-                "attempt to access JSON non-unsigned-integer as unsigned-integer",
-            )
-            for value in ("-1", "1.5", "2.0", "true", '"1"', "18446744073709551616", "4294967296")
-        ),
+        *((f'{{"{name}": {value}}}', 500,
+            "attempt to access JSON non-boolean as boolean") for name in ("log_info", "log_warning",
+            "log_error") for value in ("1", '"true"', "[]")),
+        *((f'{{"log_verbose_level": {value}}}', 500,
+            "attempt to access JSON non-unsigned-integer as unsigned-integer") for value in ("-1",
+            "1.5", "2.0", "true", '"1"', "18446744073709551616", "4294967296")),
         ('{"log_format": 1}', 500, "attempt to access JSON non-string as string"),
         ('{"log_format": ""}', 503, "invalid argument for --log_format, got: "),
         ('{"log_format": "iso8601"}', 503, "invalid argument for --log_format, got: iso8601"),
@@ -143,7 +132,7 @@ def test_changes_over_http(http: Http, body: str, changed_settings: dict[str, An
         # Unlike in Triton, an invalid setting changes none of the others.
         ('{"log_info": false, "log_format": "bad"}', 503, "invalid argument for --log_format"),
     ],
-)
+)  # fmt: skip
 def test_refusals_over_http(http: Http, body: str | None, status: int, text: str) -> None:
     refused_reply = http.post(PATH, body)
     assert (refused_reply.status, refused_reply.error[: len(text)]) == (status, text)
@@ -189,24 +178,17 @@ INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
 @pytest.mark.parametrize(
     ("new_settings", "status", "text"),
     [
-        *(
-            ({name: value}, INVALID, f"expect boolean for '{name}'")
-            for name in ("log_info", "log_warning", "log_error")
-            for value in (1, "true", None)
-        ),
-        *(
-            ({"log_verbose_level": value}, INVALID, "expect int32 for 'log_verbose_level'")
-            for value in (True, "1", None)
-        ),
-        *(
-            ({"log_format": value}, INVALID, "expect string for 'log_format'")
-            for value in (True, 1, None)
-        ),
+        *(({name: value}, INVALID, f"expect boolean for '{name}'") for name in ("log_info",
+            "log_warning", "log_error") for value in (1, "true", None)),
+        *(({"log_verbose_level": value}, INVALID,
+            "expect int32 for 'log_verbose_level'") for value in (True, "1", None)),
+        *(({"log_format": value}, INVALID, "expect string for 'log_format'") for value in (True, 1,
+            None)),
         ({"log_format": "bad"}, INVALID, "invalid argument for log_format, got: bad"),
         *(({"log_file": value}, UNSUPPORTED, NO_FILE) for value in ("/tmp/x", "", 1, None)),
         ({"log_warning": False, "log_error": 1}, INVALID, "expect boolean for 'log_error'"),
     ],
-)
+)  # fmt: skip
 def test_refusals_over_grpc(
     server: Server, http: Http, new_settings: dict[str, Any], status: Any, text: str
 ) -> None:
@@ -251,7 +233,6 @@ def level_is_logged(server: Server, level: int) -> Callable[[], bool]:
 
 
 def gateway_of(server: Server, http: Http) -> int:
-    """Return the pid of the gateway of a connection."""
     http.get("/v2/health/live")
     port = http.local_port
     for gateway in server.find("gateway http"):
@@ -322,9 +303,7 @@ def in_iso(server: Server, pid: int) -> bool:
 @pytest.mark.parametrize(
     "title", ["worker talker.0", "scheduler talker", "gateway http 1", "gateway grpc"]
 )
-def test_a_restarted_process_has_the_changed_settings(
-    server: Server, http: Http, title: str
-) -> None:
+def test_a_restarted_process_has_changed_settings(server: Server, http: Http, title: str) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
     dead_process = server.find_one(title)
     dead_process.kill()

@@ -38,7 +38,6 @@ def metrics_server(models: Path, start: Start) -> Server:
 
 
 def rows(count: int) -> dict[str, Any]:
-    """Return a request of `count` rows for the model "simple"."""
     zeros = np.zeros((count, 16), np.int32)
     return {"inputs": [json_input("INPUT0", zeros), json_input("INPUT1", zeros)]}
 
@@ -72,8 +71,7 @@ def test_counts(metrics_server: Server) -> None:
         http.infer("simple", {"inputs": []})
         until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
         statistics = stats(http, "simple")
-        assert statistics["name"] == "simple"
-        assert statistics["version"] == "1"
+        assert statistics["name"] == "simple" and statistics["version"] == "1"
         assert statistics["execution_count"] == 6
         assert statistics["last_inference"] > 1_600_000_000_000
         inference = statistics["inference_stats"]
@@ -136,12 +134,8 @@ def test_histograms_and_why_batches_closed(metrics_server: Server) -> None:
         if labels.get("model") == "closing"
     ]
     assert {labels["reason"].lower() for labels, _ in closed} >= {
-        "full",
-        "preferred",
-        "delay",
-        "shape",
-        "deadline",
-    }
+        "full", "preferred", "delay", "shape", "deadline",
+    }  # fmt: skip
     assert sum(value for _, value in closed) == 4
 
 
@@ -160,9 +154,7 @@ def test_unloading_removes_a_models_metrics(empty_server: tuple[Server, Path]) -
         until("only one is left", lambda: models() == {"simple"})
 
 
-def test_counters_survive_gateways_and_workers(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_counters_survive_gateways_workers(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "simple")
     server = serve(repository, "--gateways=2")
     with request_pool(server, 8) as pool:
@@ -185,9 +177,7 @@ def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
         metrics.get("/metrics")
 
 
-def test_latencies_appear_as_metrics_config_sets(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_latencies_appear_as_configured(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "simple")
     server = serve(
         repository,

@@ -114,7 +114,6 @@ def test_no_process_can_gain_privileges(server: Server) -> None:
 
 
 def errors(server: Server) -> list[str]:
-    """Return the errors in the log."""
     return [line for line in server.log().splitlines() if line.startswith("E ")]
 
 

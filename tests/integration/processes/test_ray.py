@@ -233,10 +233,8 @@ def _what_only_a_node_can_answer_is_refused(port: int) -> None:
         )
         assert connection.get("/v2/models/rows").ok().json()["name"] == "rows"
         unknown = connection.get("/v2/models/a%2Fb")
-        assert (unknown.status, unknown.error) == (
-            404,
-            "Request for unknown model: 'a/b' is not found",
-        )
+        assert unknown.status == 404
+        assert unknown.error == "Request for unknown model: 'a/b' is not found"
 
 
 @contextlib.asynccontextmanager
@@ -278,9 +276,7 @@ def test_a_server_is_started_and_ended(own_folder: Path) -> None:
     assert not list(own_folder.iterdir())
 
 
-def test_a_running_server_is_found(
-    own_folder: Path, serve: Callable[..., Server], repository: Path
-) -> None:
+def test_server_is_found(own_folder: Path, serve: Callable[..., Server], repository: Path) -> None:
     running_server = serve(
         repository, "--exit-on-error=false", f"--http-unix-socket={own_folder / 'http.sock'}"
     )
@@ -344,8 +340,7 @@ def test_nothing_outlives_a_replica(own_folder: Path, with_its_child: bool) -> N
     flags = json.dumps({**FLAGS, "model-repository": str(own_folder.parent / "models")})
     command = [sys.executable, "-c", REPLICA_PROGRAM, flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as replica:
-        assert replica.stdout
-        assert replica.stdout.readline() == "ready\n"
+        assert replica.stdout and replica.stdout.readline() == "ready\n"
         children = psutil.Process(replica.pid).children() if with_its_child else []
         replica.kill()
         for child in children:

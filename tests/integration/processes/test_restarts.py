@@ -67,7 +67,6 @@ class Load:
 
 
 def assert_unnoticed(counts_by_protocol: dict[str, dict[str, int]]) -> None:
-    """Check that every response was correct."""
     print(counts_by_protocol)
     assert {protocol: list(counts) for protocol, counts in counts_by_protocol.items()} == {
         protocol: ["right"] for protocol in ("http", "grpc", "native")

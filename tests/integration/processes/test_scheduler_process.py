@@ -127,7 +127,6 @@ class Stage:
         return messages
 
     def next(self, link: Dealer | Router) -> Any:
-        """Return the only message to a peer."""
         (message,) = self.all(link)
         return message
 
@@ -151,14 +150,12 @@ class Stage:
         assert earlier_types == [InstanceServed] + [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
-        """Submit a request; return its number."""
         number, now_ns = next(self.numbers), time.monotonic_ns()
         deadline = now_ns + timeout_ns if timeout_ns else 0
         self.client.send(m.Submit(number, *WORK, now_ns, deadline, 0, 0))
         return number
 
     def finish(self, batch: m.Execute) -> None:
-        """Send the worker's results of a batch."""
         now_ns = time.monotonic_ns()
         replies = [
             m.Reply(key, "", "", *NO_OUTPUTS) for key in (request.key for request in batch.requests)
@@ -228,10 +225,8 @@ def test_a_drain_accepts_earlier_requests(stage: Stage) -> None:
     until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late_requests))
     stage.submit()
     refused_message = stage.next(stage.client)
-    assert (refused_message.code, "Server is stopping" in refused_message.message) == (
-        "UNAVAILABLE",
-        True,
-    )
+    assert refused_message.code == "UNAVAILABLE"
+    assert "Server is stopping" in refused_message.message
 
 
 def test_a_stop_fails_the_remaining_requests(stage: Stage) -> None:
@@ -323,8 +318,7 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
 def test_a_deadline_may_be_any_number(stage: Stage) -> None:
     for deadline in (-1, 2**63 - 1, 2**64 - 1):
         stage.client.send(m.Submit(7, *WORK, 0, deadline, 0, 0))
-        batch = stage.next(stage.worker)
-        stage.finish(batch)
+        stage.finish(stage.next(stage.worker))
         assert stage.next(stage.client) == m.Finished(7, *NO_OUTPUTS)
 
 

@@ -36,9 +36,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_service_manager_is_notified_of_start_and_stop(
-    manager: Manager, repository: Path
-) -> None:
+def test_a_service_manager_learns_of_start_and_stop(manager: Manager, repository: Path) -> None:
     repositories.add_slow(repository, "slow")
     with Server([repository], environment={"NOTIFY_SOCKET": manager.address}) as server:
         message = manager.receive("loading slow")
@@ -79,8 +77,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
 
         def reload(log_text: str) -> None:
             server.process.send_signal(signal.SIGHUP)
-            reloading = manager.receive("RELOADING=1")[-1]
-            assert "\nMONOTONIC_USEC=" in reloading
+            assert "\nMONOTONIC_USEC=" in manager.receive("RELOADING=1")[-1]
             manager.receive("READY=1")
             server.wait_log(log_text)
 
@@ -159,9 +156,7 @@ def test_a_server_on_inherited_sockets(repository: Path, short_folder: Path) -> 
     (short_folder / "http").unlink()
 
 
-def test_a_client_that_connects_during_a_load_is_answered_after_it(
-    tmp_path: Path, short_folder: Path
-) -> None:
+def test_a_client_connected_in_a_load_is_answered_after(tmp_path: Path, short_folder: Path) -> None:
     repository = tmp_path / "models"
     repository.mkdir()
     repositories.add_slow(repository, "slow")
@@ -219,6 +214,5 @@ def test_registrations_outlive_the_server(
 
 
 def ready(port: int) -> bool:
-    """Return whether the server at a port is ready."""
     with contextlib.closing(Http(port)) as http:
         return http.get("/v2/health/ready").status == 200

@@ -21,14 +21,9 @@ _SHOW_STREAMS = (
 def test_closed_standard_streams_become_dev_null(closed: tuple[int, ...]) -> None:
     closing_redirections = "".join(f" {fd}>&-" for fd in closed)
     command = (
-        "sh",
-        "-c",
-        f'exec "$@" 3>&1 </dev/zero{closing_redirections}',
-        "sh",
-        sys.executable,
-        "-c",
+        "sh", "-c", f'exec "$@" 3>&1 </dev/zero{closing_redirections}', "sh", sys.executable, "-c",
         _SHOW_STREAMS,
-    )
+    )  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     links = result.stdout.removeprefix("said\n").split()
     assert [link == os.devnull for link in links] == [fd in closed for fd in (0, 1, 2)]

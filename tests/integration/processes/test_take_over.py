@@ -111,15 +111,12 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
             as_user(ALICE, lambda: Offer.of(run_dir))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             as_user(ALICE, lambda: link.connect(str(run_dir / "handover")))
-            assert b"another user" in link.recv(1000)
-            assert not link.recv(1000)
+            assert b"another user" in link.recv(1000) and not link.recv(1000)
         run_dir.chmod(0o700)
         assert_untouched(server)
 
 
-def test_a_successor_that_fails_before_it_is_ready(
-    repository: Path, slow_models: Path, run_dir: Path
-) -> None:
+def test_a_successor_fails_early(repository: Path, slow_models: Path, run_dir: Path) -> None:
     """The successor is killed, terminated, or has no model; another one can still take over."""
     with first(repository, run_dir) as server, server.http() as http:
         infer_in_memory = InferInMemory(http)

@@ -109,8 +109,7 @@ def by_native(server: Server) -> Any:
 def test_a_request_asks_why(server: Server, send_request: Callable[[Server], Any]) -> None:
     for _ in range(3):  # cached responses of earlier requests are not returned
         trace_id = send_request(server)
-        assert trace_id["batch_size"] == 1
-        assert trace_id["batch_closed"] == "idle"
+        assert trace_id["batch_size"] == 1 and trace_id["batch_closed"] == "idle"
         parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
         assert min(parts) >= 0
         # Each phase is rounded to whole microseconds.
@@ -156,12 +155,10 @@ def test_slow_requests_are_logged(server: Server) -> None:
         assert http.infer("boom", X).status == 500
     server.wait_log("inference of model 'boom' was slow")
     ((trace_text, details),) = slow_lines(server, "slow")
-    assert trace_text["compute_infer_us"] >= 5000
-    assert trace_text["encode_us"] >= 0
+    assert trace_text["compute_infer_us"] >= 5000 and trace_text["encode_us"] >= 0
     assert details.startswith("request=me trace=")
     ((trace_text, _),) = slow_lines(server, "boom")
-    assert "boom" in trace_text["error"]
-    assert trace_text["total_us"] >= 5000
+    assert "boom" in trace_text["error"] and trace_text["total_us"] >= 5000
 
 
 def test_slow_requests_of_programs_are_logged(server: Server) -> None:
@@ -208,9 +205,7 @@ def trace_by_native(server: Server) -> Any:
 
 
 @pytest.mark.parametrize("send_request", [trace_by_http, trace_by_grpc, trace_by_native])
-def test_a_trace_is_taken_and_passed_on(
-    server: Server, send_request: Callable[[Server], Any]
-) -> None:
+def test_a_trace_is_passed_on(server: Server, send_request: Callable[[Server], Any]) -> None:
     context = json.loads(send_request(server))["traceparent"]
     assert re.fullmatch(rf"00-{TRACE_ID}-[0-9a-f]{{16}}-01", context)
     assert context != TRACEPARENT
@@ -294,9 +289,7 @@ def stream_by_native(server: Server) -> Any:
 
 
 @pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
-def test_a_stream_is_explained_at_its_end(
-    server: Server, send_request: Callable[[Server], Any]
-) -> None:
+def test_a_stream_is_explained_late(server: Server, send_request: Callable[[Server], Any]) -> None:
     trace_id = send_request(server)
     assert trace_id["compute_infer_us"] >= 10_000
     parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
@@ -395,7 +388,6 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
     with running(models, *flags) as server, server.http() as http:
 
         def traced(model: str) -> list[tuple[str, ...]]:
-            """Return the traced tensors of a request."""
             count_before = len(entries_in(path)) if path.exists() else 0
             row = ROW if model in ("one", "both") else ROW[0]
             name = "IN" if model == "both" else "X"
@@ -509,8 +501,7 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     path = tmp_path / "traces"
     with tracing_server.http() as http:
         http.post("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}).ok()
-        batched = {"id": "me", "inputs": [json_input("IN", ROW)]}
-        http.infer("both", batched).ok()
+        http.infer("both", {"id": "me", "inputs": [json_input("IN", ROW)]}).ok()
         http.infer("calls", X).ok()
         assert http.infer("boom", X).status == 500
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
@@ -525,8 +516,7 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
         for trace, timestamps in read(path)
     }
     root, timestamps = traces["both", False]
-    assert root["request_id"] == "me"
-    assert root["model_version"] == 1
+    assert root["request_id"] == "me" and root["model_version"] == 1
     first_step, second_step = traces["one", True], traces["two", True]
     # Either of the two calls of "one" may have been read last.
     assert second_step[0]["parent_id"] == root["id"]
@@ -659,8 +649,7 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
         assert not spans["InferRequest"].parent_span_id
         assert http.infer("boom", X).status == 500
         failed_span = spans_of(collected_spans, 8)["InferRequest"]
-        assert failed_span.status.code == 2
-        assert "boom" in failed_span.status.message
+        assert failed_span.status.code == 2 and "boom" in failed_span.status.message
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()

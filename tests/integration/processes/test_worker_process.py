@@ -106,7 +106,6 @@ class Worker:
         self.stacks_fd = started_message.stacks_fd
 
     def expect(self, kind: type[T], router: Router | None = None) -> T:
-        """Return the next message, which must be of this type."""
         router = router or self.control
         messages = receive_arrived(router, _PATIENCE_MS / 1000)
         assert messages, f"no {kind.__name__}: {self.log.read_text()}"
@@ -127,7 +126,6 @@ class Worker:
         self.expect_offer("w1")
 
     def scheduler(self, name: str) -> str:
-        """Open a scheduler's socket; return its endpoint."""
         endpoint = f"ipc://{self.run_dir}/{name}"
         self.schedulers[name] = Router(endpoint)
         return endpoint
@@ -140,7 +138,6 @@ class Worker:
     def execute(
         self, *values: float, name: str = "w1", size: int = 1, memory_range: Any = None
     ) -> None:
-        """Send a batch with one request for each value."""
         self.batches += 1
         work = [
             Work(
@@ -171,7 +168,6 @@ class Worker:
         return self.process.wait(_PATIENCE_MS / 1000)
 
     def close(self) -> None:
-        """End the process in any state."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -260,8 +256,7 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
         worker.execute(1, size=4 * size)
         (output,) = worker.answer(worker.finished()[0]).outputs
         assert not isinstance(output.data, bytes)
-        view = np.frombuffer(mappings.view(output.data), "f4")
-        assert (view == 2).all()
+        assert (np.frombuffer(mappings.view(output.data), "f4") == 2).all()
         give_back(output.data)
         router.flush()
     worker.execute(1, size=4 * size)
@@ -276,8 +271,7 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
     memory_range = region.write(4096, np.full((1, 1), 3, "f4"))
 
     def count_mappings() -> int:
-        maps = Path(f"/proc/{worker.pid}/maps").read_text()
-        return maps.count("memfd:test-region")
+        return Path(f"/proc/{worker.pid}/maps").read_text().count("memfd:test-region")
 
     for _ in range(3):
         worker.execute(0, memory_range=memory_range)
@@ -348,9 +342,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
         ("Model = 1", "INVALID_ARG", "'model.py' does not define a class 'Model'"),
     ],
 )
-def test_a_model_that_does_not_load(
-    worker: Worker, bad_code: str, code: str, expected_text: str
-) -> None:
+def test_models_do_not_load(worker: Worker, bad_code: str, code: str, expected_text: str) -> None:
     (worker.version_dir / "model.py").write_text(bad_code)
     worker.start()
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
@@ -386,8 +378,7 @@ def test_a_missing_device(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     load_failed = worker.expect(m.LoadFailed)
-    assert load_failed.code == "UNAVAILABLE"
-    assert "torch_npu" in load_failed.message
+    assert load_failed.code == "UNAVAILABLE" and "torch_npu" in load_failed.message
 
 
 def test_stop_before_anything_is_loaded(worker: Worker) -> None:

@@ -218,7 +218,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def wait_for_signal(start: bytes) -> None:
-    """Wait until the process is killed by a signal."""
     signal.pause()
 
 
@@ -273,8 +272,7 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
 
 def output(script: str, *arguments: str) -> str:
     run = run_python("-c", script, *arguments)
-    ended_pattern = re.compile(r"(spare )?zygote ended \(signal 9\)\n")
-    assert ended_pattern.sub("", run.stderr) == ""
+    assert re.compile(r"(spare )?zygote ended \(signal 9\)\n").sub("", run.stderr) == ""
     return run.stdout
 
 
@@ -298,9 +296,7 @@ def test_a_process_limit_that_allows_no_further_worker(
         assert msgpack.unpackb(own_end.recv(64)) == [7, -errno.EAGAIN]
 
 
-def test_a_process_limit_that_allows_no_zygote(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_process_limit_below_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If the process limit is too low, the server reports it and does not start."""
 
     def refuse_fork(*_: object, **__: object) -> int:

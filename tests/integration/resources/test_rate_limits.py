@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,6 @@ def send_request(server: Server, model: str, value: int) -> int:
 
 
 def wait_workers(server: Server, count: int) -> None:
-    """Wait until the model has this number of processes."""
     until(f"there are {count}", lambda: len(server.find("worker simple.")) == count)
 
 
@@ -75,10 +74,9 @@ def test_models_that_need_the_same_take_turns(
     add(repository, "small", limited(1, "S"))
     server.load("one", "two", "small")
     gate = server.gate
-    waiting: list[Future[int]] = []
-    for number in range(4):
-        model = ("one", "two")[number % 2]
-        waiting.append(pool.submit(send_request, server, model, number))
+    waiting = [
+        pool.submit(send_request, server, ("one", "two")[number % 2], number) for number in range(4)
+    ]
     first_visit = gate.next()
     unlimited_request = pool.submit(send_request, server, "small", 9)
     second_visit = gate.next()
@@ -131,8 +129,7 @@ def test_models_that_could_never_run_do_not_load(empty_server: tuple[Server, Pat
 def test_other_instances_in_place(empty_server: tuple[Server, Path]) -> None:
     """The scheduler stays, and new instances take part in the rate limit."""
     server, repository = empty_server
-    folder = repositories.add_as(repository, "simple", "simple")
-    config = folder / "config.pbtxt"
+    config = repositories.add_as(repository, "simple", "simple") / "config.pbtxt"
     kept_lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
     config.write_text("\n".join([*kept_lines, limited(1, "Q")]))
     server.load("simple")

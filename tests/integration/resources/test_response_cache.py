@@ -203,9 +203,7 @@ def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Pa
             ) in error
 
 
-def test_a_cached_model_on_a_server_without_a_cache_serves(
-    empty_server: tuple[Server, Path],
-) -> None:
+def test_a_cached_model_without_a_server_cache_serves(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
     add_model(repository, "alone", COUNTING_METHOD, settings=CACHED)
     server.load("alone")

@@ -130,7 +130,6 @@ def server(models: Path, start: Start) -> Server:
 
 
 def warmup_requests(server: Server, model: str, **fields: Any) -> list[Any]:
-    """Return the requests that a model received before the first client's request."""
     inputs = fields.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
     request = {
         "inputs": [
@@ -185,16 +184,14 @@ def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
     ((request,),) = warmup_requests(server, "typed", inputs=inputs)
     assert request["I"][0] == [1, 2, 2] and all(0 <= int(n) < 128 for n in request["I"][1])
     assert request["B"][0] == [1, 4] and set(request["B"][1]) <= {"True", "False"}
-    assert request["S"] == [[1, 2], ["", ""]]
-    assert request["F"] == [[1, 1], ["hi"]]
+    assert request["S"] == [[1, 2], ["", ""]] and request["F"] == [[1, 1], ["hi"]]
 
 
 def test_sequence_controls_of_a_warmup_sample(server: Server) -> None:
     """Others are those of a whole sequence."""
     start = {"sequence_id": 5, "sequence_start": True, "sequence_end": True}
     ((request,),) = warmup_requests(server, "controlled", parameters=start)[-1:]
-    assert request["X"] == ROW["X"]
-    assert request["START"] == [[1, 1], ["1"]]
+    assert request["X"] == ROW["X"] and request["START"] == [[1, 1], ["1"]]
     assert request["READY"][0] == [1, 1] and request["READY"][1] != ["1"]
 
 
@@ -217,50 +214,26 @@ def test_warmup_requests_are_not_counted(server: Server) -> None:
 @pytest.mark.parametrize(
     ("name", "warmup", "expected_error"),
     [
-        (
-            "broken",
-            _SAMPLE_FIELDS % (2, 1, "zero_data: true"),
-            "Invalid argument: failed to run warmup sample 's': not 1; "
-            "failed to run warmup sample 's': not 1; ",
-        ),
-        (
-            "raising",
-            _SAMPLE_FIELDS % (1, 1, "zero_data: true"),
-            "Invalid argument: failed to run warmup sample 's': ",
-        ),
-        (
-            "missing",
-            'model_warmup { name: "s" batch_size: 1 }',
-            "expected 1 inputs but got 0 inputs for model 'missing'. Got input(s) [], but missing",
-        ),
-        (
-            "short",
-            _SAMPLE_FIELDS % (1, 1, 'input_data_file: "values"'),
-            "warmup setting expects 12 bytes, but the data provided from values only has 4 bytes",
-        ),
+        ("broken", _SAMPLE_FIELDS % (2, 1, "zero_data: true"),
+         "Invalid argument: failed to run warmup sample 's': not 1; "
+         "failed to run warmup sample 's': not 1; "),
+        ("raising", _SAMPLE_FIELDS % (1, 1, "zero_data: true"),
+         "Invalid argument: failed to run warmup sample 's': "),
+        ("missing", 'model_warmup { name: "s" batch_size: 1 }',
+         "expected 1 inputs but got 0 inputs for model 'missing'. Got input(s) [], but missing"),
+        ("short", _SAMPLE_FIELDS % (1, 1, 'input_data_file: "values"'),
+         "warmup setting expects 12 bytes, but the data provided from values only has 4 bytes"),
         ("absent", _SAMPLE_FIELDS % (1, 1, 'input_data_file: "nothing"'), "cannot read 'nothing'"),
-        (
-            "outside",
-            _SAMPLE_FIELDS % (1, 1, 'input_data_file: "../config.pbtxt"'),
-            "is not in the model's folder 'warmup'",
-        ),
-        (
-            "variable",
-            (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ -1 ]"),
-            "warmup setting expects all variable-size dimensions are specified for input 'X'",
-        ),
-        (
-            "huge",
-            (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ 1000000000000 ]"),
-            "warmup setting of input 'X' has dims [1000000000000], which are 4000000000000 bytes",
-        ),
-        (
-            "nothing",
-            _SAMPLE_FIELDS % (1, 1, ""),
-            "warmup setting expects input 'X' to have input_data_type set",
-        ),
+        ("outside", _SAMPLE_FIELDS % (1, 1, 'input_data_file: "../config.pbtxt"'),
+         "is not in the model's folder 'warmup'"),
+        ("variable", (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ -1 ]"),
+         "warmup setting expects all variable-size dimensions are specified for input 'X'"),
+        ("huge", (_SAMPLE_FIELDS % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ 1000000000000 ]"),
+         "warmup setting of input 'X' has dims [1000000000000], which are 4000000000000 bytes"),
+        ("nothing", _SAMPLE_FIELDS % (1, 1, ""),
+         "warmup setting expects input 'X' to have input_data_type set"),
     ],
-)
+)  # fmt: skip
 def test_a_sample_that_fails_fails_the_load(
     empty_server: tuple[Server, Path], name: str, warmup: str, expected_error: str
 ) -> None:
@@ -286,6 +259,5 @@ def test_a_restarted_instance_is_warmed_up(empty_server: tuple[Server, Path]) ->
     add(repository, "again", _SAMPLE_FIELDS % (1, 1, "zero_data: true"))
     server.load("again")
     assert warmup_requests(server, "again") == [[ROW]]
-    victim = server.find_one("worker again.0")
-    victim.kill()
+    server.find_one("worker again.0").kill()
     assert warmup_requests(server, "again") == [[ROW]]

@@ -134,7 +134,6 @@ class SimulatedAudience:
         self._peers[address] = SimulatedPeer(version)
 
     def deliver(self, address: Hashable, update: Publication) -> None:
-        """Send the endpoint of a step's model to an ensemble."""
         peer = self._peers.get(address)
         if peer is not None:
             self._send(address, peer, update)
@@ -176,7 +175,6 @@ class SimulatedAudience:
 
 
 def draw_delay_ns(world: World) -> int:
-    """Draw a delay of up to 300 ms, often 0."""
     return 0 if world.chance(0.3) else world.between(100_000, 300_000_000)
 
 

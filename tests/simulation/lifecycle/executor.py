@@ -141,7 +141,6 @@ class SimulatedExecutor(LifecycleExecutor):
         return None
 
     def instance_of(self, start: WorkerStart) -> tuple[ObservedVersion, Instance]:
-        """Return the version and the instance of a worker that is being started."""
         version = next(
             live_version
             for live_version in self.live_versions

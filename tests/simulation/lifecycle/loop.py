@@ -67,6 +67,5 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             handle._run()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Report the exception of a callback."""
         if not self._stopped:
             self.report_violation(f"{context['message']}: {context.get('exception')!r}")

@@ -114,7 +114,6 @@ class LifecycleOracles:
             )
 
     def count_evaluation(self) -> None:
-        """Count an evaluation of all models by the core."""
         self._evaluation_count += 1
         if self._evaluation_count > _MAX_EVALUATIONS:
             raise Violation("2: the loop of decisions does not end")
@@ -135,7 +134,6 @@ class LifecycleOracles:
             self.report_violation(f"1: {self.title(order)} failed with an internal error")
 
     def order_succeeded(self, order: Order) -> None:
-        """Check that the state is the one that a successful order has requested."""
         name, serving = order.model.name, self._serving_of(order.model)
         if order.kind is OrderKind.MOVE:
             return
@@ -235,7 +233,6 @@ class LifecycleOracles:
         self._check_receives_no_requests(version, "killed")
 
     def version_drained(self, version: ObservedVersion) -> None:
-        """Check that a drained version receives no more requests."""
         if version.is_draining:
             self.report_violation(f"3: {version} is drained twice")
         version.is_draining = True
@@ -409,7 +406,6 @@ class LifecycleOracles:
         self.check()
 
     def _check_processes(self, serving: set[ObservedVersion]) -> None:
-        """Check that only serving versions have processes."""
         processes = self._executor.processes
         workers = {
             instance.child

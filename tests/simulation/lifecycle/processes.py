@@ -35,8 +35,7 @@ class SimulatedChild(Child):
     def __init__(
         self, processes: SimulatedProcesses, title: str, version: ObservedVersion | None, fate: str
     ) -> None:
-        world = processes.world
-        pid = _MAX_PID + world.new_pid()
+        pid = _MAX_PID + processes.world.new_pid()
         super().__init__(pid, title, processes.executor.loop.create_future())
         self.version, self.fate = version, fate
         self.scheduler_endpoint = (
@@ -283,7 +282,6 @@ class SimulatedProcesses:
                     )
 
     def kill_host(self) -> None:
-        """Kill a random host process and all of its schedulers."""
         if self.hosts:
             child = self.world.random.choice(self.hosts)
             self.world.fault("host dies", child)

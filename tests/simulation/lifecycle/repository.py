@@ -78,7 +78,6 @@ class DrawnRepository:
             del self.versions[name][self._random.choice([*self.versions[name]])]
 
     def change_instance_count(self, name: str) -> None:
-        """Change the number of instances in the configuration."""
         self.instance_counts[name] = self._random.randint(1, 3)
 
     def _change_steps(self, name: str) -> None:
@@ -102,7 +101,6 @@ class DrawnRepository:
         return LoadSource(json.dumps(sent_fields), files)
 
     def plan_of(self, name: str, source: LoadSource) -> LoadPlan:
-        """Return the plan of a load from the current contents."""
         fingerprint = json.dumps([self.versions.get(name), self.instance_counts.get(name)])
         try:
             specs = self._plan_specs(name, source)

@@ -15,7 +15,6 @@ _RETIRED_STATES = (InstanceState.RETIRING, InstanceState.STOPPED)
 
 
 def counts_of(config: ModelSpec) -> range:
-    """Return the numbers of instances that a configuration allows."""
     bounds = bounds_of(config)
     if bounds is not None:
         return range(bounds.minimum, bounds.maximum + 1)
@@ -52,7 +51,6 @@ class ObservedVersion(ModelVersion):
         await super().start()
 
     def published_step_configs(self) -> list[Any]:
-        """Return the published configurations of the step models."""
         versions = [self._find_serving(*step) for step in self.spec.steps]
         return [
             None if version is None else version.config.immutable_config for version in versions
@@ -77,5 +75,4 @@ class ObservedVersion(ModelVersion):
 
     @property
     def is_stopping(self) -> bool:
-        """Return whether the processes are being stopped."""
         return self._lifetime.is_stopping

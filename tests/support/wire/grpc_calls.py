@@ -27,7 +27,6 @@ def stub(server: Server, url: str = "") -> Iterator[Any]:
 
 
 def simple_request(request_id: str = "", *, raw: bool = True, **members: Any) -> Any:
-    """Return a request for A + B and A - B."""
     request = pb.ModelInferRequest(model_name="simple", id=request_id, **members)
     for name, array in (("INPUT0", A), ("INPUT1", B)):
         request.inputs.add(name=name, datatype="INT32", shape=array.shape)
@@ -57,7 +56,6 @@ def is_right(response: Any) -> bool:
 
 
 def refusal(call: Any, request: Any, **options: Any) -> tuple[str, str]:
-    """Return the status and the text with which a call is rejected."""
     try:
         answer = call(request, timeout=20, **options)
     except grpc.RpcError as error:

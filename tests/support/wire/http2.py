@@ -24,7 +24,6 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def window(stream: int, increment: int) -> bytes:
-    """Return a WINDOW_UPDATE frame of `increment` bytes."""
     return frame(WINDOW, 0, stream, struct.pack(">I", increment))
 
 
@@ -48,7 +47,6 @@ def post(path: str, *headers: tuple[bytes, bytes]) -> bytes:
 
 
 def message(data: bytes) -> bytes:
-    """Return a gRPC message as in DATA frames."""
     return b"\0" + struct.pack(">I", len(data)) + data
 
 

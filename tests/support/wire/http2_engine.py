@@ -91,7 +91,6 @@ class Engine:
         self.flush()
 
     def take(self, data: bytes) -> Engine:
-        """Process these bytes completely."""
         self._take(data)
         while self.http2.pending:
             self._take(b"")
@@ -118,7 +117,6 @@ class Engine:
         self.flush()
 
     def flush(self) -> list[Frame]:
-        """Write and return the pending frames."""
         ready, self.http2.sending.ready = self.http2.sending.ready, []
         new_frames = frames_of(b"".join(ready))
         self.sent += new_frames
@@ -188,8 +186,7 @@ class Case:
         if self.ends:
             assert engine.gone in self.ends
             return
-        assert engine.gone is None
-        assert engine.resets == dict(self.resets)
+        assert engine.gone is None and engine.resets == dict(self.resets)
         served = {
             number: request.data
             for number, request in engine.requests.items()

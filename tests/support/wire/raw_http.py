@@ -49,7 +49,6 @@ class Reply:
             assert _INTERNALS.search(self.body) is None, self.body
 
     def json(self) -> Any:
-        """Return the body, which must be JSON."""
         return json.loads(self.body)
 
     @property
@@ -107,7 +106,6 @@ def join_bytes(elements: Sequence[bytes]) -> bytes:
 
 
 def split_bytes(raw: bytes) -> list[bytes]:
-    """Return the elements of a serialised BYTES tensor."""
     chunks = []
     while raw:
         size = int.from_bytes(raw[:4], "little")
@@ -117,7 +115,6 @@ def split_bytes(raw: bytes) -> list[bytes]:
 
 
 def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
-    """Return an input whose data is in the JSON."""
     return {
         "name": name,
         "datatype": _DATATYPE[array.dtype],
@@ -147,6 +144,23 @@ def in_region(region: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
     return parameters
 
 
+def region_request(
+    region: str, size: int, input_offset: int = 0, output_offset: int | None = None
+) -> dict[str, Any]:
+    """Return a request of the model "identity" from `size` bytes of a region to the next ones."""
+    output_range = in_region(region, size, size if output_offset is None else output_offset)
+    return {
+        "inputs": [shm_input("INPUT0", "FP32", [size // 4], region, size, input_offset)],
+        "outputs": [{"name": "OUTPUT0", "parameters": output_range}],
+    }
+
+
+def gated_request(value: int, region: str, offset: int = 0) -> dict[str, Any]:
+    """Return a request of the model "gated" that writes 64 bytes of `value` into a region."""
+    outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
+    return {"inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))], "outputs": outputs}
+
+
 def binary_request(
     inputs: Sequence[tuple[str, str, Sequence[int], bytes]], **members: Any
 ) -> tuple[bytes, dict[str, str]]:
@@ -173,7 +187,6 @@ class Http:
 
     @property
     def local_port(self) -> int:
-        """Return the client's port, after the first request."""
         return int(self._connection.sock.getsockname()[1])
 
     def call(
@@ -261,7 +274,6 @@ def raw_connection(port: int, timeout_s: float = 30.0) -> Iterator[socket.socket
 
 
 def read_reply(connection: socket.socket) -> Reply:
-    """Return the next response on a plain connection."""
     with contextlib.closing(http.client.HTTPResponse(connection)) as response:
         response.begin()
         return Reply(response.status, response.headers, response.read())

@@ -15,7 +15,6 @@ StreamResults = queue.Queue[Any]
 
 @contextmanager
 def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, StreamResults]]:
-    """Yield a stream, and the queue of its responses and errors."""
     results: StreamResults = queue.Queue()
     with triton.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: results.put(error or result.get_response()))
@@ -51,7 +50,6 @@ def count_responses(results: StreamResults) -> int:
 
 
 def final_error(results: StreamResults) -> str:
-    """Return the error that ends the responses."""
     while not isinstance(result := results.get(timeout=30), triton.InferenceServerException):
         pass
     return str(result)

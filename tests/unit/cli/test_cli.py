@@ -66,14 +66,8 @@ def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str
 
 @pytest.mark.parametrize(
     ("verb", "hint"),
-    [
-        ("srve", ", did you mean 'serve'?"),
-        ("infer", ", did you mean 'client infer'?"),
-        ("xyz", ""),
-    ],
+    [("srve", ", did you mean 'serve'?"), ("infer", ", did you mean 'client infer'?"), ("xyz", "")],
 )
-def test_an_unknown_verb_names_the_nearest(
-    capsys: pytest.CaptureFixture[str], verb: str, hint: str
-) -> None:
+def test_unknown_verbs_are_named(capsys: pytest.CaptureFixture[str], verb: str, hint: str) -> None:
     assert cli.main([verb]) == 2
     assert capsys.readouterr().err.splitlines()[0] == f"shmserve: unknown verb '{verb}'{hint}"

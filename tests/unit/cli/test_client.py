@@ -279,25 +279,16 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=@/dev/none"], 2, "cannot read /dev/none: No such file or directory\n"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
-        (
-            ["m", "--input=X=1", "--url=127.0.0.1:1"],
-            1,
-            "infer: http://127.0.0.1:1: no response: Con",
-        ),
-        (
-            ["m", "--input=X=1", "--url=unix:/nowhere"],
-            1,
-            "unix:/nowhere: no response: No such file",
-        ),
+        (["m", "--input=X=1", "--url=127.0.0.1:1"], 1,
+         "infer: http://127.0.0.1:1: no response: Con"),
+        (["m", "--input=X=1", "--url=unix:/nowhere"], 1,
+         "unix:/nowhere: no response: No such file"),
         (["m", "--input=X=1", "--header=x"], 2, "--header: expected NAME:VALUE, got 'x'"),
         (["m", "--input=X=1", "--client-key=x"], 2, "must be given together"),
         (["m", "--input=X=1", "--token-file=/dev/null"], 2, "'/dev/null' has no token"),
         (["m", "--input=X=1", "--token-file=/"], 2, "cannot read '/': Is a directory"),
-        (
-            ["m", "--input=X=1", "--url=https://x", "--root-cert=/dev/null"],
-            2,
-            "--root-cert: cannot",
-        ),
+        (["m", "--input=X=1", "--url=https://x", "--root-cert=/dev/null"], 2,
+         "--root-cert: cannot"),
         (["m", "--input=X=1", "--url=x", "--run-dir=y"], 2, "not allowed with argument --url"),
         (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty"),
         (["\udcff", "--input=X=1"], 2, "surrogates not allowed"),
@@ -305,7 +296,7 @@ def test_an_error_for_an_unready_model_lists_the_states(
         ([], 2, "MODEL"),
         (["m", "--nothing"], 2, "unrecognized arguments: --nothing"),
     ],
-)
+)  # fmt: skip
 def test_each_error_is_one_line(
     server: HTTPServer,
     capsys: pytest.CaptureFixture[str],
@@ -337,22 +328,17 @@ def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
 
 
 def write_picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
-    image = pytest.importorskip("PIL.Image")
-    image.new("RGB", size, (10, 20, 30)).save(path)
+    pytest.importorskip("PIL.Image").new("RGB", size, (10, 20, 30)).save(path)
     return path
 
 
 @pytest.mark.parametrize(
     ("shape", "expected_pixels"),
     [
-        ((-1, -1, 3), [3, 4, 3]),
-        ((-1, -1, -1, 3), [1, 3, 4, 3]),
-        ((-1, 3, 3, 4), [1, 3, 3, 4]),
-        ((1, 3, -1, -1), [1, 3, 3, 4]),
-        ((3, 4), [3, 4]),
-        ((-1, 3, 4, 1), [1, 3, 4, 1]),
+        ((-1, -1, 3), [3, 4, 3]), ((-1, -1, -1, 3), [1, 3, 4, 3]), ((-1, 3, 3, 4), [1, 3, 3, 4]),
+        ((1, 3, -1, -1), [1, 3, 3, 4]), ((3, 4), [3, 4]), ((-1, 3, 4, 1), [1, 3, 4, 1]),
     ],
-)
+)  # fmt: skip
 def test_the_pixels_of_a_file(
     tmp_path: Path, shape: tuple[int, ...], expected_pixels: list[int]
 ) -> None:

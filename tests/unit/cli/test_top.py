@@ -12,23 +12,12 @@ from shmserve.cli.top import Top
 from tests.unit.gateway.test_figures import build_rows, report
 
 SERVER = {
-    "cpu": 0.5,
-    "memory_used": 2**30,
-    "memory_total": 2**31,
-    "processes": 5,
-    "pss_bytes": 2**29,
-    "regions": 2,
-    "region_bytes": 2**28,
-    "arena_used": 0,
-    "arena_size": 2**30,
-}
+    "cpu": 0.5, "memory_used": 2**30, "memory_total": 2**31, "processes": 5, "pss_bytes": 2**29,
+    "regions": 2, "region_bytes": 2**28, "arena_used": 0, "arena_size": 2**30,
+}  # fmt: skip
 ENDED_EVENT = {
-    "event": "ProcessEnded",
-    "time": 0,
-    "pid": 7,
-    "title": "worker quick.0",
-    "reason": "oops",
-}
+    "event": "ProcessEnded", "time": 0, "pid": 7, "title": "worker quick.0", "reason": "oops",
+}  # fmt: skip
 
 
 def render(top: Top, width: int = 80, height: int = 24) -> list[str]:

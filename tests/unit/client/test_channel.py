@@ -1,7 +1,5 @@
 """A channel that waits for responses receives all events, also those of other callers."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -70,7 +68,6 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 
 
 def build_request(connection: ServerConnection) -> PackedRequest:
-    """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
@@ -169,9 +166,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     waiter.close()
 
 
-def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
-    tmp_path: Path,
-) -> None:
+def test_a_callback_that_uses_the_connection_keeps_no_client_open(tmp_path: Path) -> None:
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
         errors: list[Exception] = []

@@ -156,7 +156,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def start_server(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
-    """Yield a server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
         worker.context = dataclasses.replace(
@@ -228,8 +227,7 @@ def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Se
 def test_torch_and_numpy_use_a_region_without_a_copy(client: Server) -> None:
     tensors = {"a": ((2, 3), "FP32"), "b": ((4,), "BF16"), "c": ((2,), "BOOL"), "d": ((), "INT64")}
     region = client.allocate(tensors, device="cuda:0")
-    tensor = region["a"].torch()
-    tensor.copy_(torch.arange(6).view(2, 3))
+    region["a"].torch().copy_(torch.arange(6).view(2, 3))
     assert region["a"].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert np.from_dlpack(region["a"])[1, 2] == 5
     region["b"].torch().fill_(1.5)

@@ -19,7 +19,6 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 @pytest.fixture
 def default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the default run directory of a first server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
     monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)
@@ -57,9 +56,7 @@ def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Pat
             discovery.find(run_dir)
 
 
-def test_one_of_two_servers_must_be_named(
-    default_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_two_servers_is_named(default_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
     file = endpoints.addresses(second_dir.path)
     file.parent.mkdir()
@@ -80,9 +77,7 @@ def test_one_of_two_servers_must_be_named(
     kill_server(second_dir)
 
 
-def test_the_default_directory_of_another_user_is_rejected(
-    default_dir: Path, tmp_path: Path
-) -> None:
+def test_the_default_directory_of_others_is_rejected(default_dir: Path, tmp_path: Path) -> None:
     default_dir.symlink_to(tmp_path)
     with pytest.raises(InvalidArgument, match=f"{default_dir} belongs to another user; name it"):
         discovery.find(None)
@@ -106,9 +101,7 @@ def test_a_missing_server_is_disconnected(tmp_path: Path, monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_a_server_that_refuses_the_user_is_found(
-    tmp_path: Path, answer: bytes, reason: str
-) -> None:
+def test_a_server_that_refuses_users_is_found(tmp_path: Path, answer: bytes, reason: str) -> None:
     """The error names the server that was found, so that a reader need not search for it."""
     (tmp_path / "guests").mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -49,7 +49,6 @@ CONFIG = {
 
 @pytest.fixture
 def memories() -> Iterator[Memories]:
-    """Yield the memories that a server has accepted."""
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -182,9 +181,7 @@ def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> N
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
-def test_an_unknown_datatype_of_a_region_names_the_allowed_ones(
-    memories: Memories, datatype: Any
-) -> None:
+def test_a_regions_unknown_datatype_names_the_allowed(memories: Memories, datatype: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):
         Region(memories, {"x": ((1,), datatype)})
 
@@ -207,29 +204,16 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
     lease.released = True
     use_cases: tuple[Callable[[View], object], ...] = (
-        lambda array: array[0],
-        lambda array: array * 2,
-        lambda array: array.copy(),
-        lambda array: array.reshape(2, 2),
-        lambda array: array.astype(np.int8),
-        lambda array: array.item(0),
-        lambda array: array.fill(1),
-        lambda array: array.view(np.uint8),
-        lambda array: array.flat[0],
-        lambda array: array.ravel(),
-        lambda array: array.sum(),
-        lambda array: array.compress([True]),
-        lambda array: array.searchsorted(1),
-        lambda array: array.argpartition(1),
-        lambda array: array.conj(),
-        lambda array: array.setfield(1, np.int8),
-        bool,
-        list,
-        copy.copy,
-        copy.deepcopy,
-        pickle.dumps,
-        str,
-    )
+        lambda array: array[0], lambda array: array * 2, lambda array: array.copy(),
+        lambda array: array.reshape(2, 2), lambda array: array.astype(np.int8),
+        lambda array: array.item(0), lambda array: array.fill(1),
+        lambda array: array.view(np.uint8), lambda array: array.flat[0],
+        lambda array: array.ravel(), lambda array: array.sum(),
+        lambda array: array.compress([True]), lambda array: array.searchsorted(1),
+        lambda array: array.argpartition(1), lambda array: array.conj(),
+        lambda array: array.setfield(1, np.int8), bool, list, copy.copy, copy.deepcopy,
+        pickle.dumps, str,
+    )  # fmt: skip
     for use in use_cases:
         with pytest.raises(Released):
             use(view)
@@ -388,15 +372,13 @@ def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
     )
 
     def read_response(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
-        message = Finished(1, *pack_inferred(Inferred(refs, parameters)))
-        result = read(reader, message)
+        result = read(reader, Finished(1, *pack_inferred(Inferred(refs, parameters))))
         return {**result, **result.parameters}
 
     memory_range = Range(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
-        text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
-        copy = read_response(number, text, note=1)
+        copy = read_response(number, TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n), note=1)
         assert (copy["y"].tolist(), copy["z"].tolist()) == ([n], [b"%d" % n])
         assert copy["note"] == 1
         copy["y"][:] = 7  # the program's own
@@ -450,15 +432,10 @@ def test_lists_keep_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("value", "datatype"),
     [
-        ([1.7], "INT32"),
-        ([300], "UINT8"),
-        ([-1], "UINT64"),
-        ([2], "BOOL"),
-        (["1"], "INT32"),
-        ([None], "FP32"),
-        ([["a"]], "BF16"),
+        ([1.7], "INT32"), ([300], "UINT8"), ([-1], "UINT64"), ([2], "BOOL"), (["1"], "INT32"),
+        ([None], "FP32"), ([["a"]], "BF16"),
     ],
-)
+)  # fmt: skip
 def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
     with pytest.raises(InvalidArgument, match=f"input 'x' cannot be converted to {datatype}"):
         as_array(value, TensorSpec("x", datatype, (-1,)), "x")

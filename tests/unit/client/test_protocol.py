@@ -43,8 +43,7 @@ def test_the_example_equals_the_packed_message() -> None:
     packed = pack_inference(Inference((TensorRef("x", "UINT8", (2,), b"\x05\x06"),)))
     frame = frames.pack([m.Submit(7, *packed, 1000, 0, 0, 0)]).hex()
     start = PAGE.index(f"    92 {frames.VERSION:02x}")
-    shown_frame = PAGE[start : PAGE.index("\n\n", start)]
-    assert "".join(shown_frame.split()) == frame
+    assert "".join(PAGE[start : PAGE.index("\n\n", start)].split()) == frame
 
 
 def test_importing_the_client_costs_little() -> None:

@@ -149,8 +149,7 @@ def test_the_servers_timeout_may_precede_the_clients(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     """Its word of it is the same to a program as the client's own."""
-    expired_options = PLAIN._replace(deadline_ns=1)
-    stream = open_stream(channel, tmp_path, [], expired_options)
+    stream = open_stream(channel, tmp_path, [], PLAIN._replace(deadline_ns=1))
     number = scheduler.next(m.Submit).id
     text = "Request timeout expired"
     stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
@@ -195,9 +194,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     successor_router.close()
 
 
-def test_a_unary_response_ends_the_stream(
-    channel: ThreadChannel, scheduler: Peer, tmp_path: Path
-) -> None:
+def test_a_unary_response_ends_it(channel: ThreadChannel, scheduler: Peer, tmp_path: Path) -> None:
     ended_ids: list[str] = []
     stream = open_stream(channel, tmp_path, ended_ids)
     scheduler.send(m.Finished(scheduler.next(m.Submit).id, *pack_outputs(3)))

@@ -117,9 +117,7 @@ def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
         (f"{ADMIN}\n{ADMIN} inference\n", "line 2: duplicate token"),
     ],
 )
-def test_invalid_token_files_are_rejected(
-    tokens_file: Path, text: str, expected_error: str
-) -> None:
+def test_bad_token_files_are_rejected(tokens_file: Path, text: str, expected_error: str) -> None:
     tokens_file.write_text(text)
     with pytest.raises(InvalidArgument) as caught:
         read_tokens(tokens_file)
@@ -137,9 +135,6 @@ def test_unreadable_and_shared_token_files_are_rejected(tokens_file: Path) -> No
     tokens_file.chmod(0o620)
     with pytest.raises(InvalidArgument, match="is writable by users other"):
         read_tokens(tokens_file)
-
-
-# --- Triton's restricted APIs
 
 
 def test_restrictions_are_parsed_as_in_triton() -> None:

@@ -185,14 +185,11 @@ def test_duplicate_names_in_a_configuration_are_refused() -> None:
         from_json('{"parameters": {"key": {}, "key": {"string_value": "x"}}}')
 
 
-# --- at the listener
-
-
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
         model_rig.open()
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         yield model_rig
 
 
@@ -208,13 +205,11 @@ HTTP_BODIES = {
 
 @pytest.mark.parametrize("path", HTTP_BODIES)
 def test_duplicate_names_over_http_are_refused(gateway: Rig, path: str) -> None:
-    """The request has no effect."""
     http = Http(gateway.port)
     received_count = len(gateway.received)
     reply = http.post(path, HTTP_BODIES[path])
     http.close()
-    assert reply.status == 400
-    assert "duplicate key '" in reply.error
+    assert reply.status == 400 and "duplicate key '" in reply.error
     assert len(gateway.received) == received_count
 
 

@@ -6,9 +6,7 @@ from shmserve.common import fd_limits
 
 
 @pytest.mark.parametrize("limit", [256, 1024, 20_000, 1 << 20])
-def test_shares_of_a_gateway_are_within_its_limit(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_shares_of_gateways_are_in_limits(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(fd_limits, "limit", lambda: limit)
     for listeners, scraped in ((1, 1), (2, 1), (1, 0), (0, 1)):
         connection_fds = listeners * fd_limits.for_connections(listeners, scraped)

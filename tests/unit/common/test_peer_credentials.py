@@ -115,16 +115,12 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
     own_end, peer_end = as_user(ALICE, socket.socketpair, groups=(FRIENDS_GID, 77))
     with own_end, peer_end:
         peer = unix_peer(own_end)
-        assert peer.uid == ALICE
-        assert set(peer.groups) == {ALICE, FRIENDS_GID, 77}
+        assert peer.uid == ALICE and set(peer.groups) == {ALICE, FRIENDS_GID, 77}
 
 
 def test_a_large_uid_is_not_read_as_a_special_value() -> None:
     """Read as a signed number, the uid would be one of the values for all users or no user."""
     assert unix_peer(FakeUnixSocket(2**32 - 2)).uid == 2**32 - 2
-
-
-# --- listeners
 
 
 class FakeUnixSocket:
@@ -215,17 +211,13 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
         *((name, True) for name in ("localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:80")),
         *((name, True) for name in ("[::1]", "[::1]:8000", "10.1.2.3", "box", "localhost.", "")),
         *((name, True) for name in ("a.corp.test", "a.b.Corp.test:1", "Proxy.example")),
-        *(
-            (name, False)
-            for name in ("corp.test", "acorp.test", "corp.test.evil", "x.proxy.example")
-        ),
+        *((name, False) for name in ("corp.test", "acorp.test", "corp.test.evil",
+            "x.proxy.example")),
         *((name, False) for name in ("evil", "evil.example:8000", "localhost.evil", "127.0.0.1.x")),
-        *(
-            (name, False)
-            for name in ("::1:8000:", "box.evil", "localhost:8000:1", "user@localhost")
-        ),
+        *((name, False) for name in ("::1:8000:", "box.evil", "localhost:8000:1",
+            "user@localhost")),
     ],
-)
+)  # fmt: skip
 def test_foreign_host_names_are_refused_on_loopback(host: str, is_own: bool) -> None:
     """A web page whose host name resolves to this address must not be served."""
     for kind in ListenerKind:
@@ -237,8 +229,7 @@ def test_foreign_host_names_are_refused_on_loopback(host: str, is_own: bool) -> 
         if is_own or kind is not ListenerKind.LOOPBACK:
             assert refusal is None
         else:
-            assert refusal is not None
-            assert refusal.status == 421
+            assert refusal is not None and refusal.status == 421
 
 
 def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,14 +249,11 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
         )
     assert pending_calls == ["Bearer good"]
     access_error = caller.find_access_error("inference", CIMultiDict(Authorization="Bearer bad"))
-    assert access_error is not None
-    assert access_error.status == 401
+    assert access_error is not None and access_error.status == 401
     access_error = caller.find_access_error("inference", CIMultiDict())
-    assert access_error is not None
-    assert access_error.status == 401
+    assert access_error is not None and access_error.status == 401
     access_error = caller.find_access_error("trace", CIMultiDict(Authorization="Bearer good"))
-    assert access_error is not None
-    assert access_error.status == 403
+    assert access_error is not None and access_error.status == 403
 
 
 def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:

@@ -63,8 +63,7 @@ def test_the_owner_of_an_object(
 
 def test_which_clients_may_use_a_region() -> None:
     own_region = Ownership(1001, NO_GROUP, True)
-    assert own_region.admits(ALICE)
-    assert not own_region.admits(Peer(1002, (GROUP,)))
+    assert own_region.admits(ALICE) and not own_region.admits(Peer(1002, (GROUP,)))
     assert not own_region.admits(REMOTE)
     shared_region = Ownership(1001, GROUP, True)
     assert shared_region.admits(Peer(1002, (GROUP,)))
@@ -102,9 +101,7 @@ def test_bytes_are_counted_by_user_and_in_total() -> None:
         st.tuples(st.integers(0, 3), st.integers(1, 2**63 - 1), st.integers(0, 5)), max_size=20
     )
 )
-def test_a_quota_never_passes_its_limits_and_ends_empty(
-    regions: list[tuple[int, int, int]],
-) -> None:
+def test_a_quota_stays_in_its_limits_and_ends_empty(regions: list[tuple[int, int, int]]) -> None:
     largest = 2**63 - 1
     quota = RegionQuota(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=largest))
     charges = []
@@ -119,9 +116,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
         assert sum(other_uid == uid for other_uid, _, _ in charges) <= 3
     for entry in charges:
         quota.release(*entry)
-    assert not quota._regions
-    assert not quota._bytes
-    assert not quota._regions_by_file
+    assert not quota._regions and not quota._bytes and not quota._regions_by_file
 
 
 def test_the_quota_is_charged_until_the_object_is_removed() -> None:

@@ -10,7 +10,6 @@ from shmserve.errors import InvalidArgument
 
 
 def read_options(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
-    """Return the options of a command line and a file with this text."""
     file = tmp_path / "shmserve.yaml"
     file.write_text(text)
     return command_line.parse([f"--config={file}", *arguments])
@@ -25,10 +24,8 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     options = read_options(tmp_path, f"{name}: {yaml_value}")
     from_flags = command_line.parse([f"--{name}={value}"])
     assert {**options.values, "config": None} == from_flags.values
-    assert (options.repeated, options.without_effect) == (
-        from_flags.repeated,
-        from_flags.without_effect,
-    )
+    assert options.repeated == from_flags.repeated
+    assert options.without_effect == from_flags.without_effect
 
 
 def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
@@ -88,17 +85,13 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
         ("id: a\n---\nid: b", "2: it is not YAML: but found another document"),
     ],
 )
-def test_an_error_names_file_line_key_and_allowed_values(
-    tmp_path: Path, text: str, error: str
-) -> None:
+def test_errors_name_file_line_key_allowed_values(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_options(tmp_path, text)
     assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {error}")
 
 
-def test_all_errors_are_reported_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_reported_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "shmserve.yaml"
     file.write_text('id: a\n"gate\\nways": 2\nhttp-port: x\ngateways: 100\n')
     assert cli.main(["serve", f"--config={file}"]) == 2

@@ -13,12 +13,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.native import NativeBackend
-from shmserve.workers.user_code import (
-    describe_error,
-    import_file,
-    model_traceback,
-    source_location,
-)
+from shmserve.workers.user_code import describe_error, import_file, model_traceback, source_location
 from tests.rigs.worker_rig import rig
 
 TENSORS = """input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
@@ -37,48 +32,32 @@ JSON_IO = (
 
 # In config.pbtxt; after the backend, max_batch_size and tensors, which are lines 1 to 4.
 PBTXT: dict[str, tuple[str, tuple[str, ...]]] = {
-    "misspelt field": (
-        "max_batchsize: 4",
-        ("m/config.pbtxt:5:1: max_batchsize:", "max_batch_size"),
-    ),
-    "misspelt in a block": (
-        "dynamic_batching {\n  max_queue_delay_us: 5\n}",
-        (":6:3: dynamic_batching.max_queue_delay_us:", '"max_queue_delay_microseconds"'),
-    ),
+    "misspelt field": ("max_batchsize: 4",
+        ("m/config.pbtxt:5:1: max_batchsize:", "max_batch_size")),
+    "misspelt in a block": ("dynamic_batching {\n  max_queue_delay_us: 5\n}",
+        (":6:3: dynamic_batching.max_queue_delay_us:", '"max_queue_delay_microseconds"')),
     "unknown field": ("cheese: 1", (":5:1: cheese: no such field; known are", "max_batch_size")),
     "text for a number": ('version_policy { latest { num_versions: "2" } }', (":5:41:", '"2"')),
     "number for a text": ("name: 7", (":5:7: name: expected a string, found 7",)),
     "fraction": ("priority: 1\ninstance_group { count: 1.5 }", (":6:25:", "integer", "1.5")),
     "too large": ("instance_group { count: 3000000000 }", (":5:25: instance_group[0].count",)),
     "truth": ("response_cache { enable: yes }", (":5:26:", "true or false", "yes")),
-    "datatype of numpy": (
-        'input { name: "J" data_type: float32 dims: [1] }',
-        (":5:30: input[1].data_type:", "float32", '"TYPE_FP32"'),
-    ),
-    "datatype in quotes": (
-        'input { name: "J" data_type: "TYPE_FP32" dims: [1] }',
-        (":5:30: input[1].data_type:", '"TYPE_FP32"'),
-    ),
-    "datatype of another tool": (
-        'input { name: "J" data_type: BYTES dims: [1] }',
-        (":5:30:", 'did you mean "TYPE_STRING"?'),
-    ),
+    "datatype of numpy": ('input { name: "J" data_type: float32 dims: [1] }',
+        (":5:30: input[1].data_type:", "float32", '"TYPE_FP32"')),
+    "datatype in quotes": ('input { name: "J" data_type: "TYPE_FP32" dims: [1] }',
+        (":5:30: input[1].data_type:", '"TYPE_FP32"')),
+    "datatype of another tool": ('input { name: "J" data_type: BYTES dims: [1] }',
+        (":5:30:", 'did you mean "TYPE_STRING"?')),
     "dims of nothing": ('input { name: "J" data_type: TYPE_INT8 dims: [0] }', (":5:47: input[1]",)),
     "no dims": ('input { name: "J" data_type: TYPE_INT8 }', (":5:1: input[1].dims:", "dims")),
     "name twice": ('input { name: "I" data_type: TYPE_INT8 dims: [1] }', ("input[1].name:", "'I'")),
-    "kind": (
-        "instance_group { kind: GPU }",
-        (":5:24: instance_group[0].kind:", "GPU", '"KIND_GPU"'),
-    ),
+    "kind": ("instance_group { kind: GPU }",
+        (":5:24: instance_group[0].kind:", "GPU", '"KIND_GPU"')),
     "no GPU": ("instance_group { kind: KIND_GPU }", (":5:18: instance_group[0].kind:", "no GPUs")),
-    "preferred": (
-        "dynamic_batching { preferred_batch_size: [ 4, 16 ] }",
-        (":5:47: dynamic_batching.preferred_batch_size[1]:", "<= max batch size"),
-    ),
-    "two schedulers": (
-        "dynamic_batching { }\nsequence_batching { }",
-        (":6:1: sequence_batching:", 'cannot be set together with "dynamic_batching"'),
-    ),
+    "preferred": ("dynamic_batching { preferred_batch_size: [ 4, 16 ] }",
+        (":5:47: dynamic_batching.preferred_batch_size[1]:", "<= max batch size")),
+    "two schedulers": ("dynamic_batching { }\nsequence_batching { }",
+        (":6:1: sequence_batching:", 'cannot be set together with "dynamic_batching"')),
     "set twice": ("max_batch_size: 4", (":5:1: max_batch_size: is set more than once",)),
     "no colon": ("priority 1", (":5:10:", 'expected ":"', '"1"')),
     "no brace": ("dynamic_batching {", (":6:1:", '"}"', "5:18", "end of the file")),
@@ -98,16 +77,12 @@ PBTXT: dict[str, tuple[str, tuple[str, ...]]] = {
         'parameters { key: "padding" value { string_value: "{\\"I\\": {\\"buckts\\": [4]}}" } }',
         (":5:1:", "'buckts'", "did you mean 'buckets'?"),
     ),
-    "label file": (
-        'output { name: "P" data_type: TYPE_FP32 dims: [4] label_filename: "l.txt" }',
-        (":5:51: output[1].label_filename:", "'l.txt'", "does not exist"),
-    ),
-    "file outside": (
-        'default_model_filename: "../x.py"',
-        (":5:1: default_model_filename:", "inside"),
-    ),
+    "label file": ('output { name: "P" data_type: TYPE_FP32 dims: [4] label_filename: "l.txt" }',
+        (":5:51: output[1].label_filename:", "'l.txt'", "does not exist")),
+    "file outside": ('default_model_filename: "../x.py"',
+        (":5:1: default_model_filename:", "inside")),
     "another name": ('name: "n"', (":5:1: name:", "'m'", "'n'")),
-}
+}  # fmt: skip
 
 ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
     "misspelt": ("# \nmax_batchsize: 4", ("engine.yaml:2:1: max_batchsize:", "'max_batch_size'?")),
@@ -117,19 +92,15 @@ ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
     "choice": ("weights: int4", ("'int4'", "fp32, bf16, int8", "did you mean 'int8'?")),
     "profile": ("profile: low_latncy", (":1:1: profile:", "did you mean 'low_latency'?")),
     "truth": ("enable_preemption: 1", (":1:1: enable_preemption: 1 is not true or false",)),
-    "nested": (
-        "block_size: 16\nspeculative_decoding:\n  metod: draft",
-        (":3:3: speculative_decoding.metod:", "did you mean 'method'?"),
-    ),
+    "nested": ("block_size: 16\nspeculative_decoding:\n  metod: draft",
+        (":3:3: speculative_decoding.metod:", "did you mean 'method'?")),
     "no mapping": ("speculative_decoding: on", (":1:1: speculative_decoding: True is not a map",)),
-    "contradiction": (
-        "max_batch_size: 8\nmax_tokens_per_batch: 4",
-        (":2:1: max_tokens_per_batch: 4 is less than max_batch_size 8",),
-    ),
+    "contradiction": ("max_batch_size: 8\nmax_tokens_per_batch: 4",
+        (":2:1: max_tokens_per_batch: 4 is less than max_batch_size 8", )),
     "twice": ("block_size: 8\nblock_size: 16", (":2:1: block_size: it is already set in line 1",)),
     "a list": ("- block_size", ("engine.yaml: expected a mapping", "a mapping")),
     "no YAML": ("block_size: [8", ("engine.yaml:1:15: it is not YAML",)),
-}
+}  # fmt: skip
 
 FILE: dict[str, tuple[str, tuple[str, ...]]] = {
     "misspelt": ("http-prot: 1", ("c.yaml' line 1: http-prot:", "did you mean http-port?")),
@@ -162,39 +133,27 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 CLASS: dict[str, tuple[str, tuple[str, ...]]] = {
     "number": (f"    max_batch_size = '8'{PREDICT}", ("m/1/model.py:4:5:", "integer >= 0", "'8'")),
     "delay": (f"    max_queue_delay_us = 0.5{PREDICT}", (":4:5:", "max_queue_delay_us", "0.5")),
-    "strategy": (
-        f"    batching_strategy = 'adaptve'{PREDICT}",
-        ("m/1/model.py:4:5:", "'adaptve'", "did you mean 'adaptive'?"),
-    ),
+    "strategy": (f"    batching_strategy = 'adaptve'{PREDICT}",
+        ("m/1/model.py:4:5:", "'adaptve'", "did you mean 'adaptive'?")),
     "target": (f"    target_p99_ms = '5 ms'{PREDICT}", (":4:5:", "a number of milliseconds")),
-    "no target": (
-        f"    x = 1\n    batching_strategy = 'adaptive'{PREDICT}",
-        ("m/1/model.py:5:5:", "target_p99_ms"),
-    ),
+    "no target": (f"    x = 1\n    batching_strategy = 'adaptive'{PREDICT}",
+        ("m/1/model.py:5:5:", "target_p99_ms")),
     "groups": (f"    instance_group = {{'count': 2}}{PREDICT}", (":4:5:", "a list of mappings")),
-    "kind": (
-        f"    instance_group = [{{'kind': 'GPU'}}]{PREDICT}",
-        ("instance_group[0].kind:", "KIND_GPU"),
-    ),
+    "kind": (f"    instance_group = [{{'kind': 'GPU'}}]{PREDICT}",
+        ("instance_group[0].kind:", "KIND_GPU")),
     "padding": (f"    padding = ['x']{PREDICT}", (":4:5:", "'Model.padding' must be a mapping")),
     "no predict": ("    def forward(self): ...", ("m/1/model.py:3:1:", "no method 'predict'")),
-    "annotation": (
-        "    def predict(self, x: ndarray, y: int) -> FP32[ndarray, 1]: ...",
-        (":4:23: argument 'x'", ":4:35: argument 'y'", "annotate it like FP32["),
-    ),
-    "no result": (
-        "    def predict(self, x: FP32[ndarray, 1]): ...",
-        (":4:5:", "no return annotation"),
-    ),
-    "no dims": (
-        "    def predict(self, x: FP32[ndarray]): ...",
-        ("FP32[array type, dim, ...] needs dimensions", "found []", "(model.py:4)"),
-    ),
+    "annotation": ("    def predict(self, x: ndarray, y: int) -> FP32[ndarray, 1]: ...",
+        (":4:23: argument 'x'", ":4:35: argument 'y'", "annotate it like FP32[")),
+    "no result": ("    def predict(self, x: FP32[ndarray, 1]): ...",
+        (":4:5:", "no return annotation")),
+    "no dims": ("    def predict(self, x: FP32[ndarray]): ...",
+        ("FP32[array type, dim, ...] needs dimensions", "found []", "(model.py:4)")),
     "datatype": ("    from shmserve.model import FP33", ("'FP33'", "mean 'FP32'?", "(model.py:4)")),
     "syntax": ("    def predict(self:", ("SyntaxError", "model.py, line 4")),
     "raises": ("    x = 1 / 0", ("ZeroDivisionError: division by zero (model.py:4)",)),
     "ragged": (f"    ragged = ('y',){PREDICT}", (":4:5:", "['x']", "('y',)")),
-}
+}  # fmt: skip
 
 LOAD: dict[str, tuple[str, tuple[str, ...]]] = {
     "misspelt": ('{"backend": "python",\n"maxBatchsize": 4}', ("config:2:1:", "max_batch_size")),
@@ -288,25 +247,17 @@ def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
 
 # Several mistakes of each kind together, and the names in their messages.
 MULTIPLE_MISTAKES = {
-    check_pbtxt: (
-        "max_batchsize: 1\nprority: 2\ninstance_group { count: x }",
-        ("max_batchsize", "prority", "instance_group[0].count"),
-    ),
+    check_pbtxt: ("max_batchsize: 1\nprority: 2\ninstance_group { count: x }",
+        ("max_batchsize", "prority", "instance_group[0].count")),
     check_engine: ("block_size: 0\nweights: x\ncheese: 1", ("block_size", "weights", "cheese")),
     check_file: ("http-prot: 1\ngateways: x", ("http-prot", "gateways")),
-    check_flags: (
-        ("--http-prot=1", "--gateways=x", "--log-format=y"),
-        ("--http-prot", "--gateways", "--log-format"),
-    ),
-    check_class: (
-        "    max_batch_size = -1\n    instances = 'x'\n    def predict(self, a, b): ...",
-        (":4:5:", ":5:5:", ":6:23:", ":6:26:"),
-    ),
-    check_override: (
-        '{"backend": "python", "cheese": 1, "max_batch_size": []}',
-        ("config:1:23:", "config:1:36:"),
-    ),
-}
+    check_flags: (("--http-prot=1", "--gateways=x", "--log-format=y"),
+        ("--http-prot", "--gateways", "--log-format")),
+    check_class: ("    max_batch_size = -1\n    instances = 'x'\n    def predict(self, a, b): ...",
+        (":4:5:", ":5:5:", ":6:23:", ":6:26:")),
+    check_override: ('{"backend": "python", "cheese": 1, "max_batch_size": []}',
+        ("config:1:23:", "config:1:36:")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ def settings(*arguments: str, **environment: str) -> server.ServerConfig:
 
 
 def refusal(*arguments: str, **environment: str) -> str:
-    """Return the error of a command line."""
     with pytest.raises(InvalidArgument) as caught:
         server.from_flags(command_line.parse(arguments), environment)
     return caught.value.message
@@ -44,19 +43,15 @@ def example_value(flag: Flag) -> str:
 
 def test_defaults_are_tritons_or_safe() -> None:
     options = settings()
-    assert (options.http.address, options.http.port, options.metrics_port) == (
-        "127.0.0.1",
-        8000,
-        8002,
-    )
+    assert options.http.address == "127.0.0.1"
+    assert options.http.port == 8000
+    assert options.metrics_port == 8002
     assert options.metrics_address == options.http.address
     assert (options.model_control_mode, options.repository_poll_s) == ("none", 15)
     assert options.gateway.max_input_size == 1 << 26
-    assert (options.exit_timeout_s, options.exit_on_error, options.strict_readiness) == (
-        30,
-        True,
-        True,
-    )
+    assert options.exit_timeout_s == 30
+    assert options.exit_on_error is True
+    assert options.strict_readiness is True
     assert options.gateway.request_timeout_us == 0
     assert options.scheduling.execution_timeout_s == 300.0
     assert (options.scheduling.max_queue_size, options.arena_byte_size) == (4096, 1 << 30)
@@ -109,21 +104,16 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("histogram_latencies", "'histogram_latencies' is not SETTING=VALUE"),
         ("=true", "'=true' is not SETTING=VALUE"),
         ("histogram_latencies=", "'histogram_latencies=' is not SETTING=VALUE"),
-        (
-            "nope=1",
-            "unknown setting 'nope' (allowed: counter_latencies, histogram_latencies, "
-            "summary_latencies, summary_quantiles)",
-        ),
+        ("nope=1", "unknown setting 'nope' (allowed: counter_latencies, histogram_latencies, "
+         "summary_latencies, summary_quantiles)"),
         ("summary_latencies=maybe", "summary_latencies='maybe': it is not true or false"),
-        (
-            "summary_quantiles=0.5:0.1,0.9",
-            "summary_quantiles='0.5:0.1,0.9': Invalid option: [0.9]. No ':' delimiter found. "
-            "Expected format is <quantile>:<error>",
-        ),
+        ("summary_quantiles=0.5:0.1,0.9",
+         "summary_quantiles='0.5:0.1,0.9': Invalid option: [0.9]. No ':' delimiter found. "
+         "Expected format is <quantile>:<error>"),
         ("summary_quantiles=a:b", "summary_quantiles='a:b': Invalid option: [a:b]. Error: stod"),
         ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
-)
+)  # fmt: skip
 def test_unknown_metrics_settings_are_refused(text: str, expected_error: str) -> None:
     assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {expected_error}"
 
@@ -220,8 +210,7 @@ def test_repeatable_flags_and_flags_of_which_the_last_counts() -> None:
         "--http-port=1",
         "--http-port=2",
     )
-    assert options.load_models == ("a", "b")
-    assert options.http.port == 2
+    assert options.load_models == ("a", "b") and options.http.port == 2
     assert options.backend_config == (
         ("python", "shm-default-byte-size", "1=2"),
         ("", "auto-complete-config", "false"),
@@ -290,7 +279,7 @@ def test_errors_of_the_whole_command_line() -> None:
     assert "--model-repository: '/no/where' is not a folder" in refusal("/no/where")
     repositories = settings("/no/where", "--exit-on-error=false").model_repositories
     assert repositories == (ROOT, Path("/no/where"))
-    assert "is not a folder" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
+    assert "is a file: move it to FOLDER" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
     expected_error = "--strict-readiness: 'maybe' is not true or false, nor a folder of models"
     assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == expected_error
     assert "--model-repository: 'maybe'" in refusal("--strict-readiness", "true", "maybe")
@@ -362,8 +351,7 @@ def test_a_wrong_command_line_ends_with_2(
 ) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(("usage:", "shmserve: "))
+    assert captured.out == "" and captured.err.startswith(("usage:", "shmserve: "))
 
 
 @pytest.mark.parametrize(
@@ -374,8 +362,7 @@ def test_an_error_is_one_line_for_any_arguments(
 ) -> None:
     assert cli.main(["serve", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.endswith("\n")
-    assert error[:-1].isprintable()
+    assert error.endswith("\n") and error[:-1].isprintable()
 
 
 def test_the_version_flag_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:

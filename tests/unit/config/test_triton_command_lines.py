@@ -43,10 +43,8 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     "--model-repository=M --disable-auto-complete-config --strict-model-config=false": {
         "auto_complete": False
     },
-    "--model-repository=M --exit-on-error=false --strict-readiness=false": {
-        "exit_on_error": False,
-        "strict_readiness": False,
-    },
+    "--model-repository=M --exit-on-error=false --strict-readiness=false": {"exit_on_error": False,
+        "strict_readiness": False},
     "--model-repository=M --model-config-name=h100": {"model_config_name": "h100"},
     "--model-repository=s3://bucket/models": "aws s3 sync s3://bucket/models FOLDER",
     "--model-store=s3://minio.svc:80/bucket --exit-on-error=false": "is not a folder of this host",
@@ -65,10 +63,8 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     "--model-repository=M --http-port=10000 --grpc-port 10001 --metrics-port=10002": {
         "metrics_port": 10002
     },
-    "--model-repository=M --allow-grpc false --grpc-port 8788 --allow-metrics false": {
-        "grpc": None,
-        "allow_metrics": False,
-    },
+    "--model-repository=M --allow-grpc false --grpc-port 8788 --allow-metrics false": {"grpc": None,
+        "allow_metrics": False},
     "--model-repository=M --allow-http=true --allow-sagemaker=false --strict-readiness=false": {
         WITHOUT_EFFECT: ("allow-sagemaker",)
     },
@@ -101,12 +97,8 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "grpc.settings.keepalive_permit_without_calls": True,
     },
     "--model-repository=M --grpc-infer-thread-count=4 --grpc-max-response-pool-size=16 "
-    "--grpc-infer-allocation-pool-size=16": {
-        WITHOUT_EFFECT: (
-            *("grpc-infer-thread-count", "grpc-max-response-pool-size"),
-            "grpc-infer-allocation-pool-size",
-        )
-    },
+        "--grpc-infer-allocation-pool-size=16": {WITHOUT_EFFECT: (*("grpc-infer-thread-count",
+        "grpc-max-response-pool-size"), "grpc-infer-allocation-pool-size")},
     "--model-repository=M --http-max-input-size=104857600": {"gateway.max_input_size": 104857600},
     # --- logs, metrics and traces
     "--model-repository=M --log-info=1 --log-warning=1 --log-error=1 --log-verbose=0": {
@@ -142,14 +134,10 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "trace.problem": "trace file name is not given (--trace-config triton,file=PATH)"
     },
     "--model-repository=M --trace-config mode=opentelemetry --trace-config=opentelemetry,resource="
-    "service.name=t --trace-config opentelemetry,url=collector:4318/v1/traces --trace-config "
-    "level=TIMESTAMPS": {
-        "trace.problem": "",
-        "trace.exporter": (
-            ("resource", "service.name=t"),
-            ("url", "http://collector:4318/v1/traces"),
-        ),
-    },
+        "service.name=t --trace-config opentelemetry,url=collector:4318/v1/traces --trace-config "
+        "level=TIMESTAMPS": {"trace.problem": "",
+        "trace.exporter": (("resource", "service.name=t"),
+        ("url", "http://collector:4318/v1/traces"))},
     "--model-repository=M --trace-config=OpenTelemetry,url=localhost --trace-config mode=Triton": {
         "trace.trace_mode": "triton",
         "trace.exporter": (("url", "http://localhost"),),
@@ -159,22 +147,14 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "backend_config": (("tensorflow", "version", "2"),)
     },
     "--model-repository=M --backend-config=python,shm-default-byte-size=104857600,"
-    "shm-growth-byte-size=10485760 --log-info=1": {
-        "backend_config": (
-            ("python", "shm-default-byte-size", "104857600,shm-growth-byte-size=10485760"),
-        )
-    },
+        "shm-growth-byte-size=10485760 --log-info=1": {"backend_config": (("python",
+        "shm-default-byte-size", "104857600,shm-growth-byte-size=10485760"), )},
     "--model-repository=M --backend-config default-max-batch-size=8 "
-    "--backend-config=onnxruntime,default-max-batch-size=512": {
-        "backend_config": (
-            *(("", "default-max-batch-size", "8"),),
-            ("onnxruntime", "default-max-batch-size", "512"),
-        )
-    },
+        "--backend-config=onnxruntime,default-max-batch-size=512": {"backend_config": (*(("",
+        "default-max-batch-size", "8"), ), ("onnxruntime", "default-max-batch-size", "512"))},
     "--model-repository=M --backend-directory=/opt/tritonserver/backends --cache-directory /c "
-    "--repoagent-directory=/opt/tritonserver/repoagents": {
-        WITHOUT_EFFECT: ("backend-directory", "cache-directory", "repoagent-directory")
-    },
+        "--repoagent-directory=/opt/tritonserver/repoagents": {WITHOUT_EFFECT: ("backend-directory",
+        "cache-directory", "repoagent-directory")},
     "--model-repository=M --cache-config=local,size=1000048576": {"cache_byte_size": 1000048576},
     "--model-repository=M --response-cache-byte-size 1048576": {"cache_byte_size": 1048576},
     "--cache-config redis,host=redis --cache-config redis,port=6379 --model-repository=M": (
@@ -254,7 +234,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     # --- mistakes
     "--model-repository=M --log=1": "--log is ambiguous: --log-info, --log-warning, --log-er",
     "--model-repository=M --grpc_port=1": "unknown flag --grpc_port, did you mean --grpc-port?",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -41,8 +41,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def simple_scheduler(gateway: Rig) -> Scheduler:
-    scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE_CONFIG, scheduler)
+    scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
     scheduler.statistics = report("simple", "1")
     return scheduler
 
@@ -109,38 +108,18 @@ def report(name: str, version: str) -> dict[str, Any]:
 
 # The API of every route by the end of its path; a missing route fails the test below.
 SCOPES = {
-    "/infer": "inference",
-    "/generate": "inference",
-    "/generate_stream": "inference",
-    "/live": "health",
-    "/ready": "health",
-    "/v2": "metadata",
-    "/versions/{version}]": auth_tokens.SIGNATURE,
-    "/config": "model-config",
-    "/stats": "statistics",
-    "/index": "model-repository",
-    "/load": "model-repository",
-    "/unload": "model-repository",
-    "/register": "shared-memory",
-    "/status": "shared-memory",
-    "/unregister": "shared-memory",
-    "/trace/setting": "trace",
-    "/v2/logging": "logging",
-    "/v1/models": "metadata",
-    "/v1/models/{id}": "metadata",
-    "/tokenize": "inference",
-    "/detokenize": "inference",
-    "/health": "health",
-    "/ping": "health",
-    "/version": "metadata",
-    "/": "health",
-    "/openapi.json": "health",
-    "/docs": "health",
-    "/docs/models": auth_tokens.SIGNATURE,
-    "/completions": "inference",
-    "/responses": "inference",
+    "/infer": "inference", "/generate": "inference", "/generate_stream": "inference",
+    "/live": "health", "/ready": "health", "/v2": "metadata",
+    "/versions/{version}]": auth_tokens.SIGNATURE, "/config": "model-config",
+    "/stats": "statistics", "/index": "model-repository", "/load": "model-repository",
+    "/unload": "model-repository", "/register": "shared-memory", "/status": "shared-memory",
+    "/unregister": "shared-memory", "/trace/setting": "trace", "/v2/logging": "logging",
+    "/v1/models": "metadata", "/v1/models/{id}": "metadata", "/tokenize": "inference",
+    "/detokenize": "inference", "/health": "health", "/ping": "health", "/version": "metadata",
+    "/": "health", "/openapi.json": "health", "/docs": "health",
+    "/docs/models": auth_tokens.SIGNATURE, "/completions": "inference", "/responses": "inference",
     "/embeddings": "inference",
-}
+}  # fmt: skip
 
 
 def test_every_route_has_a_scope() -> None:
@@ -201,9 +180,7 @@ def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     assert (reply.body, reply.headers["Content-Length"]) == (b"", "0")
 
 
-def test_readiness_is_that_of_the_supervisor(
-    gateway: Rig, simple_scheduler: Scheduler, http: Http
-) -> None:
+def test_readiness_is_supervised(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     http.get("/v2/models/simple/ready").ok()
     gateway.publish(SIMPLE_CONFIG, simple_scheduler, ready=False)
     reply = http.get("/v2/models/simple/ready")
@@ -231,8 +208,7 @@ def test_metadata(http: Http) -> None:
 
 def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     with contextlib.closing(triton.InferenceServerClient(f"127.0.0.1:{gateway.port}")) as client:
-        assert client.is_server_live()
-        assert client.is_server_ready()
+        assert client.is_server_live() and client.is_server_ready()
         assert client.is_model_ready("simple")
         assert client.get_server_metadata()["name"] == "my server"
         assert client.get_model_metadata("simple", "1")["versions"] == ["1"]
@@ -301,17 +277,13 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         ("models/%2e%2e/load", {}, 400, "model name must not contain path traversal characters"),
         ("models/a%2Fb/load", {}, 400, "model name must not contain path traversal characters"),
         ("models/%20../load", {}, 400, "model name must not contain path traversal characters"),
-        (
-            "models/m/unload",
-            {"parameters": {"unload_dependents": 1}},
-            400,
-            "non-boolean as boolean",
-        ),
+        ("models/m/unload", {"parameters": {"unload_dependents": 1}}, 400,
+         "non-boolean as boolean"),
         ("models/m/unload", {"parameters": []}, 400, "attempt to get members for non-object"),
         ("models/m/unload", b"{", 400, "failed to parse the request JSON buffer"),
         ("models/m/load", b"{", 500, "failed to parse the request JSON buffer"),
     ],
-)
+)  # fmt: skip
 def test_wrong_repository_requests_do_not_reach_the_supervisor(
     gateway: Rig, http: Http, path: str, body: Any, status: int, text: str
 ) -> None:
@@ -391,9 +363,7 @@ def test_sizes_are_whole_numbers(gateway: Rig, http: Http, field: str, value: An
         ("r" * 256, {"key": "/k", "byte_size": 1}, 400, "1 to 255 printable characters"),
     ],
 )
-def test_registrations_are_checked(
-    http: Http, name: str, body: Any, status: int, text: str
-) -> None:
+def test_registering_is_checked(http: Http, name: str, body: Any, status: int, text: str) -> None:
     reply = http.post(f"/v2/systemsharedmemory/region/{name}/register", body)
     assert reply.status == status
     assert text in reply.error
@@ -413,10 +383,8 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
     assert http.regions().json() == [first_region, second_region]
     assert http.regions("b").json() == [second_region]
     missing_region = http.regions("c")
-    assert (missing_region.status, missing_region.error) == (
-        404,
-        "Unable to find system shared memory region: 'c'",
-    )
+    assert missing_region.status == 404
+    assert missing_region.error == "Unable to find system shared memory region: 'c'"
     gateway.apply(lambda number: RegionWithdrawn("b", 1, number))
     gateway.apply(lambda number: RegionWithdrawn("a", 2, number))
     assert http.regions().json() == []
@@ -435,10 +403,8 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [statistics]}
     missing_model = http.get("/v2/models/nope/stats")
-    assert (missing_model.status, missing_model.error) == (
-        400,
-        "requested model 'nope' is not available",
-    )
+    assert missing_model.status == 400
+    assert missing_model.error == "requested model 'nope' is not available"
     text = "requested model version is not available for model 'simple'"
     assert http.get("/v2/models/simple/versions/2/stats").error == text
     for name in ("simple", "nope"):
@@ -448,8 +414,7 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
 
 
 def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
-    silent_scheduler = gateway.scheduler(add_sub)
-    gateway.publish({**SIMPLE_CONFIG, "name": "silent"}, silent_scheduler)
+    gateway.serve({**SIMPLE_CONFIG, "name": "silent"}, add_sub)
     answers: list[int] = []
 
     def send_request(path: str) -> None:
@@ -533,9 +498,7 @@ def test_a_models_tags_are_labels_of_its_metrics(
     scraper.close()
 
 
-def test_metrics_omit_a_malformed_report(
-    gateway: Rig, simple_scheduler: Scheduler, http: Http
-) -> None:
+def test_metrics_omit_a_bad_report(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     simple_scheduler.statistics = {"name": "simple"}
     scraper = Http(gateway.metrics_port)
     assert scraper.get("/metrics").error == "internal error"
@@ -551,30 +514,18 @@ def test_each_model_has_an_example(simple_scheduler: Scheduler) -> None:
     """The example has the required inputs, binary where JSON has no form, and abbreviated."""
     dynamic_input, half_type = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (
-            {"input": [dynamic_input], "max_batch_size": 4},
-            {"inputs": [json_tensor("FP32", [1, 1, 3], data=[1, 1, 1])]},
-        ),
-        (
-            {"input": [{**dynamic_input, "data_type": "TYPE_STRING", "dims": [1]}]},
-            {"inputs": [json_tensor("BYTES", [1], data=["text"])]},
-        ),
-        (
-            {"input": [{**dynamic_input, "dims": [3, 224, 224]}]},
-            {"inputs": [json_tensor("FP32", [3, 224, 224], fill=1, count=150528)]},
-        ),
-        (
-            {"input": [{**dynamic_input, "data_type": half_type, "dims": [2]}]},
-            {
-                "inputs": [json_tensor("FP16", [2], parameters={"binary_data_size": 4})],
-                "parameters": {"binary_data_output": True},
-            },
-        ),
-        (
-            {"input": [dynamic_input, {**dynamic_input, "name": "Y", "optional": True}]},
-            {"inputs": [json_tensor("FP32", [1, 3], data=[1, 1, 1])]},
-        ),
-    ]
+        ({"input": [dynamic_input], "max_batch_size": 4},
+         {"inputs": [json_tensor("FP32", [1, 1, 3], data=[1, 1, 1])]}),
+        ({"input": [{**dynamic_input, "data_type": "TYPE_STRING", "dims": [1]}]},
+         {"inputs": [json_tensor("BYTES", [1], data=["text"])]}),
+        ({"input": [{**dynamic_input, "dims": [3, 224, 224]}]},
+         {"inputs": [json_tensor("FP32", [3, 224, 224], fill=1, count=150528)]}),
+        ({"input": [{**dynamic_input, "data_type": half_type, "dims": [2]}]},
+         {"inputs": [json_tensor("FP16", [2], parameters={"binary_data_size": 4})],
+         "parameters": {"binary_data_output": True}}),
+        ({"input": [dynamic_input, {**dynamic_input, "name": "Y", "optional": True}]},
+         {"inputs": [json_tensor("FP32", [1, 3], data=[1, 1, 1])]}),
+    ]  # fmt: skip
     for config, body in cases:
         published = publication({"name": "m", **config}, simple_scheduler)
         (example,) = management._model_examples("m", GatewayModel(published))

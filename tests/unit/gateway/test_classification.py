@@ -36,7 +36,6 @@ def classify_response(
     *,
     batched: bool = False,
 ) -> Inferred:
-    """Return the response to a request for this number of classes of OUT."""
     signature = SimpleNamespace(max_batch_size=int(batched))
     model: Any = SimpleNamespace(signature=signature, labels=labels or {})
     request = InferRequest("", [], [InferOutput("OUT", binary=True, classes=count)])

@@ -41,7 +41,6 @@ def report(success: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def build_rows(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
-    """Return the rows of a model for successive reports."""
     figures = Figures()
     return [
         figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], index * every_s)[
@@ -95,33 +94,22 @@ def test_restarted_counters_are_not_negative() -> None:
 @pytest.mark.parametrize(
     ("fields", "at_least", "problem"),
     [
-        (
-            {"workers_lost": 2, "fail": 10},
-            *(3000, "50% of requests fail; 2 workers died within an hour"),
-        ),
+        ({"workers_lost": 2, "fail": 10},
+         *(3000, "50% of requests fail; 2 workers died within an hour")),
         ({"workers_lost": 1}, 3000, "1 worker died within an hour"),
-        (
-            {"queue_ns": 210_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
-            *(0, ""),
-        ),
-        (
-            {"queue_ns": 500_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
-            *(1000, "30 of 30.1 ms in the queue, besides the configured 20 ms"),
-        ),
+        ({"queue_ns": 210_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
+         *(0, "")),
+        ({"queue_ns": 500_000_000, "compute_infer_ns": 1_000_000, "queue_delay_ns": 20_000_000},
+         *(1000, "30 of 30.1 ms in the queue, besides the configured 20 ms")),
         ({"fail": 10}, 2000, "50% of requests fail"),
         ({"queue_ns": 90_000_000, "compute_infer_ns": 10_000_000}, 1000, "9 of 10 ms in the queue"),
         ({"queue_ns": 900_000, "compute_infer_ns": 100_000}, 0, ""),
-        (
-            {"success": 0, "pending": 3, "executing": 1},
-            1000,
-            "4 requests in flight, but no responses",
-        ),
+        ({"success": 0, "pending": 3, "executing": 1}, 1000,
+         "4 requests in flight, but no responses"),
         ({}, 0, ""),
     ],
-)
-def test_models_are_ranked_by_their_problem(
-    fields: dict[str, Any], at_least: float, problem: str
-) -> None:
+)  # fmt: skip
+def test_models_are_ranked_by_fault(fields: dict[str, Any], at_least: float, problem: str) -> None:
     _, second_row = build_rows(report(0), report(10) | fields)
     assert second_row["because"] == problem
     assert at_least <= second_row["hurts"] < at_least + 1000
@@ -160,8 +148,7 @@ def test_a_generative_model_has_token_rates() -> None:
     fields = {"generation": generation, "preemptions": {"swap": 1, "recompute": 2}, "prefilled": 0}
     latencies = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
     first_report = report(0, generated=10, **fields, **latencies)
-    second_report = report(1, generated=40, **fields, **latencies)
-    row = build_row(second_report, first_report, 2.0)
+    row = build_row(report(1, generated=40, **fields, **latencies), first_report, 2.0)
     assert row["generation"]["blocks"] == {"free": 9} and row["generation"]["preemptions"] == 3
     assert row["recent"]["tokens_rate"] == 15.0 and row["recent"]["first_token_ms"] == []
 
@@ -171,9 +158,7 @@ def test_a_generative_model_has_token_rates() -> None:
     st.lists(st.integers(1, 200_000_000), min_size=1, max_size=50),
     st.sampled_from((0.5, 0.9, 0.99)),
 )
-def test_a_quantile_lies_in_the_bucket_of_the_true_one(
-    times_ns: list[int], quantile_rank: float
-) -> None:
+def test_a_quantile_lies_in_its_true_bucket(times_ns: list[int], quantile_rank: float) -> None:
     histogram = Histogram(BOUNDS, 1_000_000_000)
     histogram.observe(*times_ns)
     estimate = quantile(quantile_rank, BOUNDS, histogram.report()["counts"])

@@ -1,7 +1,5 @@
 """Requests that no client waits for: the memory of their responses is released."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
@@ -59,7 +57,6 @@ class Rig:
         self.schedulers.discard(self.endpoint, response)
 
     async def receive(self, count: int) -> list[Any]:
-        """Return all received messages when there are this many."""
         while len(self.received) < count:
             await asyncio.sleep(0)
             for peer, message in self.router.receive():
@@ -78,7 +75,6 @@ class Rig:
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until a condition holds."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -107,13 +103,8 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: 
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified_requests: list[Any] = []
         arguments = (
-            message,
-            rig.schedulers,
-            lambda: None,
-            built_request,
-            notified_requests.append,
-            True,
-        )
+            message, rig.schedulers, lambda: None, built_request, notified_requests.append, True,
+        )  # fmt: skip
         request = UnaryInference(*arguments)
         if kind is HttpInference:
             request = HttpInference(*arguments, MagicMock(), MagicMock())
@@ -228,8 +219,6 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: st
 
 @pytest.mark.parametrize("inflight", [False, True])
 def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: bool) -> None:
-    """The link is closed when no request uses it."""
-
     async def scenario(rig: Rig) -> None:
         request = rig.send_request(1) if inflight else None
         (link,) = rig.schedulers._table
@@ -258,17 +247,11 @@ STOPPING_ERROR = (
         ("", False, "x", f"[request id: x] {STOPPING_ERROR}"),
         ("", True, "", STOPPING_ERROR),
         ("", True, "x", f"[request id: x] {STOPPING_ERROR}"),
-        (
-            "in ensemble 'e', ",
-            False,
-            "",
-            f"in ensemble 'e', [request id: <id_unknown>] {STOPPING_ERROR}",
-        ),
+        ("in ensemble 'e', ", False, "",
+         f"in ensemble 'e', [request id: <id_unknown>] {STOPPING_ERROR}"),
     ],
-)
-def test_requests_during_a_drain_are_refused(
-    prefix: str, stateful: bool, request_id: str, text: str
-) -> None:
+)  # fmt: skip
+def test_drains_refuse_requests(prefix: str, stateful: bool, request_id: str, text: str) -> None:
     """The text is that of Triton's schedulers; a client that has begun a sequence continues."""
     draining_gateway: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)

@@ -1,10 +1,12 @@
 """The families of the metrics page."""
 
+import asyncio
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from shmserve.gateway.api import metrics
+from shmserve.gateway.api import management, metrics
 
 HISTOGRAM = {"buckets": [100.0], "counts": [0, 0], "sum": 0, "count": 0}
 COUNTS = ("success", "inference_count", "execution_count", "pending", "cache_hit", "cache_miss")
@@ -12,7 +14,6 @@ LATENCY_NAMES = ("success", "queue", "compute_input", "compute_infer", "compute_
 
 
 def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the report of a model that has answered no request."""
     counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCY_NAMES)), 0)
     cache_ns = {"cache_hit_ns": 0, "cache_miss_ns": 0}
     failures = {"OTHER": 2, "CANCELED": 1}
@@ -68,3 +69,27 @@ def test_the_first_response_of_decoupled_models() -> None:
     for part in ('_bucket{model="m",le="+Inf"}', '_count{model="m"}', '_sum{model="m"}'):
         assert page.count(f"nv_inference_first_response_histogram_ms{part} 0\n") == 1
     assert metrics._exposition_text(metrics.first_response_families([report()])) == ""
+
+
+def test_other_requests_are_handled_between_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled = 0
+
+    async def handle_requests() -> None:
+        nonlocal handled
+        while True:
+            handled += 1
+            await asyncio.sleep(0)
+
+    async def scrape() -> None:
+        others = asyncio.create_task(handle_requests())
+        await metrics.MetricsExporter(Mock()).render_page()
+        others.cancel()
+
+    families = (
+        metrics.ExpositionFamily("a", "", "gauge"),
+        metrics.ExpositionFamily("b", "", "gauge"),
+    )
+    monkeypatch.setattr(management, "collect_reports", AsyncMock(return_value=[]))
+    monkeypatch.setattr(metrics.MetricsExporter, "_all_families", lambda *_: iter(families))
+    asyncio.run(scrape())
+    assert handled >= len(families)

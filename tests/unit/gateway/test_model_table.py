@@ -1,7 +1,5 @@
 """The version that serves a request whose body took its time, while models come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace
@@ -67,7 +65,6 @@ def test_readiness_keeps_prepared_schemas() -> None:
 
 
 def generator_publication(name: str, *aliases: str) -> Any:
-    """Return the publication of a model that generates text."""
     engine = json.dumps({"max_model_len": 64, "aliases": aliases})
     text = {"data_type": "TYPE_STRING", "dims": [1]}
     return make_publication(

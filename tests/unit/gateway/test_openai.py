@@ -198,7 +198,6 @@ def test_the_type_of_an_error_is_that_of_its_status(
 
 
 def text_gateway() -> Any:
-    """Return a gateway with one model, which generates text."""
     signature = SimpleNamespace(
         inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None}
     )
@@ -268,9 +267,7 @@ def test_a_process_parses_a_body_with_many_objects(count: int, is_packed: bool) 
     assert (messages.value() if is_packed else messages) == [message] * count
 
 
-def test_other_requests_are_handled_while_many_texts_are_embedded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_are_handled_while_texts_are_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     vector = np.array([0.1, -2.5, math.nan], np.float32)
 
     async def compute(*arguments: Any) -> list[Any]:
@@ -362,9 +359,7 @@ WRONG_TOKENS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("prompt", "message"), WRONG_TOKENS)
-def test_a_wrong_token_is_refused_by_its_position_in_bodies_of_any_size(
-    prompt: Any, message: str
-) -> None:
+def test_a_wrong_token_is_refused_by_position_in_any_body(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidArgument) as fault:
         asyncio.run(bodies.parse_completion(text_gateway(), {"model": "m", "prompt": prompt}))
     assert fault.value.message == message

@@ -1,7 +1,5 @@
 """Messages that reach a gateway before the objects that they refer to."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -19,9 +17,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.transport.router import Router
 
 
-def test_responses_of_an_exited_worker_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_responses_of_dead_workers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit and the responses arrive on two sockets, so the memory is unmapped after a delay."""
     monkeypatch.setattr(process, "_UNMAP_DELAY_S", 0.05)
 

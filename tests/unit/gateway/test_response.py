@@ -63,7 +63,7 @@ ADDED_TEXTS = {
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
-        model_rig.publish(SIMPLE_CONFIG, model_rig.scheduler(add_sub))
+        model_rig.serve(SIMPLE_CONFIG, add_sub)
         echo_scheduler = model_rig.scheduler(echo)
         for datatype in NUMPY_DTYPES:
             model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echo_scheduler)
@@ -145,34 +145,24 @@ OWN_RESPONSES = {
         "JSON input 'IN' has a byte_size (4398046511104 bytes) that exceeds the maximum allowed "
         "value of 67108864 bytes. Use --http-max-input-size to increase the limit.",
     ): one_input_body("INT32", 2**40, [1]),
-    (
-        "id_INT32",
-        500,
-        "Failed to parse 'data' field: shape does not match true shape (input 'IN': its shape has "
-        "2 elements, 1 are given)",
-    ): one_input_body("INT32", 2, [1]),
-    (
-        "id_BYTES",
-        500,
-        "Unable to parse 'data': shape does not match true shape of 'data' field (input 'IN': its "
-        "shape has 1 elements, more are given)",
-    ): one_input_body("BYTES", 1, ["a", "b"]),
-    (
-        "id_INT32",
-        400,
-        "invalid datatype for input IN ('INT33'; allowed: BOOL, UINT8, UINT16, UINT32, UINT64, "
-        "INT8, INT16, INT32, INT64, FP16, FP32, FP64, BYTES, BF16)",
-    ): one_input_body("INT33", 1, [1]),
-    ("simple", 400, "JSON nesting depth exceeds maximum allowed limit (100)"): (
-        b"[" * 101 + b"]" * 101
-    ),
+    ("id_INT32", 500,
+     "Failed to parse 'data' field: shape does not match true shape (input 'IN': its shape has "
+     "2 elements, 1 are given)"): one_input_body("INT32", 2, [1]),
+    ("id_BYTES", 500,
+     "Unable to parse 'data': shape does not match true shape of 'data' field (input 'IN': its "
+     "shape has 1 elements, more are given)"): one_input_body("BYTES", 1, ["a", "b"]),
+    ("id_INT32", 400,
+     "invalid datatype for input IN ('INT33'; allowed: BOOL, UINT8, UINT16, UINT32, UINT64, "
+     "INT8, INT16, INT32, INT64, FP16, FP32, FP64, BYTES, BF16)"): one_input_body("INT33", 1, [1]),
+    ("simple", 400,
+     "JSON nesting depth exceeds maximum allowed limit (100)"): (b"[" * 101 + b"]" * 101),
     (
         "simple",
         404,
         "Unable to find shared memory region: 'r' (0 are registered; "
         "register it before the request, and again after a restart of the server)",
     ): simple(outputs=IN_REGION),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("expected", OWN_RESPONSES, ids=lambda expected: expected[2][:40])
@@ -273,21 +263,15 @@ def test_bytes_that_are_not_utf8_need_binary_data(http: Http) -> None:
     data = b"\x01\0\0\0\xff"
     inputs = [("IN", "BYTES", [1], data)]
     refusal = http.infer_binary("id_BYTES", inputs)
-    assert refusal.status == 400
-    assert "not UTF-8" in refusal.error
+    assert refusal.status == 400 and "not UTF-8" in refusal.error
     reply = http.infer_binary("id_BYTES", inputs, parameters={"binary_data_output": True})
     assert reply.tensors()["OUT"] == [b"\xff"]
 
 
 def test_responses_contain_no_internals(gateway: Rig, http: Http) -> None:
     internal_words = [
-        str(gateway.run_dir),
-        str(gateway.process.pid),
-        "Traceback",
-        "/proc",
-        "shmserve/",
-        "ipc://",
-    ]
+        str(gateway.run_dir), str(gateway.process.pid), "Traceback", "/proc", "shmserve/", "ipc://",
+    ]  # fmt: skip
     for case in RECORDED_CASES[:120]:
         body = case.get("body", "").encode("latin-1")
         reply: Reply = http.call(

@@ -162,40 +162,28 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "truncation": ({"truncation": "auto"}, "truncation: 'auto': supported is 'disabled'"),
     "no input": ({"input": []}, "input: it is not a string or a list"),
     "a number": ({"input": [3]}, r"input\[0\]: 3 is not an object"),
-    "an image": (
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        r"input\[0\]: content of type 'input_image' is not a string",
-    ),
+    "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        r"input\[0\]: content of type 'input_image' is not a string"),
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
     "no role": ({"input": [{"content": "x"}]}, r"input\[0\]: role None is not a string"),
-    "no text": (
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},
-        r"input\[0\]: the text 3 is not a string",
-    ),
+    "no text": ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},
+        r"input\[0\]: the text 3 is not a string"),
     "no list of members": ({"include": 3}, "include: 3 is not a list"),
     "an unknown member": ({"include": ["x"]}, "include: 'x' is not one of message.output_text.lo"),
     "no list of tools": ({"tools": 3}, "tools: 3 is not a list"),
     "no flag": ({"store": "yes"}, "store: 'yes' is not true or false"),
     "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),
     "a tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: 'web_search' is not 'function'"),
-    "an unknown tool": (
-        {"tools": [FUNCTION, {"type": "local_shell"}]},
-        r"tools\[1\]: 'local_shell' is not 'function'",
-    ),
-    "a grammar of a custom tool": (
-        {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
-        r"tools\[0\].format: only the type 'text' is supported",
-    ),
-    "a tool of a namespace": (
-        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
-        r"tools\[0\].tools\[0\]: it is not a 'function'",
-    ),
-    "no tools of a namespace": (
-        {"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
-        r"tools: 3 is not a list",
-    ),
-}
+    "an unknown tool": ({"tools": [FUNCTION, {"type": "local_shell"}]},
+        r"tools\[1\]: 'local_shell' is not 'function'"),
+    "a grammar of a custom tool": ({"tools": [{"type": "custom", "name": "x",
+        "format": {"type": "grammar"}}]}, r"tools\[0\].format: only the type 'text' is supported"),
+    "a tool of a namespace": ({"tools": [{"type": "namespace", "name": "n",
+        "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: it is not a 'function'"),
+    "no tools of a namespace": ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
+        r"tools: 3 is not a list"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_REQUESTS)
@@ -226,11 +214,10 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     events_out = events(response_object, [Delta(0, "", "stop", message={"tool_calls": calls})])
     added_items = [event["item"] for event in events_out if event["type"].endswith("item.added")]
     assert [(item["name"], item.get("namespace")) for item in added_items] == [
-        *[("f", None), ("f", "n")],
+        *[("f", None), ("f", "n")]
     ]
     assert response_object._calls is response_object._calls  # large tools are parsed once
-    output = events_out[-1]["response"]["output"]
-    (message,) = convert_chat(input=output)["messages"]
+    (message,) = convert_chat(input=events_out[-1]["response"]["output"])["messages"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]
 
 
@@ -239,8 +226,7 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
 )
 def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> None:
     tools = [{"type": "custom", "name": "patch", "description": "d"}, FUNCTION]
-    choice = {"type": "custom", "name": "patch"}
-    chat_body = convert_chat(tools=tools, tool_choice=choice)
+    chat_body = convert_chat(tools=tools, tool_choice={"type": "custom", "name": "patch"})
     function = chat_body["tools"][0]["function"]
     assert (function["name"], function["description"]) == ("patch", "d")
     assert function["parameters"]["required"] == ["input"]

@@ -28,25 +28,20 @@ def test_unchanged_settings_keep_their_count() -> None:
     assert not samplers.on
     settings = {"": asdict(TraceSettings()), "m": asdict(TRACE_SETTINGS)}
     samplers.set(settings)
-    assert samplers.on
-    assert samplers.of("other") is samplers.of("")
+    assert samplers.on and samplers.of("other") is samplers.of("")
     sampler = samplers.of("m")
     samplers.set(settings | {"": asdict(TRACE_SETTINGS)})
-    assert samplers.of("m") is sampler
-    assert samplers.of("other") is not sampler
+    assert samplers.of("m") is sampler and samplers.of("other") is not sampler
 
 
 def test_no_trace_is_created_without_need() -> None:
     tracer = Tracer()
-    assert not tracer.active
-    assert tracer.begin_trace("m", "1", "", 0, "", False) is None
+    assert not tracer.active and tracer.begin_trace("m", "1", "", 0, "", False) is None
     assert tracer.begin_trace("m", "1", "", 0, "nonsense", False) is None
     trace = tracer.begin_trace("m", "1", "", 0, "", True)
-    assert trace is not None
-    assert not trace.sampled
+    assert trace is not None and not trace.sampled
     caller_trace = tracer.begin_trace("m", "1", "", 0, SAMPLED_HEADER, False)
-    assert caller_trace is not None
-    assert caller_trace.scheduler.trace_id == "1" * 32
+    assert caller_trace is not None and caller_trace.scheduler.trace_id == "1" * 32
     assert caller_trace.scheduler.sampled  # the called request is sampled as its caller decides
 
 
@@ -61,8 +56,7 @@ def test_a_caller_decides_for_opentelemetry() -> None:
         ("", True),
     ):
         trace = tracer.begin_trace("m", "1", "", 0, traceparent, False)
-        assert trace is not None
-        assert trace.sampled is is_sampled
+        assert trace is not None and trace.sampled is is_sampled
 
 
 def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:

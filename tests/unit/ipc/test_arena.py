@@ -1,7 +1,5 @@
 """The arena's allocator partitions its memory exactly; other processes read the written bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import gc
@@ -40,11 +38,8 @@ def test_blocks_and_holes_always_tile_the_arena(steps: list[tuple[bool, int]]) -
 
 def test_a_second_or_forged_release_is_ignored() -> None:
     free_list = FreeList(1024)
-    offset = free_list.allocate(100)
-    assert offset == 0
-    assert not free_list.free(64)
-    assert free_list.free(0)
-    assert not free_list.free(0)
+    assert free_list.allocate(100) == 0
+    assert not free_list.free(64) and free_list.free(0) and not free_list.free(0)
     check_integrity(free_list)
 
 

@@ -65,11 +65,9 @@ def test_handles_are_opened_and_closed_in_the_devices_context(module: Recorder) 
     assert driver.open(RAW_HANDLE, 1) == 0x7000
     retain_call, push, open_call, pop = module.calls[1:]
     assert module.calls[0] == ("cuDeviceGet", 1)
-    assert (retain_call, push, pop) == (
-        ("cuDevicePrimaryCtxRetain", "device"),
-        ("cuCtxPushCurrent", "context"),
-        ("cuCtxPopCurrent",),
-    )
+    assert retain_call == ("cuDevicePrimaryCtxRetain", "device")
+    assert push == ("cuCtxPushCurrent", "context")
+    assert pop == ("cuCtxPopCurrent",)
     assert ctypes.string_at(open_call[1].getPtr(), 64) == RAW_HANDLE
     assert open_call[2] == real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     module.names()

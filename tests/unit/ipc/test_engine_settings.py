@@ -15,20 +15,14 @@ WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "choice": ({"scheduling_policy": "lifo"}, "'lifo' is not one of fcfs, sjf, priority"),
     "profile": ({"profile": "fast"}, "profile: 'fast' is not one of high_throughput"),
     "flag": ({"enable_preemption": 1}, "enable_preemption: 1 is not true or false"),
-    "nested": (
-        {"speculative_decoding": {"method": "guess"}},
-        "speculative_decoding.method: 'guess' is not one of draft, ngram",
-    ),
+    "nested": ({"speculative_decoding": {"method": "guess"}},
+        "speculative_decoding.method: 'guess' is not one of draft, ngram"),
     "no mapping": ({"speculative_decoding": True}, "speculative_decoding: True is not a mapping"),
-    "no draft": (
-        {"speculative_decoding": {"enabled": True, "method": "draft"}},
-        "method 'draft' needs the draft model",
-    ),
-    "too few tokens": (
-        {"max_tokens_per_batch": 4, "max_batch_size": 8},
-        "max_tokens_per_batch: 4 is less than max_batch_size 8",
-    ),
-}
+    "no draft": ({"speculative_decoding": {"enabled": True, "method": "draft"}},
+        "method 'draft' needs the draft model"),
+    "too few tokens": ({"max_tokens_per_batch": 4, "max_batch_size": 8},
+        "max_tokens_per_batch: 4 is less than max_batch_size 8"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_SETTINGS, ids=str)

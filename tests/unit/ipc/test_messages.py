@@ -55,15 +55,11 @@ EXAMPLES: dict[Any, Any] = {
     list[g.RowResult]: [g.RowResult(1, [2], "x", 3, [4], [0.5])],
     list[g.Hypothesis]: [g.Hypothesis(b"x", "x", 0.5)],
     dict[str, Any]: {"a": 1},
-    ModelSpec: ModelSpec.of(
-        {
-            "name": "m",
-            "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1], "reshape": None}],
-            "dynamic_batching": {"priority_queue_policy": {"1": {"max_queue_size": 2}}},
-            "parameters": {"a": {"string_value": "b"}},
-        }
-    ),
-}
+    ModelSpec: ModelSpec.of({"name": "m",
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1], "reshape": None}],
+        "dynamic_batching": {"priority_queue_policy": {"1": {"max_queue_size": 2}}},
+        "parameters": {"a": {"string_value": "b"}}}),
+}  # fmt: skip
 
 
 def make_example(cls: type[Any]) -> Any:
@@ -163,8 +159,7 @@ def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
     for unpack in (frames.unpack, RequestSchema, ResponseSchema):
         with contextlib.suppress(MalformedMessage):
             unpack(frame)
-    tensor = TensorRef("a", "FP32", (1,), b"1234")
-    schema, _ = pack_inferred(Inferred((tensor,)))
+    schema, _ = pack_inferred(Inferred((TensorRef("a", "FP32", (1,), b"1234"),)))
     with contextlib.suppress(MalformedMessage):
         unpack_inferred(schema, [value])
 

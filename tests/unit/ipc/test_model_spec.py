@@ -15,7 +15,6 @@ from shmserve.proto.model_config_pb2 import ModelConfig
 
 
 def _records(kind: Any) -> Iterator[type[Any]]:
-    """Yield the dataclasses within an annotation."""
     if isinstance(kind, type) and is_dataclass(kind):
         yield kind
     for member in typing.get_args(kind):
@@ -66,21 +65,17 @@ def test_a_configuration_is_read_at_every_depth() -> None:
     fields = {
         "name": "m",
         "max_batch_size": 8,
-        "input": [
-            {"name": "x", "data_type": "TYPE_FP32", "dims": [1, -1], "allow_ragged_batch": True}
-        ],
-        "output": [
-            {"name": "y", "data_type": "TYPE_STRING", "dims": [1], "reshape": {"shape": []}}
-        ],
-        "dynamic_batching": {
-            "priority_levels": 2,
-            "priority_queue_policy": {"2": {"max_queue_size": 7}},
-        },
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1, -1],
+            "allow_ragged_batch": True}],
+        "output": [{"name": "y", "data_type": "TYPE_STRING", "dims": [1],
+            "reshape": {"shape": []}}],
+        "dynamic_batching": {"priority_levels": 2,
+            "priority_queue_policy": {"2": {"max_queue_size": 7}}},
         "optimization": {"cuda": {"graphs": True, "graph_spec": [{"batch_size": 4}]}},
         "parameters": {"a": {"string_value": "b"}},
         "model_transaction_policy": {"decoupled": True},
         "response_cache": {"enable": True},
-    }
+    }  # fmt: skip
     source = to_dict(from_json(fields))
     config = ModelSpec.of(source)
     assert config.input == (TensorSpec("x", "FP32", (1, -1), ragged=True),)
@@ -89,8 +84,7 @@ def test_a_configuration_is_read_at_every_depth() -> None:
     assert config.dynamic_batching.priority_queue_policy[2].max_queue_size == 7
     assert [spec.batch_size for spec in config.optimization.cuda_graph_spec] == [4]
     assert (config.parameters, config.decoupled, config.cached) == ({"a": "b"}, True, True)
-    assert config.source == source
-    assert "instance_group" not in config.immutable_config
+    assert config.source == source and "instance_group" not in config.immutable_config
 
 
 PREDICT_METHOD = "    def predict(self, x): ...\n"

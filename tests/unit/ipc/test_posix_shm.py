@@ -21,8 +21,7 @@ KEY = f"/test-{os.getpid()}-posix"
 
 @pytest.fixture
 def sparse() -> Iterator[str]:
-    shared_memory = posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=1 << 20)
-    shared_memory.close_fd()
+    posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=1 << 20).close_fd()
     yield KEY
     posix_ipc.unlink_shared_memory(KEY)
 

@@ -1,6 +1,11 @@
 """The settings of the C library for copies and for memory."""
 
-from shmserve.ipc.processes import LARGE_COPY, with_large_copies
+import os
+from unittest.mock import Mock
+
+import pytest
+
+from shmserve.ipc.processes import LARGE_COPY, kill_tree, with_large_copies
 from shmserve.workers.memory import outputs
 from tests.support.servers import run_python
 
@@ -30,8 +35,7 @@ print(held, resident() - before)
 
 
 def test_freed_large_memory_is_unmapped() -> None:
-    completed = run_python("-c", _FRAMES, check=True)
-    held_pid, kept_bytes = map(int, completed.stdout.split())
+    held_pid, kept_bytes = map(int, run_python("-c", _FRAMES, check=True).stdout.split())
     assert held_pid >= 12 * 8 << 20
     assert kept_bytes < 4 << 20
 
@@ -57,3 +61,8 @@ def test_an_operators_own_threshold_is_kept() -> None:
 
 def test_the_pieces_of_a_large_copy_are_large() -> None:
     assert outputs._PIECE_BYTES >= LARGE_COPY
+
+
+def test_a_process_of_another_user_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
+    kill_tree(os.getppid(), spared=[os.getpid()])

@@ -1,7 +1,5 @@
 """The states of a request: each message is handled once, lost schedulers resubmit or fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -123,7 +121,6 @@ def response_message(number: int = 1, *, final: bool = False) -> m.Responded:
 
 
 def lent_response(number: int = 1, *, offset: int = 4096) -> m.Finished:
-    """Return a response with an output in a worker's memory."""
     output = TensorRef("OUT", "INT8", (64,), Range(WORKER, offset, 64))
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
@@ -228,8 +225,7 @@ def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, cause: s
     request.awaits_response = cause != "left"
     code = "INTERNAL" if cause == "another code" else "UNAVAILABLE"
     client.receive(failure_message(code=code, is_early=cause == "early"))
-    assert last_failure(request).code == code
-    assert request.freed == (cause != "early")
+    assert last_failure(request).code == code and request.freed == (cause != "early")
 
 
 def test_a_request_that_is_submitted_again_keeps_its_memory(client: Client) -> None:
@@ -280,9 +276,7 @@ def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
 
 
 @pytest.mark.parametrize("successor", [NEW, ""])
-def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
-    client: Client, successor: str
-) -> None:
+def test_requests_of_lost_schedulers_move_or_fail(client: Client, successor: str) -> None:
     """A request fails that has a response, may have lost its inputs, or is not awaited."""
     (
         fresh_request,
@@ -307,12 +301,8 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
     client.links.last_messages[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
     settled_requests = (
-        begun_request,
-        retried_request,
-        impatient_request,
-        early_request,
-        answered_request,
-    )
+        begun_request, retried_request, impatient_request, early_request, answered_request,
+    )  # fmt: skip
     assert [settled_request.freed for settled_request in settled_requests] == [
         1
     ] * 5 and other_request.freed == 0
@@ -335,9 +325,7 @@ def test_requests_of_a_lost_scheduler_are_resubmitted_or_fail(
         )
 
 
-def test_requests_of_a_lost_scheduler_are_resubmitted_to_the_current_scheduler(
-    client: Client,
-) -> None:
+def test_requests_of_a_lost_scheduler_move_to_the_current_scheduler(client: Client) -> None:
     request = Request(client)
     client.serving = NEW
     client.lose(OLD, "")
@@ -410,9 +398,7 @@ EVENTS = (
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30))
-def test_each_request_is_ended_once_and_its_memory_freed_once(
-    events: list[tuple[str, int]],
-) -> None:
+def test_each_request_is_ended_and_its_memory_freed_once(events: list[tuple[str, int]]) -> None:
     """Holds for any messages of a scheduler in any order."""
     client = Client()
     requests = {number: Request(client, number=number) for number in (1, 2, 3)}

@@ -42,9 +42,6 @@ def tensors(datas: list[bytes | Range]) -> tuple[TensorRef, ...]:
     )
 
 
-# --- schemas and data
-
-
 @given(SIZES, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
 def test_requests_of_one_kind_have_one_schema(
     sizes: list[int], parameters: dict[str, int], data: st.DataObject
@@ -68,10 +65,8 @@ def test_requests_of_one_kind_have_one_schema(
     )
     assert schema == second_schema, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
-    assert (request_schema.inference(first_data), request_schema.inference(second_data)) == (
-        first_request,
-        second_request,
-    )
+    assert request_schema.inference(first_data) == first_request
+    assert request_schema.inference(second_data) == second_request
     assert request_schema.data_count == len(first_data) == len(sizes) + 1
 
 
@@ -88,10 +83,8 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
     )
     assert schema == second_schema
     response_schema = ResponseSchema(schema)
-    assert (response_schema.inferred(first_data), response_schema.inferred(second_data)) == (
-        first_response,
-        second_response,
-    )
+    assert response_schema.inferred(first_data) == first_response
+    assert response_schema.inferred(second_data) == second_response
 
 
 @pytest.mark.parametrize(
@@ -140,14 +133,9 @@ def test_bytes_that_are_no_schema_are_malformed(packed_schema: bytes) -> None:
 def test_schema_sizes_count_inline_bytes_and_ranges() -> None:
     memory_range = Range(MEMORY, 4096, 100)
     _, data = pack_inferred(Inferred(tensors([b"abc", memory_range])))
-    assert (byte_size_of(data), inline_size_of(data), unpack_ranges(data)) == (
-        103,
-        3,
-        [memory_range],
-    )
-
-
-# --- Schemas
+    assert byte_size_of(data) == 103
+    assert inline_size_of(data) == 3
+    assert unpack_ranges(data) == [memory_range]
 
 
 def test_a_schema_is_derived_once() -> None:
@@ -173,17 +161,12 @@ def test_a_schema_that_cannot_be_derived_is_not_kept() -> None:
 def test_the_number_of_schemas_is_bounded() -> None:
     schemas = Schemas(len, capacity=4)
     for n in range(20):
-        assert schemas[bytes(n)] == n
-        assert 0 < len(schemas) <= 4
+        assert schemas[bytes(n)] == n and 0 < len(schemas) <= 4
 
 
 def test_a_long_schema_is_not_kept() -> None:
     schemas = Schemas(len)
-    assert schemas[bytes(1 << 20)] == 1 << 20
-    assert len(schemas) == 0
-
-
-# --- BoundedCache
+    assert schemas[bytes(1 << 20)] == 1 << 20 and len(schemas) == 0
 
 
 def test_a_full_cache_is_cleared() -> None:

@@ -22,17 +22,11 @@ RUN_DIR = Path("/tmp/run")
 TLS = Tls("a", "b", None)
 START_RECORDS = [
     HostStart("scheduler m", RUN_DIR, LOG),
-    SchedulerStart(
-        kind="scheduler",
-        number=3,
-        version="1",
-        config=ModelSpec.of({"name": "m", "input": [{"dims": [1, -1]}]}),
-        run_dir=RUN_DIR,
+    SchedulerStart(kind="scheduler", number=3, version="1",
+        config=ModelSpec.of({"name": "m", "input": [{"dims": [1, -1]}]}), run_dir=RUN_DIR,
         capability_key=b"\0\xff",
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
-        snapshot=[{"name": "m"}, []],
-        worker_pids=[1, 2],
-    ),
+        snapshot=[{"name": "m"}, []], worker_pids=[1, 2]),
     WorkerStart(
         number=3,
         index=0,
@@ -50,19 +44,12 @@ START_RECORDS = [
         threads=2,
         log=LOG,
     ),
-    GatewayStart(
-        name="grpc",
-        run_dir=RUN_DIR,
-        settings=GatewaySettings(
-            tokens={"ab": ("admin", "infer")},
-            grpc_restricted={"health": Restriction("k", "v")},
-            allow_client_shm=False,
-        ),
-        grpc=GrpcSettings(TLS, compression_level=6, max_connection_age_ms=1),
-        log=LOG,
-    ),
+    GatewayStart(name="grpc", run_dir=RUN_DIR,
+        settings=GatewaySettings(tokens={"ab": ("admin", "infer")},
+        grpc_restricted={"health": Restriction("k", "v")}, allow_client_shm=False),
+        grpc=GrpcSettings(TLS, compression_level=6, max_connection_age_ms=1), log=LOG),
     GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("start", START_RECORDS, ids=lambda start: type(start).__name__)

@@ -36,8 +36,7 @@ def test_a_wrong_size_is_refused_by_name(value: object) -> None:
 @given(st.lists(st.binary(max_size=20), max_size=20))
 def test_strings_round_trip(items: list[bytes]) -> None:
     array = np.array([*items, None], dtype=np.object_)[:-1]
-    wire = encode_bytes(array)
-    assert list(decode_bytes(wire, (len(items),), "a", "m")) == items
+    assert list(decode_bytes(encode_bytes(array), (len(items),), "a", "m")) == items
 
 
 @given(st.binary(max_size=60), st.integers(0, 10))
@@ -87,48 +86,30 @@ def test_a_valid_request_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("inputs", "outputs", "text"),
     [
-        (
-            [A],
-            [],
-            "expected 2 inputs but got 1 inputs for model 'm'. Got input(s) ['A'], but missing",
-        ),
+        ([A], [],
+         "expected 2 inputs but got 1 inputs for model 'm'. Got input(s) ['A'], but missing"),
         ([A, B, tensor("C", "FP32", 2)], [], "expected 2 inputs but got 3 inputs"),
         ([A, tensor("C", "FP32", 2)], [], "unexpected inference input 'C' for model 'm'"),
         ([A, A], [], "input 'A' already exists in request"),
         ([A, B], ["Z"], "unexpected inference output 'Z' for model 'm'"),
         ([A], ["Z"], "unexpected inference output 'Z' for model 'm'"),
         ([A, B], ["Y", "Y"], "output 'Y' already exists in request"),
-        (
-            [tensor("A", "INT32", 2, 3, 2), B],
-            [],
-            "inference input 'A' data-type is 'INT32', but model",
-        ),
-        (
-            [tensor("A", "FP32", 2, 3, 3), B],
-            [],
-            "Expected [-1,-1,2], got [2,3,3]. NOTE: Setting a non-zero",
-        ),
+        ([tensor("A", "INT32", 2, 3, 2), B], [],
+         "inference input 'A' data-type is 'INT32', but model"),
+        ([tensor("A", "FP32", 2, 3, 3), B], [],
+         "Expected [-1,-1,2], got [2,3,3]. NOTE: Setting a non-zero"),
         ([tensor("A", "FP32"), B], [], "input 'A' has no shape but model requires batch dimension"),
-        (
-            [tensor("A", "FP32", 9, 3, 2), tensor("B", "BYTES", 9, 1)],
-            [],
-            "batch-size must be <= 8 for 'm'",
-        ),
+        ([tensor("A", "FP32", 9, 3, 2), tensor("B", "BYTES", 9, 1)], [],
+         "batch-size must be <= 8 for 'm'"),
         ([A, tensor("B", "BYTES", 1, 1)], [], "input 'B' batch size does not match other inputs"),
         ([TensorRef("A", "FP32", (2, 3, 2), b"123"), B], [], "Expected 48, got 3"),
-        (
-            [TensorRef("A", "FP32", (2, 2**60, 2), b""), tensor("B", "BYTES", 2, 1)],
-            [],
-            "byte size overflow for input 'A': element count (4611686018427387904) *",
-        ),
+        ([TensorRef("A", "FP32", (2, 2**60, 2), b""), tensor("B", "BYTES", 2, 1)], [],
+         "byte size overflow for input 'A': element count (4611686018427387904) *"),
         # The tensor would be empty, but no array can have this shape.
-        (
-            [TensorRef("A", "FP32", (0, 2**60, 2), b""), TensorRef("B", "BYTES", (0, 1), b"")],
-            [],
-            "input 'A' for model 'm' is too large",
-        ),
+        ([TensorRef("A", "FP32", (0, 2**60, 2), b""), TensorRef("B", "BYTES", (0, 1), b"")], [],
+         "input 'A' for model 'm' is too large"),
     ],
-)
+)  # fmt: skip
 def test_inputs_that_do_not_match_the_signature_are_refused(
     inputs: list[TensorRef], outputs: list[str], text: str
 ) -> None:

@@ -13,7 +13,6 @@ HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"me")
 
 
 def feed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
-    """Return a decoder that received `data` in pieces, and the decoded messages."""
     decoder = zmtp.Decoder()
     messages: list[bytes] = []
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})

@@ -39,9 +39,6 @@ COMPLETED_CONFIG = {
 }
 
 
-# --- completion --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "files", "expected"),
     [
@@ -122,42 +119,25 @@ def test_the_servers_defaults_fill_only_unset_fields() -> None:
     assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
 
 
-# --- models that declare their configuration ---------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [
-        (
-            'input { name: "IN" @data_type: TYPE_INT32 }',
-            "input[0].data_type",
-            "unable to load model 'm', configuration expects datatype TYPE_INT32 for input 'IN', "
-            "model provides TYPE_FP32",
-        ),
-        (
-            'output { name: "OUT" @dims: 3 }',
-            "output[0].dims",
-            "model 'm', tensor 'OUT': the model expects dims [-1] but the model configuration "
-            "specifies dims [3]",
-        ),
-        (
-            "@max_batch_size: 8",
-            "max_batch_size",
-            "configuration specified max_batch_size 8, but in auto-complete-config function for "
-            "model 'm' specified max_batch_size 4",
-        ),
-        (
-            "@sequence_batching {}",
-            "sequence_batching",
-            "Configuration specified scheduling_choice as 'sequence_batching', but "
-            "auto-complete-config function for model 'm' tries to set scheduling_choice as "
-            "'dynamic_batching'",
-        ),
+        ('input { name: "IN" @data_type: TYPE_INT32 }', "input[0].data_type",
+         "unable to load model 'm', configuration expects datatype TYPE_INT32 for input 'IN', "
+         "model provides TYPE_FP32"),
+        ('output { name: "OUT" @dims: 3 }', "output[0].dims",
+         "model 'm', tensor 'OUT': the model expects dims [-1] but the model configuration "
+         "specifies dims [3]"),
+        ("@max_batch_size: 8", "max_batch_size",
+         "configuration specified max_batch_size 8, but in auto-complete-config function for "
+         "model 'm' specified max_batch_size 4"),
+        ("@sequence_batching {}", "sequence_batching",
+         "Configuration specified scheduling_choice as 'sequence_batching', but "
+         "auto-complete-config function for model 'm' tries to set scheduling_choice as "
+         "'dynamic_batching'"),
     ],
-)
-def test_a_model_that_contradicts_its_configuration_is_refused(
-    text: str, key: str, expected: str
-) -> None:
+)  # fmt: skip
+def test_a_model_contradicting_its_configuration_fails(text: str, key: str, expected: str) -> None:
     text = PYTHON + text
     config, source = read_pbtxt(text.replace("@", ""), "f")
     with pytest.raises(InvalidArgument) as caught:
@@ -204,9 +184,6 @@ def test_many_inputs_and_outputs_take_linear_time() -> None:
     assert process_time() - start_s < 4 * parse_s
 
 
-# --- unsupported completions -------------------------------------------------------------------
-
-
 def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
     config = parse_pbtxt(
         'name: "m" parameters { key: "target_p99_ms" value { string_value: "7" } }'
@@ -227,18 +204,11 @@ def test_a_runtime_has_an_effect_for_pytorch_only(backend: str, ignored: list[st
 def test_fields_without_effect_are_listed() -> None:
     config = normalise(parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"]), "rich", 0)
     assert ignored_fields(config) == [
-        "batch_input",
-        "batch_output",
-        "cc_model_filenames",
-        "metric_tags",
-        "model_operations",
-        "optimization.graph",
-        "optimization.cuda",
-        "optimization.execution_accelerators",
-        "optimization.priority",
-        "optimization.input_pinned_memory",
+        "batch_input", "batch_output", "cc_model_filenames", "metric_tags", "model_operations",
+        "optimization.graph", "optimization.cuda", "optimization.execution_accelerators",
+        "optimization.priority", "optimization.input_pinned_memory",
         "instance_group[1].host_policy",
-    ]
+    ]  # fmt: skip
     assert (
         ignored_fields(normalise(parse_pbtxt(RECORDED_CONFIGS["simple"]["pbtxt"]), "simple", 0))
         == []
@@ -266,9 +236,7 @@ def test_unlikely_values_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(("config_text", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
-def test_a_model_sets_its_instances_if_the_configuration_does_not(
-    config_text: str, count: int
-) -> None:
+def test_a_model_sets_its_instances_if_not_configured(config_text: str, count: int) -> None:
     config, source = read_pbtxt(f'backend: "native" {config_text}', "m/config.pbtxt")
     completed = {"instance_group": [{"count": 3}]}
     merged_config = merge_autocomplete(normalise(config, "m", 0), completed, source)

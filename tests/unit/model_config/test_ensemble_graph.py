@@ -19,7 +19,6 @@ def model(
     fields: str = "",
     inputs: tuple[str, ...] = ("X",),
 ) -> ModelConfig:
-    """Return a model with these inputs and the output Y."""
     steps_text = "".join(
         f'input {{ name: "{input_name}" data_type: {data_type} dims: [ {dims} ] }} '
         for input_name in inputs
@@ -77,77 +76,37 @@ def build_ensemble(
 @pytest.mark.parametrize(
     ("steps", "fields", "key", "expected"),
     [
-        (
-            (step("nosuch", "X=IN", "Y=m"), step("nor", "X=m", "Y=OUT")),
-            "",
-            "step[0].model_name",
-            "ensemble e contains models that are not available or ambiguous: nosuch, nor",
-        ),
-        (
-            (step("add", "X=IN", "Y=OUT", version=7),),
-            "",
-            "step[0].model_version",
-            "ensemble 'e' depends on 'add' whose required version 7 is not loaded.",
-        ),
-        (
-            (step("add", "Q=IN", "Y=OUT"),),
-            "",
-            'step[0].input_map["Q"]',
-            "in ensemble e, ensemble tensor IN is mapping to non-existing input Q in model add",
-        ),
-        (
-            (step("add", "X=IN", "Q=OUT"),),
-            "",
-            'step[0].output_map["Q"]',
-            "in ensemble e, ensemble tensor OUT is mapped from non-existing output Q in model add",
-        ),
-        (
-            (step("two", "X=IN", "Y=OUT"),),
-            "",
-            "step[0].input_map",
-            "in ensemble e, input Z in model two is not mapped to any ensemble tensors",
-        ),
-        (
-            (step("add", "X=IN", "Y=m"), step("int", "X=m", "Y=n"), step("add", "X=n", "Y=OUT")),
-            "",
-            'step[1].input_map["X"]',
-            "in ensemble e, ensemble tensor m: inconsistent data type: TYPE_FP32 is inferred from "
-            "model add while TYPE_INT32 is inferred from model int",
-        ),
-        (
-            (step("four", "X=IN", "Y=m"), step("five", "X=m", "Y=OUT")),
-            "",
-            'step[1].input_map["X"]',
-            "in ensemble e, ensemble tensor m: inconsistent shape: [4] is inferred from model four "
-            "while [5] is inferred from model five",
-        ),
-        (
-            (step("addb", "X=IN", "Y=OUT"),),
-            "max_batch_size: 4",
-            "max_batch_size",
-            "ensemble e allows maximum batch size 4, but it contains model addb which only allows "
-            "maximum batch size to be 2",
-        ),
-        (
-            (
-                step("dec", "X=IN", "Y=a"),
-                step("dec2", "X=IN", "Y=b"),
-                step("two", "X=a Z=b", "Y=OUT"),
-            ),
-            "",
-            "step[2]",
-            "in ensemble e, step of model 'two' receives inputs originated from different "
-            "decoupled models",
-        ),
-        (
-            (step("add", "X=IN", "Y=m"), step("add", "X=IN", "Y=OUT")),
-            'parameters { key: "step[1].condition" value { string_value: "m" } }',
-            'parameters["step[1].condition"]',
-            "in ensemble e, the condition of step 1, ensemble tensor m, is TYPE_FP32 and not "
-            "TYPE_BOOL",
-        ),
+        ((step("nosuch", "X=IN", "Y=m"), step("nor", "X=m", "Y=OUT")), "", "step[0].model_name",
+         "ensemble e contains models that are not available or ambiguous: nosuch, nor"),
+        ((step("add", "X=IN", "Y=OUT", version=7), ), "", "step[0].model_version",
+         "ensemble 'e' depends on 'add' whose required version 7 is not loaded."),
+        ((step("add", "Q=IN", "Y=OUT"), ), "", 'step[0].input_map["Q"]',
+         "in ensemble e, ensemble tensor IN is mapping to non-existing input Q in model add"),
+        ((step("add", "X=IN", "Q=OUT"), ), "", 'step[0].output_map["Q"]',
+         "in ensemble e, ensemble tensor OUT is mapped from non-existing output Q in model add"),
+        ((step("two", "X=IN", "Y=OUT"), ), "", "step[0].input_map",
+         "in ensemble e, input Z in model two is not mapped to any ensemble tensors"),
+        ((step("add", "X=IN", "Y=m"), step("int", "X=m", "Y=n"), step("add", "X=n", "Y=OUT")), "",
+         'step[1].input_map["X"]',
+         "in ensemble e, ensemble tensor m: inconsistent data type: TYPE_FP32 is inferred from "
+         "model add while TYPE_INT32 is inferred from model int"),
+        ((step("four", "X=IN", "Y=m"), step("five", "X=m", "Y=OUT")), "", 'step[1].input_map["X"]',
+         "in ensemble e, ensemble tensor m: inconsistent shape: [4] is inferred from model four "
+         "while [5] is inferred from model five"),
+        ((step("addb", "X=IN", "Y=OUT"), ), "max_batch_size: 4", "max_batch_size",
+         "ensemble e allows maximum batch size 4, but it contains model addb which only allows "
+         "maximum batch size to be 2"),
+        ((step("dec", "X=IN", "Y=a"), step("dec2", "X=IN", "Y=b"), step("two", "X=a Z=b", "Y=OUT")),
+         "", "step[2]",
+         "in ensemble e, step of model 'two' receives inputs originated from different "
+         "decoupled models"),
+        ((step("add", "X=IN", "Y=m"), step("add", "X=IN", "Y=OUT")),
+         'parameters { key: "step[1].condition" value { string_value: "m" } }',
+         'parameters["step[1].condition"]',
+         "in ensemble e, the condition of step 1, ensemble tensor m, is TYPE_FP32 and not "
+         "TYPE_BOOL"),
     ],
-)
+)  # fmt: skip
 def test_steps_that_do_not_fit_are_refused(
     steps: tuple[str, ...], fields: str, key: str, expected: str
 ) -> None:

@@ -117,8 +117,7 @@ def test_the_schema_equals_tritons() -> None:
     def shapes(file: Any) -> list[Any]:
         return [shape(message) for message in file.message_types_by_name.values()]
 
-    own_descriptor = model_config_pb2.DESCRIPTOR
-    assert shapes(own_descriptor) == shapes(triton_module["DESCRIPTOR"])
+    assert shapes(model_config_pb2.DESCRIPTOR) == shapes(triton_module["DESCRIPTOR"])
     config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
     triton_config = triton_module["ModelConfig"].FromString(config.SerializeToString())
     assert ModelConfig.FromString(triton_config.SerializeToString()) == config
@@ -402,8 +401,7 @@ def test_json_takes_the_spellings_of_proto3() -> None:
             "dynamic_batching": None,
         }
     )
-    assert config.max_batch_size == 8
-    assert list(config.input[0].dims) == [-1, 2]
+    assert config.max_batch_size == 8 and list(config.input[0].dims) == [-1, 2]
     assert config.input[0].data_type == model_config_pb2.TYPE_FP32
     assert config.parameters["P"].string_value == "v"
     assert config.sequence_batching.direct.minimum_slot_utilization == 0.5
@@ -465,14 +463,11 @@ def test_normalising_twice_changes_nothing(config: ModelConfig, gpus: int) -> No
 def test_a_complete_configuration_stays_unchanged(config: ModelConfig) -> None:
     assume(len({io.name for io in config.input}) == len(config.input))
     assume(len({io.name for io in config.output}) == len(config.output))
-    merged_config = merge_autocomplete(config, to_dict(config))
-    assert to_dict(merged_config) == to_dict(config)
+    assert to_dict(merge_autocomplete(config, to_dict(config))) == to_dict(config)
 
 
 @given(configs, st.integers(0, 2), st.booleans())
-def test_any_configuration_is_accepted_or_refused(
-    config: ModelConfig, gpus: int, complete: bool
-) -> None:
+def test_configurations_are_taken_or_not(config: ModelConfig, gpus: int, complete: bool) -> None:
     with contextlib.suppress(InvalidArgument):
         validate(normalise(config, "m", gpus), gpu_count=gpus, complete=complete)
     ignored_fields(config)

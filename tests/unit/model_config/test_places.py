@@ -22,7 +22,6 @@ FILES = sorted(
 
 
 def text_at(text: str, position: str) -> str:
-    """Return the text from a position on, which must be inside the text."""
     line, column = map(int, position.split(":"))
     lines = text.split("\n")
     assert 1 <= line <= len(lines)
@@ -47,9 +46,6 @@ def check_positions(text: str, source: Source, quote: str = "") -> None:
             assert remaining.startswith(str(key[-2])) or remaining[0] not in " \t,:]}#"
         else:
             assert remaining[0] not in " \t,:]}#"
-
-
-# --- positions in the text ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
@@ -89,9 +85,7 @@ def test_every_key_of_json_is_found_in_it(
     st.integers(0, 1),
     st.booleans(),
 )
-def test_every_error_has_a_position_in_the_text(
-    fragments: list[str], gpus: int, complete: bool
-) -> None:
+def test_each_error_has_a_text_position(fragments: list[str], gpus: int, complete: bool) -> None:
     text = " ".join(fragments)
     try:
         config, source = read_pbtxt(text, "f")
@@ -124,17 +118,13 @@ def test_errors_point_at_the_element_in_any_notation(text: str, expected: str) -
     ("text", "expected"),
     [
         ('{"input": [{"name": "a", "dims": [1, @0]}]}', "input[0].dims[1]"),
-        (
-            '{"output": null, "input": [{"name": "a", "format": null},\n @{"dims": [1]}]}',
-            "input[1].name",
-        ),
+        ('{"output": null, "input": [{"name": "a", "format": null},\n @{"dims": [1]}]}',
+         "input[1].name"),
         ('{"input": [{"name": "\\"[{,\\\\", "dims": ["-1", @"0"]}]}', "input[0].dims[1]"),
-        (
-            '{"dynamicBatching": {"preferredBatchSize":\n[1,@2]}, "maxBatchSize": "1"}',
-            "dynamic_batching.preferred_batch_size[1]",
-        ),
+        ('{"dynamicBatching": {"preferredBatchSize":\n[1,@2]}, "maxBatchSize": "1"}',
+         "dynamic_batching.preferred_batch_size[1]"),
     ],
-)
+)  # fmt: skip
 def test_errors_point_into_json(text: str, expected: str) -> None:
     (position,) = positions(text)
     config, source = read_json(text.replace("@", ""), "f")
@@ -161,9 +151,6 @@ def test_errors_of_a_generated_configuration_have_keys_but_no_lines() -> None:
 )
 def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
     assert key_text(key) == expected
-
-
-# --- errors that follow from unreadable fields --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,9 +219,7 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_consequent_errors_are_not_reported(
-    text: str, unread: list[str], other_errors: list[str]
-) -> None:
+def test_consequences_are_unreported(text: str, unread: list[str], other_errors: list[str]) -> None:
     lines = problems(PYTHON + text).splitlines()
     assert [line.split(": ")[1] for line in lines] == unread + other_errors
 

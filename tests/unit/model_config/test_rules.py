@@ -33,95 +33,44 @@ RULES = [
     (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED_ERROR),
     (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED_ERROR),
     (METRICS % "@nan", f"{BUCKETS}[0]", SORTED_ERROR),
-    (
-        "@max_batch_size: -1" + TENSORS,
-        "max_batch_size",
-        "'max_batch_size' must be non-negative value for m",
-    ),
-    (
-        "@input { data_type: TYPE_FP32 dims: 1 }",
-        "input[0].name",
-        "model input must specify 'name' for m",
-    ),
-    (
-        '@input { name: "I" dims: 1 }',
-        "input[0].data_type",
-        "model input 'I' must specify 'data_type' for m",
-    ),
-    (
-        '@input { name: "I" data_type: TYPE_FP32 }',
-        "input[0].dims",
-        "model input 'I' must specify 'dims' for m",
-    ),
-    (
-        'output [\n @{ name: "O" data_type: TYPE_FP32 }\n]',
-        "output[0].dims",
-        "model output 'O' must specify 'dims' for m",
-    ),
-    (
-        'input { name: "I" data_type: TYPE_FP32 @dims: 0 }',
-        "input[0].dims[0]",
-        f"model input 'I' {DIM_TEXT}",
-    ),
-    (
-        'input { name: "I" data_type: TYPE_FP32 dims: [1, @-2] }',
-        "input[0].dims[1]",
-        f"model input 'I' {DIM_TEXT}",
-    ),
-    (
-        TENSORS + 'input { @name: "I" data_type: TYPE_FP32 dims: 1 }',
-        "input[1].name",
-        "model input 'I' is specified more than once for m",
-    ),
-    (
-        'input { name: "I" data_type: TYPE_FP32 dims: 1 @format: FORMAT_NHWC }',
-        "input[0].format",
-        "model input NHWC/NCHW require 3 dims for m",
-    ),
-    (
-        'input { name: "I" data_type: TYPE_FP32 dims: 1 @is_shape_tensor: true }',
-        "input[0].is_shape_tensor",
-        "shape tensors are only supported for TensorRT platform for m",
-    ),
-    (
-        'output { name: "I" data_type: TYPE_FP32 dims: 1 @is_non_linear_format_io: true }',
-        "output[0].is_non_linear_format_io",
-        "Non-linear IO format is only supported for the TensorRT platform for m",
-    ),
-    (
-        DYNAMIC_BATCHING + "@preferred_batch_size: 0 }",
-        "dynamic_batching.preferred_batch_size[0]",
-        "dynamic batching preferred size must be positive for m",
-    ),
-    (
-        DYNAMIC_BATCHING + "preferred_batch_size: 4 @preferred_batch_size: 5 }",
-        "dynamic_batching.preferred_batch_size[1]",
-        "dynamic batching preferred size must be <= max batch size for m",
-    ),
-    (
-        BATCH + "@dynamic_batching { priority_levels: 2 }",
-        "dynamic_batching.default_priority_level",
-        "default priority level must be in range [1, 2] for m",
-    ),
-    (
-        DYNAMIC_BATCHING + LEVEL + "@priority_queue_policy { key: 3 value {} } }",
-        "dynamic_batching.priority_queue_policy[3]",
-        "priority queue policy must have priority level in range [1, 1] for m",
-    ),
-    (
-        DYNAMIC_BATCHING
-        + "preserve_ordering: true @priority_levels: 2 default_priority_level: 1 }",
-        "dynamic_batching.priority_levels",
-        "Only one priority level is allowed when 'preserve_ordering' is true for m",
-    ),
-    (
-        DYNAMIC_BATCHING
-        + "preserve_ordering: true @default_queue_policy "
-        + DELAY_POLICY[6:]
-        + " }",
-        "dynamic_batching.default_queue_policy",
-        NO_DELAY,
-    ),
+    ("@max_batch_size: -1" + TENSORS, "max_batch_size",
+     "'max_batch_size' must be non-negative value for m"),
+    ("@input { data_type: TYPE_FP32 dims: 1 }", "input[0].name",
+     "model input must specify 'name' for m"),
+    ('@input { name: "I" dims: 1 }', "input[0].data_type",
+     "model input 'I' must specify 'data_type' for m"),
+    ('@input { name: "I" data_type: TYPE_FP32 }', "input[0].dims",
+     "model input 'I' must specify 'dims' for m"),
+    ('output [\n @{ name: "O" data_type: TYPE_FP32 }\n]', "output[0].dims",
+     "model output 'O' must specify 'dims' for m"),
+    ('input { name: "I" data_type: TYPE_FP32 @dims: 0 }', "input[0].dims[0]",
+     f"model input 'I' {DIM_TEXT}"),
+    ('input { name: "I" data_type: TYPE_FP32 dims: [1, @-2] }', "input[0].dims[1]",
+     f"model input 'I' {DIM_TEXT}"),
+    (TENSORS + 'input { @name: "I" data_type: TYPE_FP32 dims: 1 }', "input[1].name",
+     "model input 'I' is specified more than once for m"),
+    ('input { name: "I" data_type: TYPE_FP32 dims: 1 @format: FORMAT_NHWC }', "input[0].format",
+     "model input NHWC/NCHW require 3 dims for m"),
+    ('input { name: "I" data_type: TYPE_FP32 dims: 1 @is_shape_tensor: true }',
+     "input[0].is_shape_tensor", "shape tensors are only supported for TensorRT platform for m"),
+    ('output { name: "I" data_type: TYPE_FP32 dims: 1 @is_non_linear_format_io: true }',
+     "output[0].is_non_linear_format_io",
+     "Non-linear IO format is only supported for the TensorRT platform for m"),
+    (DYNAMIC_BATCHING + "@preferred_batch_size: 0 }", "dynamic_batching.preferred_batch_size[0]",
+     "dynamic batching preferred size must be positive for m"),
+    (DYNAMIC_BATCHING + "preferred_batch_size: 4 @preferred_batch_size: 5 }",
+     "dynamic_batching.preferred_batch_size[1]",
+     "dynamic batching preferred size must be <= max batch size for m"),
+    (BATCH + "@dynamic_batching { priority_levels: 2 }", "dynamic_batching.default_priority_level",
+     "default priority level must be in range [1, 2] for m"),
+    (DYNAMIC_BATCHING + LEVEL + "@priority_queue_policy { key: 3 value {} } }",
+     "dynamic_batching.priority_queue_policy[3]",
+     "priority queue policy must have priority level in range [1, 1] for m"),
+    (DYNAMIC_BATCHING + "preserve_ordering: true @priority_levels: 2 default_priority_level: 1 }",
+     "dynamic_batching.priority_levels",
+     "Only one priority level is allowed when 'preserve_ordering' is true for m"),
+    (DYNAMIC_BATCHING + "preserve_ordering: true @default_queue_policy " + DELAY_POLICY[6:] + " }",
+     "dynamic_batching.default_queue_policy", NO_DELAY),
     (
         DYNAMIC_BATCHING
         + "preserve_ordering: true "
@@ -132,33 +81,20 @@ RULES = [
         "dynamic_batching.priority_queue_policy[1]",
         NO_DELAY,
     ),
-    (
-        DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "fast",
-        'parameters["batching_strategy"]',
-        "parameter 'batching_strategy' must be one of 'prefer_batch', 'prefer_latency', "
-        "'adaptive' for m, found 'fast'",
-    ),
-    (
-        DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "adaptive",
-        'parameters["batching_strategy"]',
-        "parameter 'batching_strategy' is 'adaptive' for m, which needs the parameter "
-        "'target_p99_ms', a number of milliseconds",
-    ),
-    (
-        BATCH + "@" + STRATEGY % "prefer_latency",
-        'parameters["batching_strategy"]',
-        "parameter 'batching_strategy' is 'prefer_latency' for m, which has no "
-        "'dynamic_batching': add that block, or remove the parameter",
-    ),
-    *(
-        (
-            DYNAMIC_BATCHING + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
-            'parameters["target_p99_ms"]',
-            "parameter 'target_p99_ms' must be a number of milliseconds, 0.001 at least and of "
-            f"a day at most for m, found '{value}'",
-        )
-        for value in ("", "soon", "0", "-1", "nan", "inf", "1e9", "1e-300", "1_000", " 30 ")
-    ),
+    (DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "fast", 'parameters["batching_strategy"]',
+     "parameter 'batching_strategy' must be one of 'prefer_batch', 'prefer_latency', "
+     "'adaptive' for m, found 'fast'"),
+    (DYNAMIC_BATCHING + "} " + "@" + STRATEGY % "adaptive", 'parameters["batching_strategy"]',
+     "parameter 'batching_strategy' is 'adaptive' for m, which needs the parameter "
+     "'target_p99_ms', a number of milliseconds"),
+    (BATCH + "@" + STRATEGY % "prefer_latency", 'parameters["batching_strategy"]',
+     "parameter 'batching_strategy' is 'prefer_latency' for m, which has no "
+     "'dynamic_batching': add that block, or remove the parameter"),
+    *((DYNAMIC_BATCHING + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
+        'parameters["target_p99_ms"]',
+        "parameter 'target_p99_ms' must be a number of milliseconds, 0.001 at least and of "
+        f"a day at most for m, found '{value}'") for value in ("", "soon", "0", "-1", "nan", "inf",
+        "1e9", "1e-300", "1_000", " 30 ")),
     *(
         (
             BATCH + "@" + STREAMS % value,
@@ -167,27 +103,16 @@ RULES = [
         )
         for value in ("0", "65537", "many", "1.5")
     ),
-    *(
-        (
-            BATCH + "@" + IDLE_UNLOAD % value,
-            'parameters["idle_unload_secs"]',
-            f"parameter 'idle_unload_secs' must be a number of seconds from 0 to 1000000 for m, "
-            f"found '{value}'",
-        )
-        for value in ("", "soon", "-1", "nan", "1000001")
-    ),
-    (
-        DYNAMIC_BATCHING + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
-        'parameters["target_p99_ms"]',
-        "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
-        "which is 'prefer_batch' for m",
-    ),
-    (
-        DYNAMIC_BATCHING + "} @" + TARGET % "5",
-        'parameters["target_p99_ms"]',
-        "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
-        "which is not given for m",
-    ),
+    *((BATCH + "@" + IDLE_UNLOAD % value, 'parameters["idle_unload_secs"]',
+        f"parameter 'idle_unload_secs' must be a number of seconds from 0 to 1000000 for m, "
+        f"found '{value}'") for value in ("", "soon", "-1", "nan", "1000001")),
+    (DYNAMIC_BATCHING + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
+     'parameters["target_p99_ms"]',
+     "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
+     "which is 'prefer_batch' for m"),
+    (DYNAMIC_BATCHING + "} @" + TARGET % "5", 'parameters["target_p99_ms"]',
+     "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
+     "which is not given for m"),
     *(
         (
             BATCH + "@" + MAX_INSTANCES % value,
@@ -196,123 +121,58 @@ RULES = [
         )
         for value in ("0", "4097", "many", "1.5")
     ),
-    (
-        BATCH + "@" + MIN_INSTANCES % "2",
-        'parameters["min_instances"]',
-        "parameter 'min_instances' is 2 for m, which needs 'max_instances'",
-    ),
-    (
-        BATCH + MAX_INSTANCES % "2" + " @" + MIN_INSTANCES % "3",
-        'parameters["min_instances"]',
-        "parameter 'min_instances' must be at most 'max_instances', 2, for m, found 3",
-    ),
-    (
-        BATCH + "sequence_batching { } @" + MAX_INSTANCES % "2",
-        'parameters["max_instances"]',
-        "parameter 'max_instances' requires a model whose requests are independent of each "
-        "other, found a model with sequences: m",
-    ),
-    (
-        TENSORS + MAX_INSTANCES % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
-        "instance_group[1]",
-        "only one instance group is allowed for m, which has the parameter "
-        "'max_instances', found 2",
-    ),
-    (
-        TENSORS + MAX_INSTANCES % "2" + " instance_group { @count: 3 }",
-        "instance_group[0].count",
-        "at most 2 instances are allowed for m, which has the parameter 'max_instances', found 3",
-    ),
-    (
-        TENSORS + "instance_group { @kind: KIND_GPU }",
-        "instance_group[0].kind",
-        "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
-    ),
-    (
-        TENSORS + "instance_group { kind: KIND_GPU @gpus: 3 }",
-        "instance_group[0].gpus[0]",
-        "instance group m_0 of model m specifies invalid or unsupported gpu id 3. "
-        "GPUs with at least the minimum required CUDA compute compatibility of 6.000000 are: ",
-    ),
-    (
-        TENSORS + "instance_group { @count: 2000000000 }",
-        "instance_group[0].count",
-        "instance group m_0 of model m has count 2000000000, more than 4096",
-    ),
-    (
-        TENSORS + "instance_group { kind: KIND_CPU @gpus: 0 }",
-        "instance_group[0].gpus",
-        "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
-    ),
-    (
-        TENSORS + "instance_group { kind: KIND_MODEL @gpus: [0, 1] }",
-        "instance_group[0].gpus",
-        "instance group m_0 of model m has kind KIND_MODEL but specifies one or more GPUs",
-    ),
-    (
-        TENSORS + 'instance_group { kind: KIND_CPU @profile: "1" }',
-        "instance_group[0].profile",
-        "instance group m_0 of model m and platform specifies profile field which is only "
-        "supported for TensorRT models",
-    ),
-    (
-        TENSORS + 'instance_group { name: "a" } instance_group { @name: "a" }',
-        "instance_group[1].name",
-        "instance group a of model m is specified more than once",
-    ),
-    (
-        TENSORS + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
-        "batch_input[0].data_type",
-        "batch input data type must be TYPE_INT32 or TYPE_FP32 for m",
-    ),
-    (
-        TENSORS + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',
-        "batch_input[0].source_input",
-        "batch input kind 'BATCH_ELEMENT_COUNT' expects 1 source input, got 0 for m",
-    ),
-    (
-        TENSORS + '@batch_input { data_type: TYPE_INT32 source_input: "I" }',
-        "batch_input[0].target_name",
-        "batch input must specify 'target_name' for m",
-    ),
-    (
-        TENSORS + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
-        "batch_input[0].target_name[0]",
-        "batch input 'I' is created by the server and cannot be an input of clients for m",
-    ),
-    (
-        TENSORS + 'batch_output { target_name: "O" @source_input: "X" }',
-        "batch_output[0].source_input[0]",
-        "unknown source input name 'X' for m",
-    ),
-    (
-        TENSORS + 'batch_output { target_name: [@"X"] source_input: "I" }',
-        "batch_output[0].target_name[0]",
-        "unknown target output name 'X' for m",
-    ),
-    (
-        TENSORS + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
-        "batch_output[0].target_name[1]",
-        "target output name 'O' can only be specified once for m",
-    ),
-    (
-        TENSORS
-        + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace(
-            "inputs", "@inputs"
-        ),
-        'model_warmup[0].inputs["I"]',
-        "warmup setting expects all variable-size dimensions are specified for input 'I' for m",
-    ),
-    (
-        TENSORS + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
-        'model_warmup[0].inputs["I"]',
-        "warmup setting expects input 'I' to have input_data_type set for m",
-    ),
-    (
-        TENSORS + (WARMUP_BLOCK % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
-        'model_warmup[0].inputs["I"]',
-        "warmup setting of input 'I' must specify 'data_type' for m",
-    ),
+    (BATCH + "@" + MIN_INSTANCES % "2", 'parameters["min_instances"]',
+     "parameter 'min_instances' is 2 for m, which needs 'max_instances'"),
+    (BATCH + MAX_INSTANCES % "2" + " @" + MIN_INSTANCES % "3", 'parameters["min_instances"]',
+     "parameter 'min_instances' must be at most 'max_instances', 2, for m, found 3"),
+    (BATCH + "sequence_batching { } @" + MAX_INSTANCES % "2", 'parameters["max_instances"]',
+     "parameter 'max_instances' requires a model whose requests are independent of each "
+     "other, found a model with sequences: m"),
+    (TENSORS + MAX_INSTANCES % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
+     "instance_group[1]", "only one instance group is allowed for m, which has the parameter "
+     "'max_instances', found 2"),
+    (TENSORS + MAX_INSTANCES % "2" + " instance_group { @count: 3 }", "instance_group[0].count",
+     "at most 2 instances are allowed for m, which has the parameter 'max_instances', found 3"),
+    (TENSORS + "instance_group { @kind: KIND_GPU }", "instance_group[0].kind",
+     "instance group m_0 of model m has kind KIND_GPU but no GPUs are available"),
+    (TENSORS + "instance_group { kind: KIND_GPU @gpus: 3 }", "instance_group[0].gpus[0]",
+     "instance group m_0 of model m specifies invalid or unsupported gpu id 3. "
+     "GPUs with at least the minimum required CUDA compute compatibility of 6.000000 are: "),
+    (TENSORS + "instance_group { @count: 2000000000 }", "instance_group[0].count",
+     "instance group m_0 of model m has count 2000000000, more than 4096"),
+    (TENSORS + "instance_group { kind: KIND_CPU @gpus: 0 }", "instance_group[0].gpus",
+     "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs"),
+    (TENSORS + "instance_group { kind: KIND_MODEL @gpus: [0, 1] }", "instance_group[0].gpus",
+     "instance group m_0 of model m has kind KIND_MODEL but specifies one or more GPUs"),
+    (TENSORS + 'instance_group { kind: KIND_CPU @profile: "1" }', "instance_group[0].profile",
+     "instance group m_0 of model m and platform specifies profile field which is only "
+     "supported for TensorRT models"),
+    (TENSORS + 'instance_group { name: "a" } instance_group { @name: "a" }',
+     "instance_group[1].name", "instance group a of model m is specified more than once"),
+    (TENSORS + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
+     "batch_input[0].data_type", "batch input data type must be TYPE_INT32 or TYPE_FP32 for m"),
+    (TENSORS + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',
+     "batch_input[0].source_input",
+     "batch input kind 'BATCH_ELEMENT_COUNT' expects 1 source input, got 0 for m"),
+    (TENSORS + '@batch_input { data_type: TYPE_INT32 source_input: "I" }',
+     "batch_input[0].target_name", "batch input must specify 'target_name' for m"),
+    (TENSORS + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
+     "batch_input[0].target_name[0]",
+     "batch input 'I' is created by the server and cannot be an input of clients for m"),
+    (TENSORS + 'batch_output { target_name: "O" @source_input: "X" }',
+     "batch_output[0].source_input[0]", "unknown source input name 'X' for m"),
+    (TENSORS + 'batch_output { target_name: [@"X"] source_input: "I" }',
+     "batch_output[0].target_name[0]", "unknown target output name 'X' for m"),
+    (TENSORS + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
+     "batch_output[0].target_name[1]", "target output name 'O' can only be specified once for m"),
+    (TENSORS + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace("inputs",
+     "@inputs"), 'model_warmup[0].inputs["I"]',
+     "warmup setting expects all variable-size dimensions are specified for input 'I' for m"),
+    (TENSORS + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
+     'model_warmup[0].inputs["I"]',
+     "warmup setting expects input 'I' to have input_data_type set for m"),
+    (TENSORS + (WARMUP_BLOCK % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
+     'model_warmup[0].inputs["I"]', "warmup setting of input 'I' must specify 'data_type' for m"),
     (
         TENSORS
         + (WARMUP_BLOCK % "data_type: TYPE_FP32 dims: [2] zero_data: true").replace(
@@ -321,19 +181,14 @@ RULES = [
         "model_warmup[0].batch_size",
         "warmup sample 's': batch size 2, max allowed is 1 for m",
     ),
-    (
-        TENSORS + "response_cache { @enable: true } sequence_batching {}",
-        "response_cache.enable",
-        "Response Cache does not currently support model m with sequence batching scheduler. "
-        "Please disable the response cache.",
-    ),
-    (
-        TENSORS + "response_cache { @enable: true } model_transaction_policy { decoupled: true }",
-        "response_cache.enable",
-        "Response Cache does not currently support model m with 'decoupled' transaction policy. "
-        "Please disable the response cache.",
-    ),
-]
+    (TENSORS + "response_cache { @enable: true } sequence_batching {}", "response_cache.enable",
+     "Response Cache does not currently support model m with sequence batching scheduler. "
+     "Please disable the response cache."),
+    (TENSORS + "response_cache { @enable: true } model_transaction_policy { decoupled: true }",
+     "response_cache.enable",
+     "Response Cache does not currently support model m with 'decoupled' transaction policy. "
+     "Please disable the response cache."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "key", "expected"), RULES)
@@ -422,18 +277,14 @@ def test_a_reshape_keeps_the_elements(
     ("text", "expected"),
     [
         (TENSORS, "backend: must specify 'platform' or 'backend' for 'm'"),
-        (
-            '@platform: "tensor_plan"' + TENSORS,
-            "platform: unexpected platform type 'tensor_plan' for m",
-        ),
-        (
-            'backend: "pytorch" @platform: "onnxruntime_onnx"' + TENSORS,
-            "platform: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch",
-        ),
+        ('@platform: "tensor_plan"' + TENSORS,
+         "platform: unexpected platform type 'tensor_plan' for m"),
+        ('backend: "pytorch" @platform: "onnxruntime_onnx"' + TENSORS,
+         "platform: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch"),
         ('platform: "pytorch_libtorch" backend: "pytorch"' + TENSORS, ""),
         ('backend: "mine"' + TENSORS, ""),
     ],
-)
+)  # fmt: skip
 def test_platform_and_backend_must_agree(text: str, expected: str) -> None:
     assert problems(text) == (place(text) + expected if expected else "")
 

@@ -131,8 +131,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         "        yield {'X': [[n, n]]}\n"
     )
     items = data.read_requests(BATCHED, DataOptions(source=str(path)))
-    assert len(items) == 1000
-    assert values(items[7])["X"] == [[7, 7]]
+    assert len(items) == 1000 and values(items[7])["X"] == [[7, 7]]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +144,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         ("x = ", "failed: SyntaxError"),
     ],
 )
-def test_the_error_explains_a_failing_program(
-    tmp_path: Path, text: str, expected_error: str
-) -> None:
+def test_an_error_explains_failing_programs(tmp_path: Path, text: str, expected_error: str) -> None:
     path = tmp_path / "d.py"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=f"--data: .*{expected_error}"):

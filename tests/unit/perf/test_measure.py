@@ -55,9 +55,7 @@ def test_the_confidence_interval_is_students_t() -> None:
     )
 
 
-def test_a_window_has_the_requests_that_ended_in_it_with_latencies_from_the_scheduled_start() -> (
-    None
-):
+def test_a_window_has_the_requests_ended_in_it_with_latencies_from_the_scheduled_start() -> None:
     records = Records()
     for scheduled_ns, ended_ns in [(0, 5), (1, 9), (2, 20)]:
         records.scheduled_ns.append(scheduled_ns)
@@ -71,12 +69,6 @@ def test_a_window_has_the_requests_that_ended_in_it_with_latencies_from_the_sche
 def test_a_spread_is_in_milliseconds() -> None:
     spread = measure.summarize(np.array([3_000_000, 1_000_000], np.int64))
     assert spread == {
-        "mean": 2.0,
-        "p50": 1.0,
-        "p90": 3.0,
-        "p95": 3.0,
-        "p99": 3.0,
-        "p99.9": 3.0,
-        "max": 3.0,
-    }
+        "mean": 2.0, "p50": 1.0, "p90": 3.0, "p95": 3.0, "p99": 3.0, "p99.9": 3.0, "max": 3.0,
+    }  # fmt: skip
     assert set(measure.summarize(np.array([], np.int64)).values()) == {0.0}

@@ -99,8 +99,7 @@ def test_models_without_batching_get_more_instances() -> None:
 
 def test_an_unreachable_target_is_reported() -> None:
     search = Search(model(40, 1, 2), TARGET_MS, SEARCH_SPACE, 40)
-    assert search.run(START_CANDIDATE) is None
-    assert search.trials
+    assert search.run(START_CANDIDATE) is None and search.trials
 
 
 def test_failed_requests_are_no_throughput() -> None:
@@ -129,8 +128,7 @@ def test_the_best_trial_is_repeated_and_may_be_rejected() -> None:
         return measure(candidate)._replace(p99_ms=99.0) if is_repeated else measure(candidate)
 
     best_trial = Search(measure_once, TARGET_MS, SEARCH_SPACE, 60).run(START_CANDIDATE)
-    assert best_trial is not None
-    assert best_trial.candidate != lucky_trial.candidate
+    assert best_trial is not None and best_trial.candidate != lucky_trial.candidate
     assert measurements[best_trial.candidate] == 2
 
 
@@ -140,8 +138,7 @@ def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:
     def measure(candidate: Candidate) -> Trial:
         return Trial(candidate, rates.get(candidate.batch, [0.0]).pop(0), 1.0)
 
-    search = Search(measure, TARGET_MS, Space((1,), (), 16), 60)
-    best_trial = search.run(Candidate(1, 4))
+    best_trial = Search(measure, TARGET_MS, Space((1,), (), 16), 60).run(Candidate(1, 4))
     assert best_trial is not None
     assert (best_trial.candidate.batch, best_trial.per_second) == (8, 200.0)
 

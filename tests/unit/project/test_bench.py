@@ -47,8 +47,7 @@ def _results(*rows: Row) -> Results:
 
 def test_a_report_of_perf_analyzer_is_read_by_column() -> None:
     columns = perf.parse(REPORT)
-    assert columns[perf.THROUGHPUT] == 7552.42
-    assert columns[perf.P50] == 2004
+    assert columns[perf.THROUGHPUT] == 7552.42 and columns[perf.P50] == 2004
     assert "Avg latency" not in columns
 
 
@@ -78,21 +77,16 @@ def test_a_missing_side_has_no_ratio_and_no_verdict(
     own_samples: list[float], peer_samples: list[float]
 ) -> None:
     row = _row(own_samples, peer_samples)
-    assert row.ratio() is None
-    assert row.verdict() == ""
+    assert row.ratio() is None and row.verdict() == ""
 
 
 @pytest.mark.parametrize(
     ("direction", "own_value", "verdict"),
     [
-        ("higher", 12.0, "aim"),
-        ("higher", 8.0, "must"),
-        ("higher", 7.9, "BELOW"),
-        ("lower", 8.0, "aim"),
-        ("lower", 12.0, "must"),
-        ("lower", 12.1, "BELOW"),
+        ("higher", 12.0, "aim"), ("higher", 8.0, "must"), ("higher", 7.9, "BELOW"),
+        ("lower", 8.0, "aim"), ("lower", 12.0, "must"), ("lower", 12.1, "BELOW"),
     ],
-)
+)  # fmt: skip
 def test_verdict_on_a_ratio(direction: str, own_value: float, verdict: str) -> None:
     assert _row([own_value], [10.0], _figure(direction)).verdict() == verdict
 
@@ -123,10 +117,8 @@ def test_the_report_names_what_could_not_be_measured() -> None:
     results.not_run.append(NotRun("Triton", "not there", failed=False))
     results.raw_delays_us["shmserve"] = [110.0, 130.0, 5000.0]
     text = rendering.render(results)
-    assert "1.20 [1.20 .. 1.20]" in text
-    assert "aim" in text
-    assert "Triton: not there" in text
-    assert "100 to 120 µs   33.3 %" in text
+    assert "1.20 [1.20 .. 1.20]" in text and "aim" in text
+    assert "Triton: not there" in text and "100 to 120 µs   33.3 %" in text
     assert "2000 and more µs   33.3 %" in text
 
 
@@ -139,8 +131,7 @@ def test_compare_reports_better_only_without_overlap() -> None:
     assert "better" in rendering.compare(earlier_results, _results(_row([12, 13], [10, 10])))
     assert "worse" in rendering.compare(earlier_results, _results(_row([8, 9], [10, 10])))
     overlapping_report = rendering.compare(earlier_results, _results(_row([11, 13], [10, 10])))
-    assert "better" not in overlapping_report
-    assert "1.14" in overlapping_report
+    assert "better" not in overlapping_report and "1.14" in overlapping_report
 
 
 def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
@@ -157,8 +148,7 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
         assert not processes.wait_exited(members, 0.02)
     finally:
         child.communicate(b"\n")
-    assert processes.wait_exited(members, 5)
-    assert processes.signal_all(members, 9) == []
+    assert processes.wait_exited(members, 5) and processes.signal_all(members, 9) == []
 
 
 def soak_samples(
@@ -201,8 +191,7 @@ def test_processes_started_later_are_ignored() -> None:
 
 def test_resources_of_this_process() -> None:
     usage = resources.sample(os.getpid())
-    assert max(usage.memory_mb.values()) > 1
-    assert max(usage.descriptors.values()) > 2
+    assert max(usage.memory_mb.values()) > 1 and max(usage.descriptors.values()) > 2
     assert max(usage.threads.values()) >= 1
 
 

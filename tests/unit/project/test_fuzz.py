@@ -59,9 +59,7 @@ def test_corpus(path: Path) -> None:
     targets.TARGETS[path.parent.name](path.read_bytes())
 
 
-def test_failing_inputs_are_stored_and_reproducible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_inputs_are_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An input that breaks a target is stored, and is the same for the same seed."""
     monkeypatch.chdir(tmp_path)
     inputs: list[bytes] = []
@@ -75,8 +73,7 @@ def test_failing_inputs_are_stored_and_reproducible(
         with pytest.raises(AssertionError):
             search(target, [b"corpus", b"other"], 60, seed=7)
         (kept_input,) = tmp_path.iterdir()
-        assert kept_input.name == "crash-7-49"
-        assert kept_input.read_bytes() == inputs[-1]
+        assert kept_input.name == "crash-7-49" and kept_input.read_bytes() == inputs[-1]
     assert search(len, [b"corpus"], 0, seed=7) == 1
 
 
@@ -156,5 +153,4 @@ def test_any_host_and_any_token(host: str, token: str) -> None:
         access_error = ClientIdentity(ListenerRules(kind, rules, None), None).find_access_error(
             "inference", {"Host": host, "Authorization": f"Bearer {token}"}
         )
-        assert access_error is not None
-        assert access_error.status in (401, 421)
+        assert access_error is not None and access_error.status in (401, 421)

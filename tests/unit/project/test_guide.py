@@ -36,7 +36,6 @@ def links(page: Path) -> list[str]:
 
 @cache
 def known_flags(verb: str) -> set[str]:
-    """Return the flags of `shmserve VERB` from its help."""
     if verb_flags := {
         "check": ("--input", "--json", "--on-cpu"),
         "doctor": ("--json", "--peer"),
@@ -51,7 +50,6 @@ def known_flags(verb: str) -> set[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Return the words of each command of the program in a shell text."""
     lines = text.replace("\\\n", " ").splitlines()
     command_words = [
         shlex.split(part, comments=True)
@@ -77,8 +75,7 @@ def test_the_contents_name_every_page() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_each_block_has_a_purpose(page: Path) -> None:
-    fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
-    assert len(fences) == 2 * len(blocks(page))
+    assert len(re.findall(r"^```", page.read_text(), re.MULTILINE)) == 2 * len(blocks(page))
     for block in blocks(page):
         assert block.is_file or block.language in LANGUAGES_BY_USE[block.use], block
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

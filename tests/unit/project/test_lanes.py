@@ -119,9 +119,7 @@ def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixt
     assert output.count("in no way") >= 2
 
 
-def test_all_tests_of_a_dead_process_are_retried(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tests_of_dead_processes_rerun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, summary, output = run_files(tmp_path, capfd, dies=DIES_ONCE)
     assert (status, summary) == (0, "2 passed, 0 failed, 0 skipped")
     assert "some/test_dies.py\n    | the process of these files did not come to its end" in output
@@ -131,9 +129,7 @@ def test_a_process_that_dies_twice_fails(tmp_path: Path, capfd: pytest.CaptureFi
     assert run_files(tmp_path, capfd, dies=DYING_TEST)[:2] == (1, "0 passed, 1 failed, 0 skipped")
 
 
-def test_very_many_failures_are_not_tried_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_many_failures_are_not_retried(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests = "\n".join(f"def test_{n}(): assert 0" for n in range(MAX_RETRIED + 1))
     status, summary, output = run_files(tmp_path, capfd, many=tests)
     assert (status, summary) == (1, f"0 passed, {MAX_RETRIED + 1} failed, 0 skipped")

@@ -62,7 +62,7 @@ class Text(NamedTuple):
     """A piece of prose, and where it stands."""
 
     where: str
-    kind: str  # a key of BOUNDS
+    kind: str  # a key of MAX_PERCENT
     text: str
     of_function: bool = False
 
@@ -240,6 +240,25 @@ def test_documented_attributes_and_arguments_exist() -> None:
         unknown = set(DOCUMENTED_NAME.findall(sections)) - existing
         missing += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in unknown]
     assert not missing
+
+
+BACKTICKED = re.compile(r"`([a-z_][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)*|_[A-Za-z0-9_]+)`")
+NAMES_OF_OTHERS = {"import_path", "max_digits"}  # of Ray Serve and pydantic
+
+
+def test_names_in_backticks_exist() -> None:
+    """A name that was changed stays in other docstrings and comments otherwise."""
+    words, quoted = set(NAMES_OF_OTHERS), []
+    for path in files((*CODE_FOLDERS, "tests"), ".py"):
+        nodes = list(ast.walk(tree(path)))
+        documentation = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and node not in documentation:
+                words.update(re.findall(r"\w+", str(node.value)))
+        words.update(identifiers(tree(path)))
+        for text in (*docstrings(path), *comments(path)):
+            quoted += [(text.where, name) for name in BACKTICKED.findall(text.text)]
+    assert [entry for entry in quoted if not words.issuperset(entry[1].split("."))] == []
 
 
 # --- messages -----------------------------------------------------------------------------------

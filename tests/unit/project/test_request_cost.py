@@ -36,9 +36,7 @@ def region() -> Iterator[Region]:
 
 
 @pytest.mark.parametrize(("kind", "process"), _CALL_CEILINGS)
-def test_a_request_costs_no_more_calls(
-    kind: str, process: str, tmp_path: Path, region: Region
-) -> None:
+def test_requests_cost_no_more(kind: str, process: str, tmp_path: Path, region: Region) -> None:
     """Count the calls for eight concurrent requests, and require a tight ceiling."""
     cases: dict[str, Callable[[], Case]] = {
         "inline": counted_processes.inline,

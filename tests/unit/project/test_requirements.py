@@ -9,7 +9,7 @@ import pytest
 from aiohttp.http_parser import HttpRequestParser, HttpRequestParserPy
 
 from shmserve.common.names import check_model_name
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.routes import ROUTES
@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def find_calls(folder: str) -> list[tuple[Path, ast.Call]]:
-    """Return every call in the Python files of a folder at the root."""
     return [
         (Path(path, name), node)
         for path, _, names in os.walk(ROOT / folder)
@@ -96,15 +95,6 @@ def test_numbers_and_names_are_checked_before_memory_is_allocated(inputs: list[A
     """Repeated names, booleans or floats as integers, and huge integers are refused."""
     with pytest.raises((InvalidArgument, JsonFault)):
         read_request({"inputs": inputs})
-
-
-@pytest.mark.parametrize(
-    "key", ["triton_enable_empty_final_response", "triton_final_response", "triton_x"]
-)
-def test_reserved_parameters_are_refused(key: str) -> None:
-    """A client cannot set parameters that the server adds to a request."""
-    with pytest.raises(ShmserveError, match="reserved for Triton usage"):
-        read_request({"inputs": [tensor("INPUT0"), tensor("INPUT1")], "parameters": {key: True}})
 
 
 @pytest.mark.parametrize(

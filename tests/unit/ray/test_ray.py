@@ -81,9 +81,7 @@ def test_flags_equal_those_of_the_command_line() -> None:
         ),
     ],
 )
-def test_invalid_arguments_fail_when_the_application_is_built(
-    args: dict[str, Any], message: str
-) -> None:
+def test_invalid_arguments_fail_when_the_app_is_built(args: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         shmserve.ray.app(args)
 

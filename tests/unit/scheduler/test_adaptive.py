@@ -30,7 +30,6 @@ from tests.rigs.batching_simulation import (
 def adaptive_batcher(
     target_ms: float = 60, max_batch_size: int = 32, delay_ms: float = 0
 ) -> AdaptiveBatcher:
-    """Return an adaptive batcher with this maximum batch size."""
     rules = Batching(
         max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS), int(target_ms * MS)
     )
@@ -238,8 +237,7 @@ def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
     batcher, now_ns = learn_load(14, gap_ms=0.1)
     batcher.record_arrival(now_ns, 1)
     assert isinstance(batcher.decide(now_ns, [Item(now_ns)], 0), WaitUntil)
-    late_items = [Item(now_ns - 4 * MS)]
-    assert batcher.decide(now_ns, late_items, 0) == Batch(1, CloseReason.TARGET)
+    assert batcher.decide(now_ns, [Item(now_ns - 4 * MS)], 0) == Batch(1, CloseReason.TARGET)
 
 
 def test_a_configured_delay_bounds_the_wait() -> None:
@@ -297,9 +295,7 @@ def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
 
 
 @given(batcher_states())
-def test_every_decision_is_legal_and_every_wait_ends(
-    drawn_case: tuple[Batcher, int, list[Item]],
-) -> None:
+def test_decisions_are_legal_and_waits_end(drawn_case: tuple[Batcher, int, list[Item]]) -> None:
     batcher, now_ns, queue = drawn_case
     max_batch_size = batcher._rules.max_batch_size  # type: ignore[attr-defined]
     for _ in range(1000):

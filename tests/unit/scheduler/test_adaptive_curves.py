@@ -146,21 +146,12 @@ def test_an_overload_from_a_wrong_best_size_ends(seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("step at 4", 0.4),
-        ("step at 8", 0.7),
-        ("step at 12", 0.6),
-        ("two steps", 0.7),
-        ("plateau", 0.7),
-        ("falling", 0.6),
-        ("fallen", 0.6),
-        ("tiles of 8", 0.6),
-        ("growing faster", 0.6),
-        ("slower", 0.5),
-        ("faster", 0.5),
-        ("bimodal", 0.5),
+        ("step at 4", 0.4), ("step at 8", 0.7), ("step at 12", 0.6), ("two steps", 0.7),
+        ("plateau", 0.7), ("falling", 0.6), ("fallen", 0.6), ("tiles of 8", 0.6),
+        ("growing faster", 0.6), ("slower", 0.5), ("faster", 0.5), ("bimodal", 0.5),
         ("bimodal step", 0.6),
     ],
-)
+)  # fmt: skip
 def test_the_target_is_met_where_a_fixed_setting_meets_it(name: str, part: float) -> None:
     curve = CURVES[name]
     rate = part * curve.most_per_second

@@ -80,8 +80,7 @@ def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
 
 
 def test_the_alternative_is_not_tried_before_its_misses_are_earned() -> None:
-    account = settled_account()
-    choice, alternative_count = WaitingChoice(account), 0
+    choice, alternative_count = WaitingChoice(settled_account()), 0
     for _ in range(20_000):
         late_count = 0 if choice.waits else 4
         alternative_count += not choice.waits

@@ -116,24 +116,6 @@ def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
     assert len(rig.execute()[1].requests) == 1
 
 
-def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> None:
-    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    rig.start(0, 100)
-    rig.start(1, 101)
-    rig.start(2, 102)
-    first_id, second_id, third_id = rig.submit(3)
-    (peer1, batch1), (peer2, batch2), (peer3, batch3) = rig.take_batches()
-    rig.finish(peer3, batch3)
-    rig.finish(peer2, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no"))
-    assert rig.answers() == []
-    rig.finish(peer1, batch1)
-    assert rig.answers() == [
-        m.Finished(first_id, b"done", [b"done"]),
-        failure(second_id, "INTERNAL", "no"),
-        m.Finished(third_id, b"done", [b"done"]),
-    ]
-
-
 def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     rig.start(0, 100)
@@ -499,8 +481,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     rig.pass_time(2_000 * MS)
     assert rig.answers() == []
     rig.supervisor(ProcessExited(100, "signal 9"))
-    peer = rig.start(0, 101)
-    rig.finish(peer, rig.execute()[1])
+    rig.finish(rig.start(0, 101), rig.execute()[1])
     assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
     rig.pass_time(2_000 * MS)
     text = "execution of the request exceeded the limit of 2 seconds"
@@ -618,8 +599,7 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     rig.supervisor(ProcessExited(101, "signal 11"))
     text = "the model's worker died while running this request (signal 11)"
     assert rig.answers() == [failure(fatal_id, "INTERNAL", text)]
-    peer = rig.start(0, 102)
-    rig.finish(peer, rig.execute()[1])
+    rig.finish(rig.start(0, 102), rig.execute()[1])
     assert rig.answers() == [m.Finished(harmless_id, b"done", [b"done"])]
 
 
@@ -636,8 +616,7 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
         "its inputs, which may have changed"
     )
     assert rig.answers() == [failure(number, "INTERNAL", text) for number in executing_ids]
-    peer = rig.start(0, 101)
-    rig.finish(peer, rig.execute()[1])
+    rig.finish(rig.start(0, 101), rig.execute()[1])
     assert rig.answers() == [m.Finished(waiting_id, b"done", [b"done"])]
 
 
@@ -722,8 +701,7 @@ def test_every_request_id_receives_one_answer(
     rig, peer = ready_rig(dynamic_batching, execution_timeout_s=1)
     number, batch_size, arrived, deadline, timeout, priority = numbers
     schema = schema_of(batch_size)
-    submit = m.Submit(number, schema, [b""], arrived, deadline, timeout, priority)
-    rig.client(submit)
+    rig.client(m.Submit(number, schema, [b""], arrived, deadline, timeout, priority))
     rig.client(m.Release(batch_size, numbers))
     for _, message in rig.take_batches():
         start, input_end, output_start, output_end = numbers[:4]
@@ -814,8 +792,7 @@ def test_metrics_of_unknown_instances_are_dropped() -> None:
     rig, peer = ready_rig()
     rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
     rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))
-    assert reported_families(rig) == []
-    assert rig.report()["shmserve"]["malformed"] == 2
+    assert reported_families(rig) == [] and rig.report()["shmserve"]["malformed"] == 2
 
 
 def reported_families(rig: Rig) -> Any:

@@ -36,8 +36,7 @@ def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() ->
     rig.respond(peer, key, b"c", final=True)
     assert rig.answers() == [response_part(number, b"c", final=True)]
     rig.respond(peer, key, b"late")
-    assert rig.answers() == []
-    assert rig.report()["shmserve"]["malformed"] == 1
+    assert rig.answers() == [] and rig.report()["shmserve"]["malformed"] == 1
 
 
 def test_an_end_before_execute_returns_contains_the_duration() -> None:
@@ -142,8 +141,7 @@ def test_an_ordinary_model_has_one_response() -> None:
     rig.submit()
     _, batch = rig.execute()
     rig.respond(peer, batch.requests[0].key)
-    assert rig.answers() == []
-    assert rig.report()["shmserve"]["malformed"] == 1
+    assert rig.answers() == [] and rig.report()["shmserve"]["malformed"] == 1
 
 
 def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> None:
@@ -152,8 +150,7 @@ def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> Non
     rig.respond(b"0.77", key)
     rig.respond(other_worker, key)
     rig.respond(other_worker, 999)
-    assert rig.answers() == []
-    assert rig.report()["shmserve"]["malformed"] == 3
+    assert rig.answers() == [] and rig.report()["shmserve"]["malformed"] == 3
     assert number == 1
 
 
@@ -186,9 +183,7 @@ def test_credit_is_limited_to_the_responses_sent(absurd_count: int) -> None:
 
 @pytest.mark.parametrize("has_returned", [True, False])
 @pytest.mark.parametrize("responses", [0, 2])
-def test_a_cancelled_request_ends_when_the_model_ends_it(
-    has_returned: bool, responses: int
-) -> None:
+def test_a_cancelled_request_ends_when_its_model_does(has_returned: bool, responses: int) -> None:
     rig, peer, number, key = start_stream()
     for _ in range(responses):
         rig.respond(peer, key)

@@ -26,12 +26,10 @@ class Item:
 
 
 def rules(max_batch_size: int = 8, preferred: tuple[int, ...] = (), delay_ns: int = 0) -> Batching:
-    """Return batching rules with Triton's default preferred size."""
     return Batching(max_batch_size, frozenset(preferred or (max_batch_size,)), delay_ns)
 
 
 def items(*units: int) -> list[Item]:
-    """Return requests of these sizes."""
     return [Item(size) for size in units]
 
 
@@ -68,35 +66,6 @@ def test_batch_sizes(units: tuple[int, ...], batching: Batching, expected: Batch
     assert decide(NOW, items(*units), batching, 0) == expected
 
 
-def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
-    queue = items(*[1] * 7)
-    first_decision = decide(NOW, queue, rules(8, (4, 6)), 0)
-    assert first_decision == Batch(6, CloseReason.PREFERRED)
-    assert decide(NOW, queue[6:], rules(8, (4, 6)), 0) == Batch(1, CloseReason.IDLE)
-
-
-def test_the_delay_counts_from_the_oldest_request() -> None:
-    queue = [Item(enqueued_ns=NOW - 10), Item(enqueued_ns=NOW - 70_000), Item()]
-    batching = rules(8, (), DELAY_NS)
-    assert decide(NOW, queue, batching, 0) == WaitUntil(NOW + 30_000)
-    assert decide(NOW + 29_999, queue, batching, 0) == WaitUntil(NOW + 30_000)
-    assert decide(NOW + 30_000, queue, batching, 0) == Batch(3, CloseReason.DELAY)
-
-
-def test_after_the_delay_everything_runs_even_past_a_preferred_size() -> None:
-    queue = [Item(enqueued_ns=NOW - DELAY_NS) for _ in range(5)]
-    assert decide(NOW - 1, queue, rules(8, (4,), DELAY_NS), 0) == Batch(4, CloseReason.PREFERRED)
-    assert decide(NOW, queue, rules(8, (4,), DELAY_NS), 0) == Batch(5, CloseReason.DELAY)
-
-
-def test_other_shapes_close_a_batch_and_only_the_first_request_is_compared() -> None:
-    queue = [Item(shape_key=b"a"), Item(shape_key=b"a"), Item(shape_key=b"b"), Item(shape_key=b"a")]
-    batching = rules(8, (), DELAY_NS)
-    assert decide(NOW, queue, batching, 0) == Batch(2, CloseReason.SHAPE)
-    assert decide(NOW, queue[2:], batching, 0) == Batch(1, CloseReason.SHAPE)
-    assert decide(NOW, queue[3:], batching, 0) == WaitUntil(NOW + DELAY_NS)
-
-
 SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12)
 
 
@@ -110,8 +79,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
         Item(min(units, max_batch_size), shape_key=padding.key(b"", {"X": (length,)}))
         for length, units in lengths_and_units
     ]
-    batching = replace(rules(max_batch_size), padding=padding)
-    decision = decide(NOW, queued_items, batching, 0)
+    decision = decide(NOW, queued_items, replace(rules(max_batch_size), padding=padding), 0)
     assert isinstance(decision, Batch)
     batch_items = queued_items[: decision.count]
     batch = padding.batch()
@@ -212,9 +180,7 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
 
 
 @given(queue_states())
-def test_waiting_is_bounded_and_ends_in_a_batch(
-    drawn_case: tuple[list[Item], Batching, int],
-) -> None:
+def test_waits_are_bounded_and_end_in_batches(drawn_case: tuple[list[Item], Batching, int]) -> None:
     queue, batching, reserve_ns = drawn_case
     decision = decide(NOW, queue, batching, reserve_ns)
     assert (decision is None) == (not queue)

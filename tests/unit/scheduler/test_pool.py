@@ -22,7 +22,6 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
 
 
 def register_instance(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
-    """Announce and register an instance; return its address."""
     peer = b"%d.%d" % (index, pid)
     pool.announce(index, pid)
     pool.register_worker(index, peer, pid)
@@ -53,11 +52,9 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     batch = execution()
     pool.assign(batch)
     pool.register_worker(0, b"0.101", 101)
-    assert not pool.free
-    assert pool.process_exited(100) == LostWork([batch], [])
+    assert not pool.free and pool.process_exited(100) == LostWork([batch], [])
     pool.announce(0, 101)
-    slot = pool.by_peer(b"0.101")
-    assert slot is not None and pool.free
+    assert pool.by_peer(b"0.101") is not None and pool.free
 
 
 def test_a_registration_of_an_exited_process_is_discarded(pool: Pool) -> None:
@@ -228,9 +225,6 @@ def test_an_exit_returns_open_requests_separately(pool: Pool) -> None:
     assert pool.executing == 0
 
 
-# --- instances that retire ------------------------------------------------------------------------
-
-
 def take_retired(pool: Pool) -> list[int]:
     return pool.take_retired(lambda slot: False)
 
@@ -239,8 +233,7 @@ def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) 
     peer = register_instance(pool)
     slot = pool.assign(execution())
     pool.retire(0)
-    assert not pool.free and not pool.least_busy(2)
-    assert take_retired(pool) == []
+    assert not pool.free and not pool.least_busy(2) and take_retired(pool) == []
     pool.finish(slot, NOW)
     assert not pool.free
     assert take_retired(pool) == []  # the open request of a decoupled model prevents the retirement
@@ -254,8 +247,7 @@ def test_an_instance_that_retires_before_its_start_is_removed_at_once(pool: Pool
     pool.announce(0, 100)
     pool.retire(0)
     pool.retire(1)
-    assert take_retired(pool) == [100, 0]
-    assert counts(pool) == {}
+    assert take_retired(pool) == [100, 0] and counts(pool) == {}
 
 
 def test_an_instance_that_exits_while_it_retires_is_removed(pool: Pool) -> None:
@@ -274,8 +266,7 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
     """Further requests of the decoupled model wait in the queue."""
     pool = Pool(0, None, 2)
     register_instance(pool)
-    batches = [execution(1), execution(2)]
-    for batch in batches:
+    for batch in [execution(1), execution(2)]:
         slot = pool.assign(batch)
         pool.finish(slot, 0)
     assert len(slot.requests) == 2 and slot.idle
@@ -286,9 +277,7 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
     assert list(pool.free) == [slot]
 
 
-def test_an_offer_of_a_withdrawn_instance_is_dropped_with_its_process(
-    pool: Pool,
-) -> None:
+def test_an_offer_of_a_withdrawn_instance_is_dropped_with_its_process(pool: Pool) -> None:
     register_instance(pool, 0, 100)
     pool.announce(1, 101)
     pool.retire(1)

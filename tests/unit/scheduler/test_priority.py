@@ -57,7 +57,6 @@ class ComparedQueue(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        """Remove a request, which may have been removed before."""
         chosen_request = data.draw(st.sampled_from(self.requests))
         is_expected = chosen_request in self._expected()
         self._drop([chosen_request])
@@ -81,8 +80,7 @@ class ComparedQueue(RuleBasedStateMachine):
     def check_equality(self) -> None:
         """Check that the order and the counts equal those of the list."""
         expected = self._expected()
-        assert list(self.queue) == expected
-        assert len(self.queue) == len(expected)
+        assert list(self.queue) == expected and len(self.queue) == len(expected)
         for level in (1, 2, 3, 4):
             assert self.queue.size(level) == sum(request.level == level for request in expected)
         used_levels = {request.level for request in expected}

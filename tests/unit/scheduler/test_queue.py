@@ -18,7 +18,6 @@ CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
 def make_queue(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
-    """Return the queue of a model with batches up to 8 and this queue policy."""
     config = {
         "name": "m",
         "max_batch_size": 8,
@@ -31,14 +30,9 @@ def make_queue(policy: dict[str, Any] | None = None, max_queue_size: int = 0) ->
 def submit(**fields: Any) -> Submit:
     """Return a request of one row that has just arrived."""
     defaults = {
-        "id": 1,
-        "schema": b"",
-        "data": [b"work"],
-        "arrived_ns": NOW - 1,
-        "deadline_ns": 0,
-        "timeout_us": 0,
-        "priority": 0,
-    }
+        "id": 1, "schema": b"", "data": [b"work"], "arrived_ns": NOW - 1, "deadline_ns": 0,
+        "timeout_us": 0, "priority": 0,
+    }  # fmt: skip
     return Submit(**{**defaults, **fields})
 
 

@@ -16,7 +16,6 @@ _PARAMETERS = {
 
 
 def calls_per_request(queued_count: int, config: dict[str, Any]) -> float:
-    """Return the number of function calls per request, in Python and in C."""
     busy_queue, calls = BusyQueue(queued_count, config), 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

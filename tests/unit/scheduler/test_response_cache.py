@@ -37,7 +37,6 @@ LARGE_SIZE = 100_000
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    """Yield the arena of a gateway or a worker."""
     new_arena = Arena(8 << 20)
     yield new_arena
     new_arena.close()
@@ -83,7 +82,6 @@ def place_data(arena: Arena, data: bytes) -> Range:
 
 
 def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
-    """Execute a request that is not cached; return its number."""
     number, batch = rig.submit_and_take_batch(work=request)
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, result))
     (answer,) = rig.answers()
@@ -92,7 +90,6 @@ def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
 
 
 def unpack_answer(message: m.Finished) -> Packed:
-    """Return the schema and data of a response."""
     return message.schema, message.data
 
 
@@ -107,8 +104,7 @@ def submit_hit(rig: Rig, request: Packed, **fields: Any) -> m.Finished:
 def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
     """A hit counts as success, queue and hit, but not as execution or inference."""
     rig = cached_rig()
-    peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(b"y"))
+    run(rig, rig.start(), pack_request(), pack_response(b"y"))
     assert unpack_answer(submit_hit(rig, pack_request())) == pack_response(b"y")
     report = rig.report()
     stats = report["inference_stats"]
@@ -123,8 +119,7 @@ def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
 
 def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
     rig = cached_rig(max_queue_size=1)
-    peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(b"y"))
+    run(rig, rig.start(), pack_request(), pack_response(b"y"))
     rig.submit(3, work=pack_request(b"z"))
     (refusal,) = rig.answers()
     assert refusal.message.endswith("Exceeds maximum queue size")
@@ -188,8 +183,7 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
 
 def test_an_exited_reader_releases_all_blocks(arena: Arena) -> None:
     rig = cached_rig()
-    peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     submit_hit(rig, pack_request(), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE_SIZE
     rig.supervisor(ProcessExited(7001, ""))
@@ -198,8 +192,7 @@ def test_an_exited_reader_releases_all_blocks(arena: Arena) -> None:
 
 def test_a_reader_cannot_release_blocks_it_was_not_lent(arena: Arena) -> None:
     rig = cached_rig()
-    peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     (output,) = inferred_of(submit_hit(rig, pack_request())).outputs
     assert isinstance(output.data, Range)
     rig.client(release_message(output.data), peer=b"7001.cd")
@@ -208,8 +201,7 @@ def test_a_reader_cannot_release_blocks_it_was_not_lent(arena: Arena) -> None:
 
 def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
     rig = cached_rig(dynamic_batching={"preserve_ordering": True})
-    peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     rig.submit(work=pack_request(b"z"))
     (executed_id,) = rig.submit(work=pack_request())
     rig.client(m.Cancel(executed_id))
@@ -219,8 +211,7 @@ def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
 
 def test_a_refused_hit_releases_its_copy(arena: Arena) -> None:
     rig = cached_rig()
-    peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
     rig.submit(work=pack_request(), deadline_ns=1)
     assert [type(answer) for answer in rig.answers()] == [m.Failed]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
@@ -295,16 +286,14 @@ def test_a_smaller_share_applies_at_once() -> None:
 
 def test_a_successor_continues_the_counts() -> None:
     rig = cached_rig()
-    peer = rig.start()
-    run(rig, peer, pack_request(), pack_response(b"y"))
+    run(rig, rig.start(), pack_request(), pack_response(b"y"))
     submit_hit(rig, pack_request())
     snapshots = rig.take_supervisor_messages(StatisticsSnapshot)
     report_before = rig.report()
     assert snapshots == []
     successor = cached_rig()
     successor.scheduler.restore([rig.snapshot(), []], [])
-    stats = successor.report()["inference_stats"]
-    assert stats == report_before["inference_stats"]
+    assert successor.report()["inference_stats"] == report_before["inference_stats"]
 
 
 def test_without_a_cache_nothing_is_counted() -> None:

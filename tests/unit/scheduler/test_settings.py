@@ -10,7 +10,6 @@ from shmserve.scheduler.settings import Batching, QueuePolicies, Settings
 
 
 def read_settings(config: dict[str, Any], **server: Any) -> Settings:
-    """Decode a configuration with a name and a maximum of 8."""
     return Settings.read(
         ModelSpec.of({"name": "m", "max_batch_size": 8, **config}), "3", SchedulingLimits(**server)
     )
@@ -30,14 +29,10 @@ def test_every_setting_is_read() -> None:
         "preserve_ordering": True,
         "priority_levels": 2,
         "default_priority_level": 1,
-        "default_queue_policy": {
-            "timeout_action": "REJECT",
-            "default_timeout_microseconds": 50,
-            "allow_timeout_override": True,
-            "max_queue_size": 10,
-        },
+        "default_queue_policy": {"timeout_action": "REJECT", "default_timeout_microseconds": 50,
+            "allow_timeout_override": True, "max_queue_size": 10},
         "priority_queue_policy": {"1": {"max_queue_size": 1}},
-    }
+    }  # fmt: skip
     settings = read_settings(
         {
             "dynamic_batching": block,
@@ -53,10 +48,8 @@ def test_every_setting_is_read() -> None:
     assert settings.policies == QueuePolicies(
         default, 2, 1, {1: LevelPolicy(max_queue_size=1)}, True
     )
-    assert settings.timeout_is_deadline
-    assert settings.preserve_ordering
-    assert settings.execution_limit_ns == 250_000_000
-    assert settings.hold == (4, 0)
+    assert settings.timeout_is_deadline and settings.preserve_ordering
+    assert settings.execution_limit_ns == 250_000_000 and settings.hold == (4, 0)
 
 
 def test_a_priority_that_is_no_level_is_the_default_level() -> None:
@@ -82,16 +75,10 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
         ({"default_queue_policy": {"default_timeout_microseconds": 1}}, True),
         ({"default_queue_policy": {"max_queue_size": 1}}, True),
         ({"default_queue_policy": {"allow_timeout_override": True}}, True),
-        (
-            {
-                "priority_levels": 1,
-                "default_priority_level": 1,
-                "priority_queue_policy": {"1": {"max_queue_size": 1}},
-            },
-            True,
-        ),
+        ({"priority_levels": 1, "default_priority_level": 1,
+         "priority_queue_policy": {"1": {"max_queue_size": 1}}}, True),
     ],
-)
+)  # fmt: skip
 def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], is_limited: bool) -> None:
     """Batches then form only when an instance is free."""
     assert (

@@ -60,8 +60,7 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
         peer, batch, ok_reply(keys[0]), m.Reply(keys[1], "INTERNAL", "no"), ok_reply(keys[2])
     )
     report = rig.report()
-    assert report["execution_count"] == 2
-    assert report["inference_count"] == 3 + 3 + 1
+    assert report["execution_count"] == 2 and report["inference_count"] == 3 + 3 + 1
     assert report["last_inference"] == WALL_NS // 1_000_000
     stats = report["inference_stats"]
     # The first request ran for 5 ms. The others waited for 5 ms and ran for 1 ms; one of them had
@@ -181,10 +180,8 @@ def test_service_time_determines_when_to_retry() -> None:
     assert service_time.drain_s(1000, 1) == 1
     for _ in range(100):
         service_time.observe(500 * MS, 500 * MS, 4)
-    assert service_time.drain_s(0, 1) == 1
-    assert service_time.drain_s(40, 1) == 5
-    assert service_time.drain_s(40, 5) == 1
-    assert service_time.drain_s(40, 0) == 5
+    assert service_time.drain_s(0, 1) == 1 and service_time.drain_s(40, 1) == 5
+    assert service_time.drain_s(40, 5) == 1 and service_time.drain_s(40, 0) == 5
     assert service_time.drain_s(10**9, 1) == 60
 
 
@@ -236,19 +233,16 @@ def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     assert old_report["inference_count"] == 0
     new_rig = Rig({})
     new_rig.supervisor(BaseCounters(total(old_report)))
-    new_worker = new_rig.start()
-    new_rig.finish(new_worker, run_one(new_rig))
+    new_rig.finish(new_rig.start(), run_one(new_rig))
     old_rig.pass_time(MS)
     old_rig.finish(peer, batch)
-    last_report = last_snapshot(old_rig)
-    new_rig.supervisor(BaseCounters(total(last_report)))
+    new_rig.supervisor(BaseCounters(total(last_snapshot(old_rig))))
     report = new_rig.report()
     assert report["inference_count"] == 1
     snapshot = last_snapshot(new_rig)
     totals = total(snapshot)
     assert totals.items() <= report["shmserve"].items()
-    assert totals["inference_count"] == 3
-    assert totals["success"] == 3
+    assert totals["inference_count"] == 3 and totals["success"] == 3
     assert totals["batch_size"]["counts"][:2] == [1, 1]
     assert totals["batch_size"]["buckets"] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert totals["batches_closed"]["idle"] == 2
@@ -279,7 +273,6 @@ def test_a_histogram_with_changed_bounds_restarts() -> None:
 
 
 def last_snapshot(rig: Rig) -> dict[str, Any]:
-    """Return the last snapshot that a scheduler has sent for its successor."""
     snapshots = [
         message for _, message in rig.control.take() if type(message) is StatisticsSnapshot
     ]

@@ -40,7 +40,6 @@ def begin_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
 def send_response(
     rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **fields: Any
 ) -> None:
-    """Send a response with these compute and output times."""
     rig.now += infer_ns + output_ns
     elapsed_ns = rig.now - output_ns
     rig.respond(peer, key, computed_ns=elapsed_ns, written_ns=rig.now, **fields)
@@ -198,12 +197,8 @@ def test_quantiles_of_the_last_minute_are_kept_on_request() -> None:
         rig.finish(peer, rig.execute()[1])
     quantiles = rig.report()["shmserve"]["quantiles"]
     assert set(quantiles) == {
-        "request",
-        "queue",
-        "compute_input",
-        "compute_infer",
-        "compute_output",
-    }
+        "request", "queue", "compute_input", "compute_infer", "compute_output",
+    }  # fmt: skip
     (median_rank, median), (_, highest) = quantiles["request"]
     assert median_rank == 0.5
     assert 3_980 < median < 4_020 and 29_800 < highest < 30_200

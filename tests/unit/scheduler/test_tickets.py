@@ -11,7 +11,6 @@ ADAPTIVE_BATCHING = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
 def take_messages(rig: Rig) -> list[Any]:
-    """Return the new messages to the supervisor: requests and returns of tickets."""
     kinds = (m.AskTicket, m.TicketReturned)
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 

@@ -1,7 +1,5 @@
 """The waits of a scheduler's event loop: descriptors, timers and precision."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource
@@ -34,7 +32,6 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.fixture
 def occupied_descriptors() -> Iterator[None]:
-    """Occupy all descriptors up to 1,023."""
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(

@@ -56,7 +56,6 @@ class CallSimulation:
         return number
 
     def collect(self) -> None:
-        """Take what the schedulers have sent."""
         for model, rig in enumerate(self.rigs):
             for peer, batch in rig.take_batches():
                 execution = Execution(model, peer, batch)

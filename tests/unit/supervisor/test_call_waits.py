@@ -31,7 +31,6 @@ class CallGraph:
         self.now_ns = 0
 
     def run_rounds(self, reports: dict[int, CallsWaiting], count: int = 4) -> list[tuple[int, Any]]:
-        """Return the calls that fail in these rounds of reports, by scheduler."""
         failed_calls = []
         for _ in range(count):
             for scheduler, message in reports.items():

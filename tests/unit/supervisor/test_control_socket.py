@@ -28,9 +28,7 @@ async def test_the_last_messages_of_a_process_are_read_before_its_end(tmp_path: 
     assert received == [m.WorkerStarted(os.getpid()), m.LoadFailed("INTERNAL", "no such file")]
 
 
-async def test_requests_are_routed_to_handlers_and_acknowledgements_to_waiters(
-    tmp_path: Path,
-) -> None:
+async def test_requests_reach_handlers_and_acknowledgements_waiters(tmp_path: Path) -> None:
     """All other messages go to the component that started the process."""
     received: list[Any] = []
     pending_calls: list[Any] = []

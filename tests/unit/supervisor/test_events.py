@@ -53,9 +53,6 @@ async def open_publisher(
         publisher.close()
 
 
-# --- subscriptions
-
-
 def test_subscribe_and_unsubscribe_frames() -> None:
     subscriptions = Subscriptions()
     assert not subscriptions.has_subscriber("models")
@@ -71,8 +68,7 @@ def test_subscribe_and_unsubscribe_frames() -> None:
 
 @given(st.binary(max_size=20))
 def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
-    update = Subscriptions().update(frame)
-    assert (update is None) == (frame[:1] not in (b"\0", b"\1"))
+    assert (Subscriptions().update(frame) is None) == (frame[:1] not in (b"\0", b"\1"))
 
 
 def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
@@ -113,19 +109,14 @@ async def test_a_missing_run_directory_is_reported(
     assert "the event socket cannot be opened: [Errno 2] No such file or directory" in caplog.text
 
 
-# --- slow readers
-
-
 @given(st.sets(st.integers(1, 60), min_size=1))
 def test_missing_events_are_counted(arrived: set[int]) -> None:
     gaps = Gaps()
     lost_counts = [gaps.count_before("models", number) for number in sorted(arrived)]
     assert lost_counts[0] == 0  # events before the first received one are not counted as lost
     assert sum(lost_counts) == max(arrived) - min(arrived) + 1 - len(arrived)
-    assert gaps.count_before("health", 50) == 0
-    assert gaps.count_up_to("health", 50) == 0
-    assert gaps.count_up_to("health", 53) == 3
-    assert gaps.count_before("health", 54) == 0
+    assert gaps.count_before("health", 50) == 0 and gaps.count_up_to("health", 50) == 0
+    assert gaps.count_up_to("health", 53) == 3 and gaps.count_before("health", 54) == 0
     assert gaps.count_up_to("new", 7) == 0
 
 
@@ -182,9 +173,6 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     read_count, lost_count = asyncio.run(run_reader())
     assert 0 < read_count < count
     assert read_count + lost_count == count
-
-
-# --- snapshots and events
 
 
 def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) -> EventFeed:
@@ -266,9 +254,6 @@ def test_a_publisher_that_is_no_server_is_refused(run_dir: Path) -> None:
                 next(reader.follow())
 
 
-# --- formats
-
-
 def test_the_page_has_every_event_and_field() -> None:
     page = (Path(events_package.__file__).parent / "EVENTS.md").read_text()
     for kind, topic in publications.TOPICS.items():
@@ -293,22 +278,18 @@ def test_the_page_has_every_event_and_field() -> None:
         (m.ModelChanged("m", "", "UNAVAILABLE", "no\n"), "model m: UNAVAILABLE (no)"),
         (m.ModelChanged("m", "1", "", ""), "model m version 1: gone"),
         (m.LoadRefused("m", "a\x1bb"), "model m: not loaded (a?b)"),
-        (
-            m.InstancesChanged("m", "1", 2, 3, "they wait"),
-            "model m version 1: 3 instances (before: 2) (they wait)",
-        ),
+        (m.InstancesChanged("m", "1", 2, 3, "they wait"),
+         "model m version 1: 3 instances (before: 2) (they wait)"),
         (STARTED_EVENT, "process 7 worker simple.0 cpu: runs"),
         (m.ProcessEnded(7, "x", "signal 9"), "process 7 x: ended (signal 9)"),
-        (
-            m.RegionRegistered("r", "/k", 8, 64, 1000, -1),
-            "region r: 64 bytes, /k from 8, of uid 1000",
-        ),
+        (m.RegionRegistered("r", "/k", 8, 64, 1000, -1),
+         "region r: 64 bytes, /k from 8, of uid 1000"),
         (m.RegionRegistered("r", "", 0, 64, 0, 1), "region r: 64 bytes, on device 1, of uid 0"),
         (m.RegionUnregistered("r", ""), "region r: unregistered"),
         (m.RegionBlamed("r", "cut"), "region r: a request failed (cut)"),
         (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
     ],
-)
+)  # fmt: skip
 def test_an_event_is_one_json_line(event: Any, line: str) -> None:
     received_event = ReceivedEvent(
         publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0

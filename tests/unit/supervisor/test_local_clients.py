@@ -49,9 +49,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder_path)
 
 
-async def test_one_user_cannot_take_all_connections(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_user_cannot_take_them_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have three quarters of the connections, and a new one once another has ended."""
     monkeypatch.setattr(fd_limits, "for_local_clients", lambda: MAX_CLIENTS)
     unused: Any = None
@@ -111,8 +109,7 @@ def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> No
     client: Any = SimpleNamespace(number=100_000_001, uid=os.getuid(), pid=1)
     with SharedObject(8192) as object_, memfd() as sealed_fd:
         os.posix_fallocate(object_.fd, 0, 8192)
-        packed_memory = memory.share(client, 8192, False, [os.dup(object_.fd)])
-        shared_memory = unpack_memory(packed_memory)
+        shared_memory = unpack_memory(memory.share(client, 8192, False, [os.dup(object_.fd)]))
         assert not shared_memory.sealed and not shared_memory.copied
         assert unpack_memory(memory.share(client, 4096, False, [os.dup(sealed_fd)])).sealed
         memory.drop_shrunk()
@@ -163,9 +160,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
 
 
 @pytest.mark.parametrize(("tensors", "all_fit"), [(2000, True), (20_000, False)])
-async def test_a_model_with_many_inputs_ends_no_connection(
-    folder: Path, tensors: int, all_fit: bool
-) -> None:
+async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit: bool) -> None:
     """Holds for a client that is connected during the load, and for a later one."""
     wide = _model("wide", tensors)
     models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]

@@ -50,9 +50,7 @@ def test_a_late_removal_leaves_the_next_servers_run_directory(tmp_path: Path) ->
         os.close(directory.lock_fd)
 
 
-def test_exiting_processes_remove_their_own_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_remove_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes exit at the same time, so that a listed entry may be gone."""
     directory = RunDirectory(tmp_path / "run")
     (directory.path / "guests").mkdir()
@@ -113,9 +111,7 @@ def test_a_missing_temporary_folder_is_reported(monkeypatch: pytest.MonkeyPatch)
         RunDirectory(None)
 
 
-def test_a_group_without_this_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_without_us_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 

@@ -56,13 +56,8 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
         sock.recv(1000)
     ready_message, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
     assert notifications == [
-        b"STATUS=a",
-        b"STATUS=b",
-        ready_message,
-        b"WATCHDOG=1",
-        ready_message,
-        stopping,
-    ]
+        b"STATUS=a", b"STATUS=b", ready_message, b"WATCHDOG=1", ready_message, stopping,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -130,9 +125,7 @@ def test_notifications_queue_up_without_watchdog_messages(
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
-def test_a_flush_returns_when_no_notification_waits(
-    address_and_socket: tuple[str, socket.socket],
-) -> None:
+def test_a_flush_ends_when_no_message_waits(address_and_socket: tuple[str, socket.socket]) -> None:
     address, sock = address_and_socket
     count = 40  # more than the kernel queues
 

@@ -109,9 +109,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-async def test_a_failure_in_the_background_is_logged_at_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_background_failure_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise RuntimeError("so it is")
 
@@ -124,5 +122,4 @@ async def test_a_failure_in_the_background_is_logged_at_once(
     await asyncio.wait({remaining_task})
     assert not tasks
     (record,) = list(caplog.records)
-    assert record.exc_info is not None
-    assert str(record.exc_info[1]) == "so it is"
+    assert record.exc_info is not None and str(record.exc_info[1]) == "so it is"

@@ -30,9 +30,7 @@ class Control:
             self.acknowledgements.acknowledged(peer, number)
 
 
-def test_an_unresponsive_process_is_named_and_stops_the_pings(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unresponsive_process_is_named_without_pings(caplog: pytest.LogCaptureFixture) -> None:
     async def watch() -> None:
         control, manager, processes = Control(), MagicMock(watchdog_s=0.04), MagicMock()
         processes.all.return_value = [MagicMock(pid=7, title="a"), MagicMock(pid=8, title="b")]

@@ -32,14 +32,10 @@ def _find_preloads(repository: Path, files: dict[str, str], devices: bool = Fals
 
 def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
     files = {
-        "m/config.pbtxt": "",
-        "m/1/model.py": _PLAIN_MODEL,
-        "m/1/beside.py": "",
-        "m/1/labels.txt": "",
-        "m/helpers.py": "",
-        "m/1/parts/words.py": "",
+        "m/config.pbtxt": "", "m/1/model.py": _PLAIN_MODEL, "m/1/beside.py": "",
+        "m/1/labels.txt": "", "m/helpers.py": "", "m/1/parts/words.py": "",
         "ensemble/config.pbtxt": "",
-    }
+    }  # fmt: skip
     (tmp_path / "ensemble" / "1").mkdir(parents=True)
     assert _find_preloads(tmp_path, files) == ["shmserve.workers.main"]
 
@@ -92,9 +88,7 @@ def test_torch_is_not_preloaded_where_it_is_not_installed(
         ("1/model.pt", ""),
     ],
 )
-def test_torch_is_preloaded_if_one_model_may_import_it(
-    tmp_path: Path, file: str, text: str
-) -> None:
+def test_torch_is_preloaded_if_a_model_may_import_it(tmp_path: Path, file: str, text: str) -> None:
     assert "torch" in _find_preloads(tmp_path, {"a/1/model.py": _PLAIN_MODEL, f"m/{file}": text})
 
 

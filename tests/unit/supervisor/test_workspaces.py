@@ -99,8 +99,6 @@ def test_leases_of_released_memory_are_dropped() -> None:
 
 
 def run_test(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any:
-    """Run a test in an event loop, on processes that it makes up."""
-
     async def run() -> Any:
         processes = Processes(*flags)
         holders = WorkspaceHolders(processes.context)
@@ -207,7 +205,6 @@ STEPS = st.lists(
 
 
 def open_pool() -> WorkspacePool:
-    """Return a pool whose memory is allocated."""
     pool = WorkspacePool(POOL_SIZE)
     assert pool.open() == []
     return pool
@@ -287,17 +284,14 @@ def test_a_lease_larger_than_the_pool_is_refused() -> None:
 def test_only_the_owner_ends_a_lease() -> None:
     pool = open_pool()
     assert pool.ask(1, 7, POOL_SIZE) == [GrantedLease(1, 7, 0)]
-    assert pool.ask(2, 8, 64) == []
-    assert pool.release(2, 0) == []
-    assert pool.release(1, 64) == []
-    assert pool.drop(1) == [GrantedLease(2, 8, 0)]
+    assert pool.ask(2, 8, 64) == [] and pool.release(2, 0) == []
+    assert pool.release(1, 64) == [] and pool.drop(1) == [GrantedLease(2, 8, 0)]
 
 
 def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     """Leases end with lost memory; requests are granted in order after the allocation."""
     pool = WorkspacePool(POOL_SIZE)
-    assert pool.ask(1, 7, POOL_SIZE) == []
-    assert pool.open() == [GrantedLease(1, 7, 0)]
+    assert pool.ask(1, 7, POOL_SIZE) == [] and pool.open() == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == pool.ask(3, 9, 64) == []
     pool.close()
     assert (pool.used, pool.waiting) == (0, 2)

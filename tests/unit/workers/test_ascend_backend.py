@@ -67,8 +67,7 @@ def test_the_calls_from_load_to_unload(acl: FakeAcl, worker: Rig) -> None:
     assert acl.calls == ["rt.memcpy", "rt.memcpy", "mdl.execute", "rt.memcpy"]
     acl.calls.clear()
     backend.unload()
-    assert acl.calls == CLOSING_CALLS
-    assert not acl.alive
+    assert acl.calls == CLOSING_CALLS and not acl.alive
 
 
 def test_the_file_completes_inputs_and_outputs(acl: FakeAcl, worker: Rig) -> None:
@@ -84,8 +83,7 @@ def test_a_failed_load_leaks_nothing(acl: FakeAcl, worker: Rig, call: str) -> No
     acl.failing = call
     with pytest.raises(AclError, match=f"^acl.{call}.* failed with error 507$"):
         OfflineModel(worker.context.version_dir / "model.om", 0)
-    assert not acl.alive
-    assert acl.calls[-1] == ("finalize" if call != "init" else "init")
+    assert not acl.alive and acl.calls[-1] == ("finalize" if call != "init" else "init")
 
 
 def test_without_cann_the_error_names_the_missing_package(

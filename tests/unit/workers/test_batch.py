@@ -49,7 +49,6 @@ def region() -> Iterator[Region]:
 
 
 def echo(requests: list[Request]) -> list[Response]:
-    """Return the input X of each request as its output Y."""
     return [
         Response([Output("Y", r.inputs["X"].datatype, r.inputs["X"].numpy())]) for r in requests
     ]
@@ -79,8 +78,7 @@ def make_gatherer(
         buffers.append(memoryview(bytearray(byte_size)))
         return buffers[-1]
 
-    unpacker = Unpacker(signature, mappings)
-    return unpacker, Gatherer(signature, mappings, allocate), buffers
+    return Unpacker(signature, mappings), Gatherer(signature, mappings, allocate), buffers
 
 
 def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
@@ -208,8 +206,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
     worker.serve(FunctionBackend(worker.context, add_one), one_tensor())
     data = np.arange(4, dtype=F32)
     for _ in range(2):
-        memory_range = region.write(8, data)
-        (reply,) = worker.batch(inference(tensor("X", data, memory_range)))
+        (reply,) = worker.batch(inference(tensor("X", data, region.write(8, data))))
         assert reply.array("Y").tolist() == [1, 2, 3, 4]
         assert region.read(8, 16) == data.tobytes(), "the client's memory is as it was"
 
@@ -246,9 +243,7 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
 
 
 @pytest.mark.parametrize("may_return", [False, True])
-def test_an_input_that_is_returned_is_not_copied(
-    worker: Rig, region: Region, may_return: bool
-) -> None:
+def test_a_returned_input_is_not_copied(worker: Rig, region: Region, may_return: bool) -> None:
     """If the request allows it; a part of an input, or a computed output, is written."""
     data = np.arange(MIB, dtype=F32)
     kinds_of_output = ["whole", "part", "whole", "computed"]
@@ -311,8 +306,7 @@ def test_a_write_over_an_input_changes_no_other_output(
             for name, index in range_indices.items()
         }
 
-    swapped_answers = answers(A=0, B=1)
-    assert swapped_answers == {"A": y.tolist(), "B": x.tolist()}
+    assert answers(A=0, B=1) == {"A": y.tolist(), "B": x.tolist()}
     for _ in range(2):
         for second_index in (None, 1, 4):
             assert answers(Z=0, B=second_index) == {"Z": (x * 2).tolist(), "B": x.tolist()}
@@ -400,9 +394,7 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
     ],
 )
 @pytest.mark.parametrize("has_range", [False, True])
-def test_any_layout_is_written_row_major(
-    worker: Rig, region: Region, data: Any, has_range: bool
-) -> None:
+def test_layouts_are_row_major(worker: Rig, region: Region, data: Any, has_range: bool) -> None:
     worker.serve(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
@@ -423,8 +415,7 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=4))
     for shape in ((1, 0), (0, 3)):
         data = np.zeros(shape, F32)
-        requested_output = RequestedOutput("Y", region.memory_range(0, 0))
-        for outputs in ((), [requested_output]):
+        for outputs in ((), [RequestedOutput("Y", region.memory_range(0, 0))]):
             (reply,) = worker.batch(inference(tensor("X", data), outputs=outputs))
             assert reply.answer is not None, reply.message
             assert reply.answer.outputs[0].shape == shape
@@ -503,12 +494,8 @@ def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
         ]
     )
     assert [reply.code for reply in replies] == [
-        "",
-        "INTERNAL",
-        "INTERNAL",
-        "INVALID_ARG",
-        "INVALID_ARG",
-    ]
+        "", "INTERNAL", "INTERNAL", "INVALID_ARG", "INVALID_ARG",
+    ]  # fmt: skip
     assert replies[1].message == "internal error"
 
 
@@ -534,9 +521,7 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     ("data", "count", "is_copied"),
     [(b"\1\0\0\0a", 1, False), (b"\0\0\0\0", 1, False), (b"\1\0\0\0a" * 2, 2, True)],
 )
-def test_one_text_is_checked_without_a_copy_on_request(
-    data: bytes, count: int, is_copied: bool
-) -> None:
+def test_one_text_is_checked_uncopied_on_request(data: bytes, count: int, is_copied: bool) -> None:
     unpacker, *_ = make_gatherer(one_tensor("STRING", (-1,)), Mappings())
     unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
     assert unpacker.request(unit_of_work).inputs["X"].array is not None
@@ -578,8 +563,7 @@ def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> N
     assert worker.batch(inference(tensor("X", data, memory_range)))[0].code == ""
     os.ftruncate(region.fd, 4096)
     (reply,) = worker.batch(inference(tensor("X", data, memory_range)))
-    assert reply.code == "INVALID_ARG"
-    assert "truncated" in reply.message
+    assert reply.code == "INVALID_ARG" and "truncated" in reply.message
 
 
 def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,8 +606,7 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
     assert sizes == [3, 1, 1, 1]
     assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
     message = "Failed to process the request(s) for model 'm_0_0', message: ValueError: negative"
-    assert replies[1].message == message
-    assert replies[0].array("Y").tolist() == [[2]]
+    assert replies[1].message == message and replies[0].array("Y").tolist() == [[2]]
     assert replies[2].array("Y").tolist() == [[6]]
 
 
@@ -684,9 +667,7 @@ def test_a_request_too_large_for_the_memory_fails_alone(worker: Rig) -> None:
         (None, "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
     ],
 )
-def test_a_wrong_number_of_responses_fails_the_batch(
-    worker: Rig, result: Any, message: str
-) -> None:
+def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any, message: str) -> None:
     worker.serve(FunctionBackend(worker.context, lambda requests: result), one_tensor())
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "INTERNAL"
@@ -746,8 +727,7 @@ def test_per_request_errors_and_parameters(worker: Rig) -> None:
     worker.serve(FunctionBackend(worker.context, answer_mixed), one_tensor(max_batch_size=8))
     data = tensor("X", np.zeros((1, 1), F32))
     good_reply, bad_reply = worker.batch(inference(data), inference(data))
-    assert good_reply.answer is not None
-    assert good_reply.answer.parameters == {"n": 1}
+    assert good_reply.answer is not None and good_reply.answer.parameters == {"n": 1}
     assert (bad_reply.code, bad_reply.message) == ("INTERNAL", "not this one")
 
 

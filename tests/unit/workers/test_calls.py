@@ -1,7 +1,5 @@
 """Calls of other models: submission, responses, memory, and schedulers that exit meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc
@@ -104,21 +102,16 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
     assert submit.deadline_ns == submit.arrived_ns + 20_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
-    assert (inference.parameters, submit.correlation_id, submit.flags) == (
-        call_request.parameters,
-        7,
-        1,
-    )
+    assert inference.parameters == call_request.parameters
+    assert submit.correlation_id == 7
+    assert submit.flags == 1
     scheduler.send(doubled_response(submit))
     reply = running_call.result(10)
-    assert values(reply) == [2.0, 4.0]
-    assert reply.parameters == {"note": "doubled"}
+    assert values(reply) == [2.0, 4.0] and reply.parameters == {"note": "doubled"}
     reply.outputs[0].numpy()[:] = 0  # writable, because the memory belongs to the model
 
 
-def test_the_endpoint_of_a_model_is_looked_up_once(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_models_endpoint_is_looked_up_once(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     for iteration in range(3):
         running_call = callees.run(call, router, request())
@@ -134,9 +127,7 @@ def test_the_endpoint_of_a_model_is_looked_up_once(
 
 
 @pytest.mark.parametrize("own_us", [0, 10**9])
-def test_a_call_ends_when_its_caller_does(
-    router: CallRouter, callees: CalledModels, own_us: int
-) -> None:
+def test_calls_end_with_callers(router: CallRouter, callees: CalledModels, own_us: int) -> None:
     scheduler = callees.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
     running_call = callees.run(call, router, request(timeout_us=own_us, deadline_ns=deadline_ns))
@@ -201,9 +192,7 @@ def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) 
         caller_arena.free(memory_range.offset)
 
 
-def test_inputs_in_memory_of_the_request_stay_there(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_inputs_in_the_requests_memory_stay(router: CallRouter, callees: CalledModels) -> None:
     scheduler, region = callees.scheduler("s1"), Region(4096)
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
     call_request = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
@@ -255,9 +244,7 @@ def test_a_full_arena_fails_the_call(worker: Rig, callees: CalledModels) -> None
     calls.close()
 
 
-def test_a_lost_scheduler_s_calls_go_to_its_successor(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_lost_schedulers_calls_are_moved(router: CallRouter, callees: CalledModels) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
     running_call = callees.run(call, router, request())
     callees.answer_find("s1")
@@ -314,9 +301,7 @@ def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: Calle
     assert values(running_call.result(10)) == [2.0, 4.0]
 
 
-def test_a_call_fails_if_no_scheduler_serves_its_model(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_call_fails_if_none_serves_its_model(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     running_call = callees.run(call, router, request())
     callees.answer_find("s1")
@@ -366,15 +351,12 @@ def test_a_coroutine_makes_many_calls_at_once(router: CallRouter, callees: Calle
 
     running_calls = callees.run(asyncio.run, call_many())
     callees.answer_find("s1")
-    submits = [scheduler.next(m.Submit) for _ in range(20)]
-    for submit in reversed(submits):
+    for submit in reversed([scheduler.next(m.Submit) for _ in range(20)]):
         scheduler.send(doubled_response(submit))
     assert running_calls.result(10) == [[2.0 * n] for n in range(20)]
 
 
-def test_a_coroutine_that_no_longer_waits_cancels(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_a_coroutine_not_waiting_cancels(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
 
     async def call_impatiently() -> list[float]:
@@ -396,9 +378,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(
     assert running_call.result(10) == [10.0]
 
 
-def test_a_coroutine_is_notified_of_losses_and_errors(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_coroutines_learn_of_losses_and_errors(router: CallRouter, callees: CalledModels) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
 
     async def call_both() -> tuple[list[float], str]:
@@ -455,15 +435,12 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
         return values(await call_soon(router, request([2])))
 
     coroutine_result = callees.run(asyncio.run, call_once())
-    second_submit = scheduler.next(m.Submit)
-    scheduler.send(doubled_response(second_submit), doubled_response(first_submit))
+    scheduler.send(doubled_response(scheduler.next(m.Submit)), doubled_response(first_submit))
     assert coroutine_result.result() == [4.0]
     assert values(running_call.result(10)) == [2.0]
 
 
-def test_the_memory_of_an_exited_process_is_unmapped(
-    router: CallRouter, callees: CalledModels
-) -> None:
+def test_memory_of_an_exited_process_is_unmapped(router: CallRouter, callees: CalledModels) -> None:
     scheduler, exited_arena = callees.scheduler("s1"), Arena(MIB)
     memory_range = exited_arena.allocate(8)
     running_call = callees.run(call, router, request())

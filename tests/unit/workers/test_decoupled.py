@@ -111,13 +111,11 @@ def start_pump(model: Model) -> Iterator[Callable[[], None]]:
     ],
 )  # fmt: skip
 def test_responses_in_order(model: Model, send_statements: str, expected: list[Any]) -> None:
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             send = requests[0].get_response_sender().send
             {send_statements}
-        """
-    )
+        """)
     model.begin(0)
     assert model.responses(1) == expected
     assert model.rig.finished.replies == [] and model.rig.finished.executed
@@ -142,8 +140,7 @@ def test_a_backend_without_streams_sends_one_response_per_request(model: Model) 
 
 def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
     """The thread can still read the inputs, which belong to the model."""
-    model.serve(
-        """
+    model.serve("""
         go = threading.Event()
         def execute(self, requests):
             for request in requests:
@@ -157,8 +154,7 @@ def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
             for n in range(3):
                 sender.send(response(array[0], n))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(1, 5)
     assert model.rig.finished.replies == []
     model.backend._model.go.set()
@@ -169,14 +165,12 @@ def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
 def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
     region = Region(4096)
     memory_range = region.write(0, np.array([3], np.float32))
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             array = given(requests[0])
             array[:] = 7
             requests[0].get_response_sender().send(response(*array), FINAL)
-        """
-    )
+        """)
     model.begin(3, memory_range=memory_range)
     assert model.responses(1) == [[7], "end"]
     assert region.read(0, 4) == np.array([3], np.float32).tobytes()
@@ -184,15 +178,13 @@ def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
 
 
 def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             sender = requests[0].get_response_sender()
             for n in range(3):
                 sender.send(response(*[n] * 10_000))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(0)
     assert [response[0] for response in model.responses(1)[:-1]] == [0, 1, 2]
     arena = model.rig.context.arena
@@ -213,8 +205,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
     model: Model, start_pump: Callable[[], None]
 ) -> None:
     region = Region(4096)
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
@@ -222,8 +213,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
             sender.send(response(1, 2))
             sender.send(response(3))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(0, output=region.memory_range(0, 4))
     start_pump()
     (text,) = model.responses(1, 1)
@@ -238,8 +228,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
 
 
 def test_errors_of_refused_sends(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             sender = requests[0].get_response_sender()
             send = sender.send
@@ -255,8 +244,7 @@ def test_errors_of_refused_sends(model: Model) -> None:
                 error_of(lambda: send(response(1))),
                 error_of(lambda: send(flags=FINAL)),
             ]
-        """
-    )
+        """)
     model.begin(0)
     assert model.responses(1) == [[1], "end"]
     missing_response = (
@@ -283,30 +271,26 @@ def test_errors_of_refused_sends(model: Model) -> None:
 
 @pytest.mark.parametrize("returned_value", ["[]", "0", "'text'", "requests"])
 def test_execute_must_return_none(model: Model, returned_value: str) -> None:
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             self.kept = [request.get_response_sender() for request in requests]
             self.kept[0].send(response(1), FINAL)
             self.kept[1].send(response(2))
             return {returned_value}
-        """
-    )
+        """)
     model.begin(0, 0, 0)
     text = (
         f"{FAILED_REQUEST}Python model 'm_0_0' is using the decoupled mode and the execute "
         "function must return None."
     )
-    assert model.replies == [text]
-    assert model.responses(1) == [[1], "end"]
+    assert model.replies == [text] and model.responses(1) == [[1], "end"]
     assert model.responses(2) == [[2], text, "end"]
     assert model.backend._model.kept[2]._channel._stream.closed
 
 
 def test_an_exception_of_execute_fails_the_request(model: Model) -> None:
     """Ended requests are not affected, and none is retried."""
-    model.serve(
-        """
+    model.serve("""
         calls = []
         def execute(self, requests):
             self.calls.append(len(requests))
@@ -314,8 +298,7 @@ def test_an_exception_of_execute_fails_the_request(model: Model) -> None:
             self.kept[0].send(response(1), FINAL)
             self.kept[1].send(response(2))
             raise ValueError("early")
-        """
-    )
+        """)
     model.begin(0, 0, 0)
     assert model.replies == [f"{FAILED_REQUEST}ValueError: early"]
     assert model.responses(1) == [[1], "end"]
@@ -330,12 +313,10 @@ LET_GO = "the model released the request's response sender without a final respo
 
 def test_a_collected_sender_ends_its_request(model: Model) -> None:
     """A request whose sender was garbage-collected fails, with or without earlier responses."""
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             requests[1].get_response_sender().send(response(5))
-        """
-    )
+        """)
     model.begin(0, 0)
     model.rig.instance._writer.end_abandoned()
     assert model.responses(1) == [LET_GO, "end"]
@@ -345,12 +326,10 @@ def test_a_collected_sender_ends_its_request(model: Model) -> None:
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_request_ends_once(model: Model, is_kept: bool) -> None:
     """A cancelled request ends when it is collected, a kept request when the model ends it."""
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             self.kept = requests
-        """
-    )
+        """)
     model.begin(0)
     kept_requests = model.backend._model.kept
     if not is_kept:
@@ -371,8 +350,7 @@ def test_a_thread_that_raises(
 ) -> None:
     """Its requests fail at once, even if one of its variables holds a sender."""
     monkeypatch.setattr(threading, "excepthook", log_thread_exception)
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             for request in requests:
                 thread = threading.Thread(target=self.respond, args=(request,), name="mine")
@@ -388,8 +366,7 @@ def test_a_thread_that_raises(
             except ValueError as error:
                 {keep_statement}error
                 raise
-        """
-    )
+        """)
     gc.disable()
     try:
         model.begin(0, 0)
@@ -402,15 +379,13 @@ def test_a_thread_that_raises(
 
 
 def test_rescheduling_is_refused_without_an_end(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             for request in requests:
                 request.get_response_sender().send(response(1))
                 request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
             requests[1].get_response_sender().send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(0, 0)
     (value, text, end_record) = model.responses(1)
     assert (value, end_record) == ([1], "end")
@@ -423,8 +398,7 @@ def test_rescheduling_is_refused_without_an_end(model: Model) -> None:
 
 def test_coroutines_run_on_after_their_batch(model: Model) -> None:
     """Two batches share one event loop, in which tasks of earlier `execute` calls continue."""
-    model.serve(
-        """
+    model.serve("""
         tasks = set()
         async def execute(self, requests):
             for request in requests:
@@ -435,22 +409,19 @@ def test_coroutines_run_on_after_their_batch(model: Model) -> None:
                 await asyncio.sleep(0.01)
                 sender.send(response(*given(request), n))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(1, 2)
     assert model.responses(1) == [[1, 0], [1, 1], [1, 2], "end"]
     assert model.responses(2) == [[2, 0], [2, 1], [2, 2], "end"]
 
 
 def test_a_coroutine_raises(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         async def execute(self, requests):
             requests[0].get_response_sender().send(response(1))
             await asyncio.sleep(0)
             raise ValueError("late")
-        """
-    )
+        """)
     model.begin(0, 0)
     assert model.responses(1) == [[1], f"{FAILED_REQUEST}ValueError: late", "end"]
     assert model.responses(2) == [f"{FAILED_REQUEST}ValueError: late", "end"]
@@ -461,8 +432,7 @@ def test_a_coroutine_raises(model: Model) -> None:
 
 def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
     """`is_cancelled` reads the socket itself while the loop is busy."""
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             threading.Thread(target=self.wait, args=(requests[0],)).start()
         def wait(self, request):
@@ -473,8 +443,7 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
             self.records.append(sender.is_cancelled())
             self.records.append(sender.send(response(1)))
             self.records.append(sender.send(flags=FINAL))
-        """
-    )
+        """)
     model.begin(0)
     until("it has begun", lambda: bool(model.records))
     model.cancel(1)
@@ -485,12 +454,10 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
 
 def test_a_lost_scheduler_cancels_requests(model: Model) -> None:
     """The successor's keys must not be confused with those of remaining requests."""
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             self.kept = requests[0].get_response_sender()
-        """
-    )
+        """)
     model.begin(0)
     old_request = model.backend._model.kept
     model.rig.scheduler.close()
@@ -515,8 +482,7 @@ def test_a_lost_scheduler_cancels_requests(model: Model) -> None:
 def test_a_client_that_does_not_read_stops_send(
     model: Model, start_pump: Callable[[], None], size: int, count: int, most_unread: int
 ) -> None:
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
@@ -525,13 +491,11 @@ def test_a_client_that_does_not_read_stops_send(
                 self.records.append(n)
                 sender.send(response(*np.full({size}, n, "f4")))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(0)
     start_pump()
     assert len(model.responses(1, most_unread)) == most_unread
-    assert model.rig.sent(0.1) == []
-    assert len(model.records) == most_unread + 1
+    assert model.rig.sent(0.1) == [] and len(model.records) == most_unread + 1
     for granted_count in range(most_unread + 2, count + 1, 2):
         model.credit(1, 2)
         model.responses(1, granted_count)
@@ -541,15 +505,13 @@ def test_a_client_that_does_not_read_stops_send(
 
 def test_send_waits_for_credit_in_execute_itself(model: Model) -> None:
     """The loop's thread reads the socket while it waits for credit within `execute`."""
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             sender = requests[0].get_response_sender()
             for n in range(40):
                 sender.send(response(n))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
 
     def grant() -> None:
         model.responses(1, FIRST_CREDIT)
@@ -566,8 +528,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
     model: Model, start_pump: Callable[[], None]
 ) -> None:
     region = Region(64)
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
@@ -575,8 +536,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
             for n in range(1, 4):
                 sender.send(response(n))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(0, output=region.memory_range(0, 4))
     start_pump()
     for n in (1, 2):
@@ -592,28 +552,23 @@ def test_a_client_that_never_reads_is_disconnected(
     model: Model, start_pump: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_stream, "MAX_CREDIT_WAIT_S", 0.2)
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             self.sender = requests[0].get_response_sender()
             for n in range(100):
                 self.sender.send(response(n))
             self.sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(0)
     assert model.replies == []
     *_, response, end_record = model.responses(1)
-    assert (response, end_record) == (
-        "the client has read no response for 0.2 s; no more responses are sent",
-        "end",
-    )
+    assert response == "the client has read no response for 0.2 s; no more responses are sent"
+    assert end_record == "end"
     assert model.backend._model.sender.is_cancelled()
 
 
 def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[], None]) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
@@ -621,8 +576,7 @@ def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[]
             for n in range(100):
                 sender.send(response(n))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(0)
     model.responses(1, FIRST_CREDIT)
     model.cancel(1)
@@ -633,8 +587,7 @@ def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[]
 def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_reads: bool) -> None:
     """One waiting thread reads the socket for all, until it has its credit."""
     count = FIRST_CREDIT + 4
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             for request in requests:
                 threading.Thread(target=self.answer, args=(request,)).start()
@@ -643,8 +596,7 @@ def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_re
             for n in range({count}):
                 sender.send(response(n))
             sender.send(flags=FINAL)
-        """
-    )
+        """)
     model.begin(*range(8))
     for key in range(1, 9):
         assert len(model.responses(key, FIRST_CREDIT)) == FIRST_CREDIT
@@ -665,16 +617,12 @@ def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_re
             assert len(model.responses(key)) == count + 1
 
 
-def test_waiting_for_enough_credit_does_not_spin(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A response is credited, but the other responses' bytes still exceed the limit."""
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             self.sender = requests[0].get_response_sender()
-        """
-    )
+        """)
     model.begin(0)
     link = model.rig.instance.link
     (open_request,) = link._open_requests.values()

@@ -1,7 +1,5 @@
 """A worker and clients' device memory, with a fake CUDA driver: open, gather, write, close."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import secrets
@@ -71,7 +69,6 @@ def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """Replace the device of torch backends by a fake device."""
     fake_device = FakeDevice()
     for backend in ("native", "pytorch"):
         monkeypatch.setattr(
@@ -83,7 +80,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def serve_doubling(
     worker: Rig, max_batch_size: int = 8, body: str = "        return x * 2\n"
 ) -> Rig:
-    """Serve a torch module that doubles X to Y."""
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
     config = model_config(
@@ -109,8 +105,7 @@ def view(memory: DeviceMemory, region: Memory, offset: int, size: int) -> torch.
 
 
 def test_a_handle_is_mapped_once_under_all_names(cuda: FakeCuda) -> None:
-    memory = cuda.device_memory()
-    mappings = Mappings(memory.open)
+    mappings = Mappings(cuda.device_memory().open)
     exported_memory = cuda.export(64)
     first_memory, second_memory = exported_memory.memory(), exported_memory.memory(32)
     exported_memory.write(0, np.arange(64, dtype=np.uint8))
@@ -314,9 +309,7 @@ def test_malformed_memory_ranges_are_refused(memory_range: Range) -> None:
 # --- a request
 
 
-def test_a_batch_of_one_is_computed_on_the_device(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_a_batch_of_one_is_on_the_device(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()
@@ -355,9 +348,7 @@ def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: 
     assert worker.finished.copied_input_bytes == 32
 
 
-def test_rows_next_to_each_other_are_a_view(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_rows_beside_each_other_are_a_view(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(96)
     memory = exported_memory.memory()
@@ -377,9 +368,7 @@ def test_rows_next_to_each_other_are_a_view(
     assert worker.finished.copied_input_bytes == 0
 
 
-def test_host_and_device_requests_share_a_batch(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_host_and_device_share_a_batch(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     """One input and one output are on the device, the others on the host."""
     serve_doubling(worker)
     exported_memory = cuda.export(64)
@@ -389,8 +378,7 @@ def test_host_and_device_requests_share_a_batch(
         inference(device_tensor(memory, 0, ROW)),
         inference(tensor("x", ROW + 5), outputs=device_output(memory, 32)),
     )
-    assert (replies[0].array("y") == ROW * 2).all()
-    assert replies[1].code == ""
+    assert (replies[0].array("y") == ROW * 2).all() and replies[1].code == ""
     assert (exported_memory.read(32, ROW) == (ROW + 5) * 2).all()
 
 
@@ -476,9 +464,7 @@ def test_an_unaligned_range_and_an_output_that_is_its_input(
                 assert (exported_memory.read(offset, ROW) == ROW).all()
 
 
-def test_a_device_that_fails_ends_the_process(
-    worker: Rig, cuda: FakeCuda, device: FakeDevice
-) -> None:
+def test_a_failing_device_ends_the_process(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(64)
     cuda.is_broken = True
@@ -575,9 +561,7 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("stays_on_device", [False, True])
-def test_a_python_model_uses_device_memory(
-    worker: Rig, cuda: FakeCuda, stays_on_device: bool
-) -> None:
+def test_python_models_use_a_device(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> None:
     """As in Triton, inputs are copied to the host unless the configuration forbids it."""
     text = (
         "import triton_python_backend_utils as pb\n"
@@ -628,8 +612,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
-    name = config["output"][0]["name"]
-    requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
+    requested_outputs = (RequestedOutput(config["output"][0]["name"], Range(memory, 32, 16)),)
     (reply,) = worker.batch(inference(device_tensor(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW * 2).all()
@@ -649,9 +632,7 @@ def pinned_memory(region: Region) -> Memory:
     return dataclasses.replace(region.memory, pinned=True)
 
 
-def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unmapped(
-    cuda: FakeCuda,
-) -> None:
+def test_a_region_is_pinned_at_its_first_use_and_unpinned_before_unmapping(cuda: FakeCuda) -> None:
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
     region = Region(8192)
     memory = pinned_memory(region)

@@ -132,9 +132,6 @@ def test_a_timer_is_due_after_its_last_start_and_never_once_closed() -> None:
     assert not was_called.is_set()
 
 
-# --- the responses of a stream
-
-
 class Sender(Streams):
     """A decoupled model whose responses the test sends."""
 

@@ -98,8 +98,7 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
 def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input: bool) -> None:
     """An unchanged input may stay in place; copies and other arrays are written."""
     region = Region(64)
-    memory_range = region.memory_range(32, 16)
-    requested_outputs = [RequestedOutput("A", memory_range, or_input)]
+    requested_outputs = [RequestedOutput("A", region.memory_range(32, 16), or_input)]
     size = np.dtype("f4").itemsize
 
     def execute(requests: list[Request]) -> list[Response]:

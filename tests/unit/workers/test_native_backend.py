@@ -77,12 +77,8 @@ def test_annotations_are_checked_when_they_are_written() -> None:
 
 
 RESULTS = {
-    "tuple": (
-        "",
-        "tuple[FP32[Tensor, 1], INT64[Tensor, 1]]",
-        "(x, x.long())",
-        ("output_0", "output_1"),
-    ),
+    "tuple": ("", "tuple[FP32[Tensor, 1], INT64[Tensor, 1]]", "(x, x.long())",
+        ("output_0", "output_1")),
     "named tuple": (
         "class R(NamedTuple):\n    score: FP32[Tensor, 1]\n    label: INT64[Tensor, 1]\n",
         "R",
@@ -95,12 +91,8 @@ RESULTS = {
         "{'label': x.long().numpy(), 'score': x}",
         ("score", "label"),
     ),
-    "dataclass": (
-        "@dataclass\nclass R:\n    score: FP32[Tensor, 1]\n    label: INT64[Tensor, 1]\n",
-        "R",
-        "R(label=x.long(), score=x)",
-        ("score", "label"),
-    ),
+    "dataclass": ("@dataclass\nclass R:\n    score: FP32[Tensor, 1]\n    label: INT64[Tensor, 1]\n",
+        "R", "R(label=x.long(), score=x)", ("score", "label")),
     "generic dataclass with more than fields": (
         "@dataclass\nclass R(Generic[T]):\n    COUNT: ClassVar[int] = 2\n"
         "    score: FP32[Tensor, 1]\n    label: INT64[Tensor, 1]\n",
@@ -108,14 +100,10 @@ RESULTS = {
         "R(label=x.long(), score=x)",
         ("score", "label"),
     ),
-    "typed dict with a key less": (
-        "class R(TypedDict):\n    score: Required[FP32[Tensor, 1]]\n"
-        "    label: INT64[Tensor, 1]\n    more: NotRequired[FP32[Tensor, 1]]\n",
-        "R",
-        "{'label': x.long(), 'score': x}",
-        ("score", "label"),
-    ),
-}
+    "typed dict with a key less": ("class R(TypedDict):\n    score: Required[FP32[Tensor, 1]]\n"
+        "    label: INT64[Tensor, 1]\n    more: NotRequired[FP32[Tensor, 1]]\n", "R",
+        "{'label': x.long(), 'score': x}", ("score", "label")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("annotation_style", RESULTS)
@@ -215,8 +203,7 @@ class Model:
 """,
     )
     completed = complete(worker)
-    assert completed["max_batch_size"] == 0
-    assert "dynamic_batching" not in completed
+    assert completed["max_batch_size"] == 0 and "dynamic_batching" not in completed
     serve(worker)
     (reply,) = worker.batch(inference(tensor("x", np.ones(5, F32))))
     assert reply.array("output").tolist() == [5]
@@ -338,50 +325,30 @@ class Model:
     [
         ("class Other: pass", "'model.py' does not define a class 'Model'"),
         ("class Model: pass", "class 'Model' has no method 'predict'"),
-        (
-            "class Model:\n    def predict(self, x: Tensor) -> FP32[Tensor, 1]: ...",
-            "argument 'x' of 'Model.predict' is not a tensor: annotate it like FP32[np.ndarray",
-        ),
-        (
-            "class Model:\n    def predict(self, x) -> FP32[Tensor, 1]: ...",
-            "argument 'x' of 'Model.predict' is not a tensor",
-        ),
-        (
-            "class Model:\n    def predict(self, *x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
-            "is variadic; name each input",
-        ),
-        (
-            "class Model:\n    def predict(self, x: FP32[Tensor, 1]): ...",
-            "'Model.predict' has no return annotation",
-        ),
-        (
-            "class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> Tensor: ...",
-            "the result of 'Model.predict' is not a tensor",
-        ),
-        (
-            "class Model:\n    def predict(self, x: 'FP32[Nothing, 1]') -> FP32[Tensor, 1]: ...",
-            "an annotation of 'Model.predict' cannot be read: NameError: name 'Nothing'",
-        ),
-        (
-            "class Model:\n    max_batch_size = -1\n"
-            "    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
-            "'Model.max_batch_size' must be an integer >= 0, got -1",
-        ),
-        *(
-            (f"class Model:\n    {text}", "'Model.predict' must be an ordinary method")
-            for text in (
-                "predict = 3",
-                "def predict() -> FP32[Tensor, 1]: ...",
-                "@staticmethod\n    def predict(x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
-                "@classmethod\n    def predict(cls, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
-            )
-        ),
-        (
-            "class Model:\n    def predict(self, x: FP32[Tensor, 1], /) -> FP32[Tensor, 1]: ...",
-            "argument 'x' of 'Model.predict' is positional-only",
-        ),
+        ("class Model:\n    def predict(self, x: Tensor) -> FP32[Tensor, 1]: ...",
+         "argument 'x' of 'Model.predict' is not a tensor: annotate it like FP32[np.ndarray"),
+        ("class Model:\n    def predict(self, x) -> FP32[Tensor, 1]: ...",
+         "argument 'x' of 'Model.predict' is not a tensor"),
+        ("class Model:\n    def predict(self, *x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+         "is variadic; name each input"),
+        ("class Model:\n    def predict(self, x: FP32[Tensor, 1]): ...",
+         "'Model.predict' has no return annotation"),
+        ("class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> Tensor: ...",
+         "the result of 'Model.predict' is not a tensor"),
+        ("class Model:\n    def predict(self, x: 'FP32[Nothing, 1]') -> FP32[Tensor, 1]: ...",
+         "an annotation of 'Model.predict' cannot be read: NameError: name 'Nothing'"),
+        ("class Model:\n    max_batch_size = -1\n"
+         "    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+         "'Model.max_batch_size' must be an integer >= 0, got -1"),
+        *((f"class Model:\n    {text}",
+            "'Model.predict' must be an ordinary method") for text in ("predict = 3",
+            "def predict() -> FP32[Tensor, 1]: ...",
+            "@staticmethod\n    def predict(x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+            "@classmethod\n    def predict(cls, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...")),
+        ("class Model:\n    def predict(self, x: FP32[Tensor, 1], /) -> FP32[Tensor, 1]: ...",
+         "argument 'x' of 'Model.predict' is positional-only"),
     ],
-)
+)  # fmt: skip
 def test_missing_annotations_are_reported(worker: Rig, text: str, message: str) -> None:
     write(worker, text)
     with pytest.raises(InvalidArgument) as caught:
@@ -474,5 +441,4 @@ def test_the_reference_has_every_attribute_and_its_default() -> None:
     text = shmserve.model.__doc__ or ""
     attributes = set(declaration._KNOWN_ATTRIBUTES) - {"predict", "load", "unload", "is_ready"}
     assert set(re.findall(r"^    (\w+) = .*  \S", text, re.MULTILINE)) == attributes
-    assert "max_batch_size = 32 " in text
-    assert "max_streams = 64 " in text
+    assert "max_batch_size = 32 " in text and "max_streams = 64 " in text

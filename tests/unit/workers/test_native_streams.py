@@ -104,8 +104,7 @@ def test_each_yield_is_a_response(worker: Rig, kind: str) -> None:
     with model.pumping():
         model.begin(3, 0, 1)
         assert model.responses(1) == [[3], [4], [5], "end"]
-        assert model.responses(2) == ["end"]
-        assert model.responses(3) == [[1], "end"]
+        assert model.responses(2) == ["end"] and model.responses(3) == [[1], "end"]
     assert worker.finished.replies == []
 
 
@@ -202,9 +201,7 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_long_computation_can_check_whether_its_client_has_disconnected(
-    worker: Rig, kind: str
-) -> None:
+def test_a_long_computation_can_check_for_its_clients_disconnect(worker: Rig, kind: str) -> None:
     iterator = "AsyncIterator" if "async" in kind else "Iterator"
     body = f"""
 def load(self, context):
@@ -306,8 +303,7 @@ async def predict(self, x: {ARRAY}) -> {ARRAY}:
     await asyncio.sleep(0)
     return x * 2
 """
-    model = Model(worker, body)
-    assert "model_transaction_policy" not in model.config
+    assert "model_transaction_policy" not in Model(worker, body).config
     rows = [np.array([[n]], np.float32) for n in (1, 2)]
     replies = worker.batch(*(inference(tensor("x", row)) for row in rows))
     assert [reply.array("output").tolist() for reply in replies] == [[[2]], [[4]]]

@@ -31,7 +31,6 @@ LARGE_DIM = 32 * 1024
 
 
 def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = None) -> None:
-    """Write a model that computes s = a + b."""
     tensors = [("a", FLOAT, dims), ("b", FLOAT, dims)]
     save(
         worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, sum_dims or dims)]
@@ -41,15 +40,13 @@ def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = 
 def serve(worker: Rig) -> Rig:
     """Serve the file with the configuration that the backend completes."""
     backend = OnnxBackend(worker.context)
-    completed = backend.complete_config(BARE_CONFIG)
-    return worker.serve(backend, completed)
+    return worker.serve(backend, backend.complete_config(BARE_CONFIG))
 
 
 def test_a_file_completes_inputs_outputs_and_batch_size(worker: Rig) -> None:
     save_sum(worker)
     completed = OnnxBackend(worker.context).complete_config(BARE_CONFIG)
-    assert completed["max_batch_size"] == 4
-    assert completed["dynamic_batching"] == {}
+    assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [
         {"name": "a", "data_type": "TYPE_FP32", "dims": [4]},
         {"name": "b", "data_type": "TYPE_FP32", "dims": [4]},
@@ -342,8 +339,7 @@ def test_an_output_has_its_true_shape(worker: Rig, caplog: pytest.LogCaptureFixt
     ones = np.ones((2, 4), np.float32)
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("a", ones), tensor("b", ones)))
-        assert reply.answer is not None
-        assert reply.answer.outputs[0].shape == (2, 4)
+        assert reply.answer is not None and reply.answer.outputs[0].shape == (2, 4)
     assert caplog.text.count("unexpected shape for inference output 's'") == 1
 
 

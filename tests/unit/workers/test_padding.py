@@ -172,13 +172,11 @@ def test_inputs_on_a_device_are_padded_there() -> None:
 
 def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
     padder = make_padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
-    requests = [request(np.ones((1, n), F32)) for n in (1, 3, 2)]
-    padded_batch = padder.pad(requests)
+    padded_batch = padder.pad([request(np.ones((1, n), F32)) for n in (1, 3, 2)])
     shapes = ((1, 3, 2), (1, 2, 2), (1, 2, 2))
     responses = [Response([Output("FEATURES", "FP32", np.zeros(shape, F32))]) for shape in shapes]
     padder.cut(responses, padded_batch)
-    assert responses[0].outputs[0].shape == (1, 1, 2)
-    assert responses[1].error is not None
+    assert responses[0].outputs[0].shape == (1, 1, 2) and responses[1].error is not None
     assert responses[1].error.message == (
         "inference output 'FEATURES' has the shape [1,2,2], which cannot be cut like input "
         "'IMAGE', whose padded shape is [3]"
@@ -197,5 +195,4 @@ def test_a_batch_that_is_padded_is_gathered_without_another_copy(worker: Rig) ->
         worker.context.copy_counter.take()
         worker.batch(*(inference(tensor("IMAGE", image)) for image in images))
     inline_bytes = padded_bytes = sum(image.nbytes for image in images)
-    finished_message = worker.finished
-    assert finished_message.copied_input_bytes == inline_bytes + padded_bytes
+    assert worker.finished.copied_input_bytes == inline_bytes + padded_bytes

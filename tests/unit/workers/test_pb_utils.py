@@ -1,7 +1,5 @@
 """The module that models import: tensors, responses, requests, configurations, metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -67,8 +65,7 @@ def test_a_tensor_of_numpy(kind: str) -> None:
 def test_a_tensor_of_strings() -> None:
     for array in (np.array([b"a", "\u00fc", 3], dtype=object), np.array([b"a", b"bb"])):
         tensor = Tensor("x", array)
-        assert tensor.triton_dtype() == 13
-        assert tensor.as_output().datatype == "BYTES"
+        assert tensor.triton_dtype() == 13 and tensor.as_output().datatype == "BYTES"
         assert tensor.as_numpy() is array
 
 
@@ -109,8 +106,7 @@ def test_dlpack_import_and_export(kind: str) -> None:
 def test_dlpack_of_bf16() -> None:
     value = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
     tensor = Tensor.from_dlpack("x", value)
-    assert tensor.triton_dtype() == 14
-    assert tensor.as_output().data is not None
+    assert tensor.triton_dtype() == 14 and tensor.as_output().data is not None
     assert torch.equal(from_dlpack(tensor), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         tensor.as_numpy()
@@ -277,8 +273,7 @@ def test_a_received_request() -> None:
     assert request.parameters() == '{"x":1,"y":"z"}'
     assert request.requested_output_names() == {"OUT"}
     assert [tensor.name() for tensor in request.inputs()] == ["IN", "S"]
-    assert request.trace().get_context() is None
-    assert not request.is_cancelled()
+    assert request.trace().get_context() is None and not request.is_cancelled()
     tensor = pb_utils.get_input_tensor_by_name(request, "IN")
     assert tensor is not None and tensor.as_numpy().tolist() == [1.0, 2.0]
     assert tensor.as_numpy() is tensor.as_numpy()
@@ -340,9 +335,7 @@ def test_a_request_for_another_model() -> None:
         ({"flags": None}, TypeError, "flags must be an int"),
     ],
 )
-def test_invalid_requests_are_refused(
-    arguments: dict[str, Any], kind: type[Exception], text: str
-) -> None:
+def test_bad_requests_refused(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
     defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     with pytest.raises(kind, match=text):
         pb_utils.InferenceRequest(request_id="q", **{**defaults, **arguments})
@@ -486,74 +479,43 @@ def test_equal_values_of_the_author_are_kept() -> None:
 @pytest.mark.parametrize(
     ("fields", "call", "text"),
     [
-        (
-            {"max_batch_size": 8},
-            lambda c: c.set_max_batch_size(4),
-            "configuration specified max_batch_size 8, but in auto-complete-config function for "
-            "model 'm' specified max_batch_size 4",
-        ),
-        (
-            {"sequence_batching": {}},
-            lambda c: c.set_dynamic_batching(),
-            "Configuration specified scheduling_choice as 'sequence_batching', but "
-            "auto-complete-config function for model 'm' tries to set scheduling_choice as "
-            "'dynamic_batching'",
-        ),
-        (
-            {"input": [{**INPUT_X, "data_type": "TYPE_INT8"}]},
-            lambda c: c.add_input(INPUT_X),
-            "unable to load model 'm', configuration expects datatype TYPE_INT8 for input 'X', "
-            "model provides TYPE_FP32",
-        ),
-        (
-            {"output": [{**INPUT_X, "dims": [5]}]},
-            lambda c: c.add_output(INPUT_X),
-            "model 'm', tensor 'X': the model expects dims [4] but the model configuration "
-            "specifies dims [5]",
-        ),
-        (
-            {"input": [{**INPUT_X, "optional": False}]},
-            lambda c: c.add_input({**INPUT_X, "optional": True}),
-            "model 'm', tensor 'X': the model expects optional True but the model configuration "
-            "specifies optional False",
-        ),
-        (
-            {},
-            lambda c: c.add_input({**INPUT_X, "reshape": {}}),
-            "input 'X' in auto-complete-config function for model 'm' contains property other "
-            "than 'name', 'data_type', 'dims' and 'optional'.",
-        ),
-        (
-            {},
-            lambda c: c.add_output({**INPUT_X, "optional": True}),
-            "output 'X' in auto-complete-config function for model 'm' contains property other "
-            "than 'name', 'data_type' and 'dims'.",
-        ),
-        (
-            {},
-            lambda c: c.add_output({"name": "X", "dims": [1]}),
-            "output 'X' in auto-complete-config function for model 'm' is missing 'data_type' "
-            "property.",
-        ),
-        (
-            {},
-            lambda c: c.add_input({"dims": [1]}),
-            "input in auto-complete-config function for model 'm' is missing 'name' property.",
-        ),
-        (
-            {"model_transaction_policy": {"decoupled": True}},
-            lambda c: c.set_model_transaction_policy({"decoupled": False}),
-            "trying to change decoupled property in auto-complete-config for model 'm', which is "
-            "already set to 'True'.",
-        ),
-        (
-            {},
-            lambda c: c.set_model_transaction_policy({"coupled": False}),
-            "model transaction property in auto-complete-config function for model 'm' contains "
-            "property other than 'decoupled'.",
-        ),
+        ({"max_batch_size": 8}, lambda c: c.set_max_batch_size(4),
+         "configuration specified max_batch_size 8, but in auto-complete-config function for "
+         "model 'm' specified max_batch_size 4"),
+        ({"sequence_batching": {}}, lambda c: c.set_dynamic_batching(),
+         "Configuration specified scheduling_choice as 'sequence_batching', but "
+         "auto-complete-config function for model 'm' tries to set scheduling_choice as "
+         "'dynamic_batching'"),
+        ({"input": [{**INPUT_X, "data_type": "TYPE_INT8"}]}, lambda c: c.add_input(INPUT_X),
+         "unable to load model 'm', configuration expects datatype TYPE_INT8 for input 'X', "
+         "model provides TYPE_FP32"),
+        ({"output": [{**INPUT_X, "dims": [5]}]}, lambda c: c.add_output(INPUT_X),
+         "model 'm', tensor 'X': the model expects dims [4] but the model configuration "
+         "specifies dims [5]"),
+        ({"input": [{**INPUT_X, "optional": False}]},
+         lambda c: c.add_input({**INPUT_X, "optional": True}),
+         "model 'm', tensor 'X': the model expects optional True but the model configuration "
+         "specifies optional False"),
+        ({}, lambda c: c.add_input({**INPUT_X, "reshape": {}}),
+         "input 'X' in auto-complete-config function for model 'm' contains property other "
+         "than 'name', 'data_type', 'dims' and 'optional'."),
+        ({}, lambda c: c.add_output({**INPUT_X, "optional": True}),
+         "output 'X' in auto-complete-config function for model 'm' contains property other "
+         "than 'name', 'data_type' and 'dims'."),
+        ({}, lambda c: c.add_output({"name": "X", "dims": [1]}),
+         "output 'X' in auto-complete-config function for model 'm' is missing 'data_type' "
+         "property."),
+        ({}, lambda c: c.add_input({"dims": [1]}),
+         "input in auto-complete-config function for model 'm' is missing 'name' property."),
+        ({"model_transaction_policy": {"decoupled": True}},
+         lambda c: c.set_model_transaction_policy({"decoupled": False}),
+         "trying to change decoupled property in auto-complete-config for model 'm', which is "
+         "already set to 'True'."),
+        ({}, lambda c: c.set_model_transaction_policy({"coupled": False}),
+         "model transaction property in auto-complete-config function for model 'm' contains "
+         "property other than 'decoupled'."),
     ],
-)
+)  # fmt: skip
 def test_contradicting_values_are_refused(fields: dict[str, Any], call: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
         call(config(**fields))
@@ -585,7 +547,7 @@ def test_a_counter_and_a_gauge() -> None:
         counter.set(1)
     with pytest.raises(TritonModelException, match="COUNTER does not support Observe"):
         counter.observe(1)
-    gauges = pb_utils.MetricFamily("b", "", pb_utils.MetricFamily.GAUGE)
+    gauges = pb_utils.MetricFamily("b", "", pb_utils.MetricFamily.GAUGE)  # outlives its metric
     gauge = gauges.Metric()
     gauge.set(4)
     gauge.increment(-6.5)
@@ -715,7 +677,6 @@ def test_operations_must_suit_the_metric_family() -> None:
 
 
 def reported_labels() -> dict[str, list[Any]]:
-    """Return the reported labels of each family."""
     return {
         name: [labels for labels, _, _ in values] for name, _, _, values in metrics.changes() or []
     }
@@ -743,11 +704,8 @@ def test_log_messages(caplog: pytest.LogCaptureFixture) -> None:
         pb_utils.Logger.log("five", pb_utils.Logger.WARNING)
     records = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert records == [
-        ("INFO", "one"),
-        ("WARNING", "two %s"),
-        ("ERROR", "three"),
-        ("DEBUG", "four"),
+        ("INFO", "one"), ("WARNING", "two %s"), ("ERROR", "three"), ("DEBUG", "four"),
         ("WARNING", "five"),
-    ]
+    ]  # fmt: skip
     with pytest.raises(TypeError):
         pb_utils.Logger.log_info(3)  # type: ignore[arg-type]

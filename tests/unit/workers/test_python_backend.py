@@ -127,20 +127,17 @@ def failure_text(text: str) -> str:
 
 
 def test_the_arguments_of_initialize(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def initialize(self, args):
             self.told = {"args": args, "dir": pb_utils.get_model_dir()}
         def execute(self, requests):
             return [response(np.zeros(1), parameters={"told": json.dumps(self.told)})]
-        """
-    )
+        """)
     (reply,) = model.rig.batch(inference(input_x(0)))
     assert reply.answer is not None
     seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
-    received_config = json.loads(seen_request["args"].pop("model_config"))
-    assert received_config == config()
+    assert json.loads(seen_request["args"].pop("model_config")) == config()
     assert seen_request == {
         "args": {
             "model_instance_kind": "CPU",
@@ -159,26 +156,22 @@ def test_modules_beside_the_model(model: Model) -> None:
     (context.version_dir / "helper_a.py").write_text("A = 1\n")
     (context.model_dir / "helper_b.py").write_text("B = 2\n")
     (context.version_dir / "helper_c.py").write_text("C = 3\n")
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             import helper_a, helper_b
             from . import helper_c
             return [response(np.array([helper_a.A, helper_b.B, helper_c.C], "f4"))]
-        """
-    )
+        """)
     assert model.infer(0) == [[1, 2, 3]]
 
 
 def test_a_version_folder_that_is_a_package(model: Model) -> None:
     (model.rig.context.version_dir / "__init__.py").write_text("D = 4\n")
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             from . import D
             return [response(np.array([D], "f4"))]
-        """
-    )
+        """)
     assert model.infer(0) == [[4]]
 
 
@@ -195,14 +188,10 @@ def test_another_file_name(model: Model) -> None:
         (None, {}, Unavailable, "Python model file not found in '1/model.py'"),
         ("pass", {"default_model_filename": "m.pt"}, InvalidArgument, "must end with '.py'"),
         ("pass", {}, InvalidArgument, "does not implement `execute` method"),
-        (
-            "def initialize(self, args): 1 / 0\ndef execute(self, requests): pass",
-            {},
-            ZeroDivisionError,
-            "division by zero",
-        ),
+        ("def initialize(self, args): 1 / 0\ndef execute(self, requests): pass", {},
+         ZeroDivisionError, "division by zero"),
     ],
-)
+)  # fmt: skip
 def test_models_that_do_not_load(
     model: Model, body: str | None, fields: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
@@ -241,15 +230,13 @@ def test_another_kind_of_class_is_named(model: Model, text: str, hint: str) -> N
 
 
 def test_auto_complete(model: Model) -> None:
-    model.write(
-        """
+    model.write("""
         @staticmethod
         def auto_complete_config(config):
             assert isinstance(config, pb_utils.ModelConfig)
             config.set_max_batch_size(8)
             return config
-        """
-    )
+        """)
     assert model.backend.complete_config(config()) == config(max_batch_size=8)
 
 
@@ -266,26 +253,22 @@ def test_auto_complete_that_returns_nothing(model: Model) -> None:
 
 def test_auto_complete_that_returns_invalid_json(model: Model) -> None:
     """Such a configuration could not be sent to the server either."""
-    model.write(
-        """
+    model.write("""
         @staticmethod
         def auto_complete_config(config):
             config.set_max_batch_size(np.int64(8))
             return config
-        """
-    )
+        """)
     with pytest.raises(TypeError, match="int64 is not JSON serializable"):
         model.backend.complete_config(config())
 
 
 def test_finalize(model: Model, tmp_path: Path) -> None:
     marker_file = tmp_path / "finalized"
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests): return [response(np.ones(1, 'f4'))]
         def finalize(self): open({str(marker_file)!r}, "w").close()
-        """
-    )
+        """)
     assert model.infer(0) == [[1]]
     model.backend.unload()
     assert marker_file.exists()
@@ -301,8 +284,7 @@ def test_a_batch_in_order(model: Model) -> None:
 
 
 def test_errors_of_single_requests(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             codes = [pb_utils.TritonError.NOT_FOUND, pb_utils.TritonError.UNAVAILABLE]
             return [
@@ -310,8 +292,7 @@ def test_errors_of_single_requests(model: Model) -> None:
                 pb_utils.InferenceResponse([], pb_utils.TritonError("no", codes[int(given(r)[0])]))
                 for r in requests
             ]
-        """
-    )
+        """)
     requests = [inference(input_x(n)) for n in (0, 1, 2)]
     replies = model.rig.batch(*requests)
     assert [reply.code for reply in replies] == ["NOT_FOUND", "UNAVAILABLE", ""]
@@ -319,29 +300,25 @@ def test_errors_of_single_requests(model: Model) -> None:
 
 
 def test_an_exception_fails_only_the_requests_that_caused_it(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             for request in requests:
                 if given(request)[0] < 0:
                     raise ValueError("below zero")
             return [response(given(r)) for r in requests]
-        """
-    )
+        """)
     assert model.infer(1, -1, 2) == [[1], failure_text("ValueError: below zero"), [2]]
 
 
 def test_an_exception_whose_text_raises(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         class Mute(Exception):
             def __str__(self):
                 raise self
 
         def execute(self, requests):
             raise self.Mute()
-        """
-    )
+        """)
     assert model.infer(1) == [failure_text("Mute")]
 
 
@@ -350,35 +327,25 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
     [
         ("7", "Expected a list in the execute return, found type '<class 'int'>'."),
         ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
-        (
-            "[]",
-            "Number of InferenceResponse objects do not match the number of InferenceRequest "
-            "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0",
-        ),
-        (
-            "[7]",
-            "Expected an 'InferenceResponse' object in the execute function return list, found "
-            "type '<class 'int'>'.",
-        ),
-        (
-            "[None]",
-            "Expected an 'InferenceResponse' object in the execute function return list, found "
-            "type '<class 'NoneType'>'.",
-        ),
+        ("[]", "Number of InferenceResponse objects do not match the number of InferenceRequest "
+         "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+        ("[7]", "Expected an 'InferenceResponse' object in the execute function return list, found "
+         "type '<class 'int'>'."),
+        ("[None]",
+         "Expected an 'InferenceResponse' object in the execute function return list, found "
+         "type '<class 'NoneType'>'."),
     ],
-)
+)  # fmt: skip
 def test_wrong_return_values_are_errors(model: Model, returned_value: str, text: str) -> None:
     model.serve(f"def execute(self, requests): return {returned_value}")
     assert model.infer(0) == [failure_text(text)]
 
 
 def test_an_entry_of_a_batch_that_is_none(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             return [response(given(r)) if given(r)[0] else None for r in requests]
-        """
-    )
+        """)
     good_output, bad_output = model.infer(1, 0)
     assert good_output == [1]
     assert isinstance(bad_output, str) and "found type '<class 'NoneType'>'" in bad_output
@@ -395,24 +362,18 @@ NOT_ITERATIVE = (
     [
         ("[None]", NOT_ITERATIVE),
         ("None", NOT_ITERATIVE),
-        (
-            "[response(given(requests[0]))]",
-            failure_text(
-                "Expected a None object in the execute function return list for reschduled "
-                "request, found type '<class 'shmserve.workers.backends.python.request."
-                "InferenceResponse'>'."
-            ),
-        ),
+        ("[response(given(requests[0]))]",
+         failure_text("Expected a None object in the execute function return list for reschduled "
+         "request, found type '<class 'shmserve.workers.backends.python.request."
+         "InferenceResponse'>'.")),
     ],
-)
+)  # fmt: skip
 def test_rescheduling_is_refused(model: Model, returned_value: str, text: str) -> None:
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
             return {returned_value}
-        """
-    )
+        """)
     assert model.infer(0) == [text]
 
 
@@ -448,12 +409,10 @@ def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
 
 
 def test_a_model_sees_the_cancellation(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             return [response(np.array([request.is_cancelled()], "f4")) for request in requests]
-        """
-    )
+        """)
     model.rig.cancel(2)
     assert model.infer(0, 0, 0) == [[0], "Request was cancelled", [0]]
 
@@ -462,18 +421,15 @@ def test_a_model_sees_the_cancellation(model: Model) -> None:
 
 
 def test_coroutines_share_a_loop(model: Model) -> None:
-    model.serve(
-        """
+    model.serve("""
         loops = set()
         async def execute(self, requests):
             self.loops.add(id(asyncio.get_running_loop()))
             await asyncio.sleep(0)
             assert len(self.loops) == 1
             return [response(given(r)) for r in requests]
-        """
-    )
-    assert model.infer(1, 2) == [[1], [2]]
-    assert model.infer(3) == [[3]]
+        """)
+    assert model.infer(1, 2) == [[1], [2]] and model.infer(3) == [[3]]
 
 
 def test_a_coroutine_raises(model: Model) -> None:
@@ -483,24 +439,21 @@ def test_a_coroutine_raises(model: Model) -> None:
 
 @pytest.mark.parametrize("returned_value", ["None", "[None] * len(requests)"])
 def test_responses_that_were_sent(model: Model, returned_value: str) -> None:
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             for request in requests:
                 array = given(request).copy()
                 request.get_response_sender().send(response(array), flags=1)
                 array[:] = -1  # too late
             return {returned_value}
-        """
-    )
+        """)
     assert model.infer(1, 2) == [[1], [2]]
 
 
 def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread's request fails with its exception, unless the request has ended before."""
     monkeypatch.setattr(threading, "excepthook", log_thread_exception)
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             for request in requests:
                 args = (given(request), request.get_response_sender())
@@ -510,8 +463,7 @@ def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
             if array[0] == 1:
                 sender.send(response(array))
             raise ValueError("mine")
-        """
-    )
+        """)
     first_output, second_output = model.infer(1, 2)
     assert first_output == [1]
     assert isinstance(second_output, str) and second_output.endswith("message: ValueError: mine")
@@ -639,27 +591,23 @@ def run_rounds(model: Model, region: Region, count: int = 12) -> list[Any]:
 
 
 def test_a_model_that_only_reads_gets_views(model: Model, region: Region) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             array = given(requests[0])
             copied = array.flags.writeable
             return [response(np.array([copied], "f4"))]
-        """
-    )
+        """)
     assert run_rounds(model, region, 11) == [1] * 8 + [0] * 3
 
 
 @pytest.mark.parametrize("output", ["array", "array[:1]", "array.reshape(-1, 2)[0]", "2 * array"])
 def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, output: str) -> None:
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             array = given(requests[0])
             self.copied = array.flags.writeable
             return [response({output})]
-        """
-    )
+        """)
     factor = 2 if "2 *" in output else 1
     assert run_rounds(model, region, 10) == [factor * n for n in range(10)]
     assert not model.backend._model.copied
@@ -668,23 +616,16 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
 @pytest.mark.parametrize(
     ("keep_expression", "first_kept"),
     [
-        ("given(r)", 0),
-        ("given(r)[:5]", 0),
-        ("torch.from_numpy(given(r))", 0),
-        ("r.inputs()[0]", 20),
-        ("r", 20),
-        ("given(r)", 20),
-        ("given(r)[:5]", 20),
-        ("given(r)[::-1][-5:][::-1]", 20),
-        ("torch.from_numpy(given(r))", 20),
+        ("given(r)", 0), ("given(r)[:5]", 0), ("torch.from_numpy(given(r))", 0),
+        ("r.inputs()[0]", 20), ("r", 20), ("given(r)", 20), ("given(r)[:5]", 20),
+        ("given(r)[::-1][-5:][::-1]", 20), ("torch.from_numpy(given(r))", 20),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_keeps_its_inputs(
     model: Model, region: Region, keep_expression: str, first_kept: int
 ) -> None:
     """Values from `first_kept` on are kept: a model may begin to keep its inputs late."""
-    model.serve(
-        f"""
+    model.serve(f"""
         kept = []
         def execute(self, requests):
             import torch
@@ -692,8 +633,7 @@ def test_a_model_that_keeps_its_inputs(
                 if given(r)[0] >= {first_kept}:
                     self.kept.append({keep_expression})
             return [response(np.array([first(k) for k in self.kept] or [-1], "f4"))]
-        """
-    )
+        """)
     for number in range(24):
         (response,) = model.run(big_input(region, number))
         assert response == (list(range(first_kept, number + 1)) or [-1])
@@ -712,26 +652,21 @@ def test_a_model_that_writes_into_its_inputs(
     model: Model, region: Region, write: str, first_written: int
 ) -> None:
     """Models may write to their inputs. The client's memory does not change."""
-    model.serve(
-        f"""
+    model.serve(f"""
         def execute(self, requests):
             array = given(requests[0])
             first = array[0]
             if first >= {first_written}:
                 {WRITE_STATEMENTS[write]}
             return [response(np.array([first], "f4"))]
-        """
-    )
+        """)
     for number in range(24):
         assert model.run(big_input(region, number)) == [[number]]
         assert (np.frombuffer(region.read(0, BIG_SIZE), np.float32) == number).all()
 
 
-def test_a_model_that_fails_on_read_only_inputs_receives_copies(
-    model: Model, region: Region
-) -> None:
-    model.serve(
-        """
+def test_a_model_failing_on_read_only_inputs_receives_copies(model: Model, region: Region) -> None:
+    model.serve("""
         def execute(self, requests):
             array = given(requests[0])
             first = array[0]
@@ -741,18 +676,14 @@ def test_a_model_that_fails_on_read_only_inputs_receives_copies(
             except Exception as error:
                 return [pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))]
             return [response(np.array([first], "f4"))]
-        """
-    )
+        """)
     assert run_rounds(model, region, 14) == list(range(14))
 
 
 @pytest.mark.parametrize("statement", ["raise RuntimeError('so')", "return [failure('so')]"])
-def test_an_error_about_read_only_inputs_in_any_words(
-    model: Model, region: Region, statement: str
-) -> None:
+def test_an_error_of_read_only_inputs_varies(model: Model, region: Region, statement: str) -> None:
     """An error that disappears with copied inputs counts as an attempt to write to them."""
-    model.serve(
-        f"""
+    model.serve(f"""
         tries = []
         def execute(self, requests):
             array = given(requests[0])
@@ -764,23 +695,20 @@ def test_an_error_about_read_only_inputs_in_any_words(
             except Exception:
                 {statement}
             return [response(np.array([first], "f4"))]
-        """
-    )
+        """)
     assert run_rounds(model, region, 14) == list(range(14))
     assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
 
 
 def test_an_error_that_persists_with_copies_is_reported(model: Model, region: Region) -> None:
-    model.serve(
-        """
+    model.serve("""
         tries = []
         def execute(self, requests):
             self.tries.append(given(requests[0]).flags.writeable)
             if given(requests[0])[0] >= 10:
                 return [failure(f"try {len(self.tries)}")]
             return [response(given(requests[0])[:1])]
-        """
-    )
+        """)
     assert run_rounds(model, region, 12) == [*range(10), "try 12", "try 14"]
     assert model.backend._model.tries[8:] == [False, False, *[False, True] * 2]
 
@@ -873,8 +801,7 @@ def test_a_call_that_does_not_fit(model: Model, callees: CalledModels) -> None:
 
 def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    model.serve(
-        """
+    model.serve("""
         async def execute(self, requests):
             return list(await asyncio.gather(*map(self.answer, requests)))
         async def answer(self, request):
@@ -892,8 +819,7 @@ def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
                 return plain
             tensors = plain.output_tensors() + second.output_tensors()
             return response(sum(t.as_numpy()[0] for t in tensors))
-        """
-    )
+        """)
     running_calls = callees.run(model.infer, 1, 2, 3)
     callees.answer_find("s1")
     submits = [scheduler.next(Submit) for _ in range(6)]
@@ -905,9 +831,7 @@ def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
     assert running_calls.result(10) == [[6], [12], "not three"]
 
 
-def test_an_input_is_passed_on_where_it_is(
-    model: Model, callees: CalledModels, region: Region
-) -> None:
+def test_inputs_are_passed_in_place(model: Model, callees: CalledModels, region: Region) -> None:
     scheduler = callees.scheduler("s1")
     model.serve(
         """
@@ -933,23 +857,20 @@ def test_an_input_is_passed_on_where_it_is(
 
 
 def test_no_calls_while_loading(model: Model, tmp_path: Path) -> None:
-    model.write(
-        """
+    model.write("""
         def initialize(self, args):
             self.reply = pb_utils.InferenceRequest(
                 model_name="other", requested_output_names=[], inputs=[]
             ).exec()
         def execute(self, requests): return [self.reply]
-        """
-    )
+        """)
     model.rig.serve(model.backend, config())
     (text,) = model.infer(0)
     assert isinstance(text, str) and "only supported during the 'execute' function" in text
 
 
 def test_loading_other_models(model: Model, callees: CalledModels) -> None:
-    model.serve(
-        """
+    model.serve("""
         def execute(self, requests):
             pb_utils.load_model("other", config="{}", files={"file:1/model.py": b"x"})
             pb_utils.unload_model("other", unload_dependents=True)
@@ -966,8 +887,7 @@ def test_loading_other_models(model: Model, callees: CalledModels) -> None:
                     continue
                 assert False
             return [response(np.array(ready, "f4"))]
-        """
-    )
+        """)
     supervisor = callees.supervisor
     running_call = callees.run(model.infer, 0)
     load = supervisor.next(m.LoadModel)
@@ -977,7 +897,6 @@ def test_loading_other_models(model: Model, callees: CalledModels) -> None:
     assert (unload.name, unload.unload_dependents) == ("other", True)
     supervisor.send(m.Answered(unload.id, {}))
     assert callees.answer_find("s1").version == "2"
-    find_question = supervisor.next(m.FindModel)
-    supervisor.send(m.Refused(find_question.id, "NOT_FOUND", "no"))
+    supervisor.send(m.Refused(supervisor.next(m.FindModel).id, "NOT_FOUND", "no"))
     supervisor.send(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))
     assert running_call.result(10) == [[1, 0]]

@@ -69,7 +69,6 @@ def vectors(
     data_type: str = "FP32",
     **fields: Any,
 ) -> dict[str, Any]:
-    """Return the configuration of a model whose inputs and outputs are vectors of these lengths."""
     return model_config(
         [tensor_config(name, data_type, [size]) for name, size in inputs.items()],
         [tensor_config(name, data_type, [size]) for name, size in outputs.items()],
@@ -414,8 +413,7 @@ def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
         dynamic_shapes=({0: torch.export.Dim("b", max=6)},) * 3,
     )
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
-    assert completed["max_batch_size"] == 4
-    assert completed["dynamic_batching"] == {}
+    assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
     assert completed["output"] == [
         tensor_config(f"OUTPUT__{index}", "FP32", [1]) for index in (0, 1)
@@ -451,8 +449,7 @@ def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
 
 def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 4))
-    backend = PytorchBackend(worker.context)
-    completed = backend.complete_config(model_config([], []))
+    completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 0
     assert completed["input"] == [tensor_config("image", "FP32", [2, 4])]
     assert "dynamic_shapes" in load_error(worker, vectors({"image": 4}, {"y": 1}))
@@ -575,20 +572,14 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
 @pytest.mark.parametrize(
     ("module", "data_type", "dims", "expected_error"),
     [
-        (
-            *(Affine, "STRING", [1]),
-            "input 'a' of model 'm' has data_type TYPE_STRING, but the model takes a tensor",
-        ),
-        (
-            *(Upper, "FP32", [1]),
-            "input 'a' of model 'm' has data_type TYPE_FP32, but the model takes List[str]",
-        ),
-        (
-            *(Upper, "STRING", [2, 2]),
-            "Triton only supports 1 dimensional List of String as input for 'a' for model 'm'",
-        ),
+        (*(Affine, "STRING", [1]),
+         "input 'a' of model 'm' has data_type TYPE_STRING, but the model takes a tensor"),
+        (*(Upper, "FP32", [1]),
+         "input 'a' of model 'm' has data_type TYPE_FP32, but the model takes List[str]"),
+        (*(Upper, "STRING", [2, 2]),
+         "Triton only supports 1 dimensional List of String as input for 'a' for model 'm'"),
     ],
-)
+)  # fmt: skip
 def test_texts_must_be_lists_of_one_dimension(
     worker: Rig, module: Any, data_type: str, dims: list[int], expected_error: str
 ) -> None:
@@ -660,8 +651,7 @@ def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     region = Region(4096)
     data = np.zeros((1, 4), F32)
     for _ in range(3):
-        memory_range = region.write(0, data)
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range)))
+        (reply,) = worker.batch(inference(tensor("x", data, region.write(0, data))))
         assert reply.array("y").tolist() == [[1, 1, 1, 1]]
         assert region.read(0, 16) == bytes(16)
     region.close()
@@ -773,9 +763,7 @@ class FakeCopyDevice(Device):
         self.moves.append("synchronize")
 
 
-def test_tensors_go_to_a_device_and_back_once_a_batch(
-    worker: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_go_to_a_device_once_a_batch(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeCopyDevice()
     monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: device)
     save_script(ThreeArguments(), worker)

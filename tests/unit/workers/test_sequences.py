@@ -34,7 +34,6 @@ NUMBERS = {"UINT64": np.uint64, "INT64": np.int64, "UINT32": np.uint32, "INT32":
 
 
 def config(batched: bool = True, **batching: Any) -> dict[str, Any]:
-    """Return a model configuration in the form that workers receive."""
     return {
         "name": "m",
         "max_batch_size": 4 if batched else 0,
@@ -49,7 +48,6 @@ def control(kind: str, **control_values: Any) -> dict[str, Any]:
 
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
-    """Return the control inputs that a model receives for a row."""
     controls = sequence_inputs.control_inputs(
         sequence_inputs.read_controls(ModelSpec.of(config(batched, control_input=list(tensors)))),
         row,
@@ -126,9 +124,6 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
     assert generated_names(model_spec) == {"START", "I", "O", "J", "Y"}
 
 
-# --- state ----------------------------------------------------------------------------------------
-
-
 def spec(**fields: Any) -> dict[str, Any]:
     """Return the specification of a state of one FP32."""
     state_fields = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
@@ -162,14 +157,12 @@ class Model:
     def complete_request(
         self, *outputs: Output, error: Any = None, returned_names: tuple[str, ...] = ()
     ) -> Response:
-        """Complete the last request with these outputs."""
         response = Response(list(outputs), error=error)
         self.states.store(self.row, response, frozenset(returned_names))
         return response
 
 
 def new_state(*numbers: float, name: str = "O") -> Output:
-    """Return an output with the new value of a state."""
     return Output(name, "FP32", np.array([numbers], np.float32))
 
 
@@ -177,10 +170,8 @@ def test_a_state_begins_with_zero_at_each_start() -> None:
     model = Model(spec())
     assert model.value(0, START_FLAG) == [[0.0]]
     model.complete_request(new_state(5))
-    assert model.value(0) == [[5.0]]
-    assert model.value(1, START_FLAG) == [[0.0]]
-    assert model.value(0) == [[5.0]]
-    assert model.value(0, START_FLAG) == [[0.0]]
+    assert model.value(0) == [[5.0]] and model.value(1, START_FLAG) == [[0.0]]
+    assert model.value(0) == [[5.0]] and model.value(0, START_FLAG) == [[0.0]]
 
 
 def test_missing_and_failed_updates_keep_the_state() -> None:
@@ -212,10 +203,7 @@ def test_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     assert [
         output.name
         for output in model.complete_request(answer, new_state(6), returned_names=("O",)).outputs
-    ] == [
-        "Y",
-        "O",
-    ]
+    ] == ["Y", "O"]
     assert model.value() == [[6.0]]
 
 
@@ -281,9 +269,6 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
     assert model.value() == [[4.0]]
     model.complete_request(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
     assert model.add_inputs().inputs["I"].torch().tolist() == [[1.5]]
-
-
-# --- states of ended sequences --------------------------------------------------------------------
 
 
 class Sequences:

@@ -66,9 +66,7 @@ def work(key: int, value: float) -> m.Work:
     return m.Work(key, CLIENT_PID, *pack_inference(inference(x)))
 
 
-def test_a_backend_serves_messages_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_backend_serves_own_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with rig(tmp_path) as model_rig:
         backend = StepBackend(model_rig.context)
         model_rig.serve(backend, CONFIG)
@@ -88,11 +86,9 @@ def test_a_backend_serves_messages_of_its_own(
         assert (first_response.key, first_response.code, first_response.final) == (1, "", True)
         answer = inferred_of(first_response).outputs[0]
         assert answer.data == np.array([6.0], np.float32).tobytes()
-        assert (second_response.key, second_response.schema, second_response.final) == (
-            2,
-            b"",
-            True,
-        )
+        assert second_response.key == 2
+        assert second_response.schema == b""
+        assert second_response.final is True
         assert isinstance(finished_message, m.BatchFinished) and finished_message.batch == 7
 
 
@@ -105,8 +101,6 @@ def test_batches_are_the_default(tmp_path: Path) -> None:
         model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], in_flight=4))
         model_rig.instance.serve_commands()
         (finished_message,) = model_rig.sent()
-        assert (
-            finished_message.batch,
-            len(finished_message.replies),
-            model_rig.instance._in_flight,
-        ) == (3, 1, 4)
+        assert finished_message.batch == 3
+        assert len(finished_message.replies) == 1
+        assert model_rig.instance._in_flight == 4

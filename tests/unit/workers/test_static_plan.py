@@ -44,8 +44,7 @@ def plan(config_fields: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
 
 def test_the_plan_in_mb() -> None:
     static_plan = plan(config((1000, 250), 4), 3_000_000)
-    assert static_plan is not None
-    assert static_plan.buckets == (1, 2, 4)
+    assert static_plan is not None and static_plan.buckets == (1, 2, 4)
     assert static_plan.byte_size(2) == (2_000_000, 2_000_000)
     assert replace(static_plan, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "
@@ -88,8 +87,6 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(
     with pytest.raises(ValueError, match="more than the"):
         static_plan.bucket_of(sizes[-1] + 1)
 
-
-# --- a steady stream ---------------------------------------------------------------------------
 
 NUMPY = """
 import numpy as np
@@ -180,9 +177,6 @@ def test_a_steady_stream_allocates_nothing(
         assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
 
 
-# --- graphs ------------------------------------------------------------------------------------
-
-
 class FakeRecorder:
     """A fake CUDA graph recorder: a replay repeats the recorded call on the same memory."""
 
@@ -256,9 +250,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
     assert reply.array("Y").tolist() == [[1, 1, 1]]
 
 
-def test_an_impossible_static_plan_is_reported(
-    worker: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_impossible_plan_is_reported(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text

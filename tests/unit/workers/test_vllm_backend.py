@@ -1,9 +1,8 @@
 """The backend `vllm` with a fake engine. `make test-vllm` runs similar tests with vLLM itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.model_spec import ModelSpec
@@ -26,12 +25,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
-from shmserve.workers.backends.vllm.engine import (
-    Arguments,
-    VllmCall,
-    VllmEngine,
-    max_tokens_cap,
-)
+from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine, max_tokens_cap
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
@@ -381,8 +375,7 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     assert second_entry["logprob"] == -9999.0
     assert [tensor["token_id"] for tensor in second_entry["top_logprobs"]] == [4]
     assert (third_entry["token"], third_entry["logprob"]) == ("<3>", -1.0)
-    assert document["prompt"][0] is None
-    assert document["prompt"][1]["rank"] == 5
+    assert document["prompt"][0] is None and document["prompt"][1]["rank"] == 5
 
 
 def test_tokens_are_shown_by_their_ids() -> None:
@@ -428,15 +421,20 @@ def test_the_configuration_is_completed(model: Model) -> None:
         ("{}", "1/model.json: 'model' is missing"),
     ],
 )
-def test_an_invalid_arguments_file_is_refused(
-    tmp_path: Path, text: str | None, problem: str
-) -> None:
+def test_a_bad_arguments_file_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
     folder = tmp_path / "1"
     folder.mkdir()
     if text is not None:
         (folder / "model.json").write_text(text)
     with pytest.raises(InvalidArgument, match=problem):
         Arguments.read(folder, "m")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_ENVIRONMENT", {})
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(Unavailable, match=r"needs the package vllm.*shmserve\[vllm\]"):
+        Arguments({}, {}, {}).for_vllm()
 
 
 def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ class OnDevice:
     received: list[tuple[LeaseWorkspace | ReturnWorkspace, int]] = field(default_factory=list)
 
     def returned(self) -> list[int]:
-        """Return the offsets of the returned leases."""
         return [
             message.offset for message, _ in self.received if isinstance(message, ReturnWorkspace)
         ]

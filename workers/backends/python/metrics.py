@@ -117,7 +117,7 @@ def _locked_for_change() -> Iterator[None]:
 
 
 class _Owner:
-    """The metrics of one `MetricFamily` object; `alive` while the object is."""
+    """The metrics of one `MetricFamily` object, which exists while `is_alive`."""
 
     def __init__(self, family: _Family) -> None:
         self.family = family

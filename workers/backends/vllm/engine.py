@@ -15,7 +15,16 @@ from typing import Any
 
 import orjson
 
-from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip, suggestion
+from shmserve.errors import (
+    InvalidArgument,
+    NotFound,
+    QueueFull,
+    ShmserveError,
+    Unavailable,
+    clip,
+    missing_package,
+    suggestion,
+)
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.workers.backends.llm.chat_template import conversation
 from shmserve.workers.backends.llm.model.checkpoint import read_json
@@ -78,14 +87,15 @@ class Arguments:
         """Return the arguments of the engine in vLLM's class.
 
         Raises:
-            InvalidArgument: vLLM is missing, or an argument is unknown.
+            InvalidArgument: An argument is unknown.
+            Unavailable: vLLM is missing.
         """
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
         except ImportError as error:
-            raise InvalidArgument(f"backend 'vllm' needs vLLM: {error}") from None
+            raise Unavailable(missing_package("backend 'vllm'", error, "vllm")) from None
         fields = AsyncEngineArgs.__dataclass_fields__
         _check_known(self.engine, fields, f"{FILE}: {{}} is not an argument of vLLM's engine")
         return AsyncEngineArgs(**self.engine)

@@ -51,7 +51,7 @@ def release_message(message: MessageContent) -> None:
 
 
 class ReceivedMessage(NamedTuple):
-    """A complete message; `extra` bytes of it were permitted beyond the window."""
+    """A complete message; `beyond_window` of its bytes were permitted beyond the window."""
 
     data: MessageContent
     compressed: bool

@@ -139,8 +139,10 @@ _TOKEN_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
-    With `usage`, a stream ends with the numbers of tokens. With `continuous`, each chunk contains
-    its sample's number of tokens so far. `details` are further outputs.
+    Attributes:
+        shows_usage: Whether a stream ends with the numbers of tokens.
+        detail_outputs: Outputs that only some requests need.
+        shows_running_usage: Whether each chunk contains its sample's number of tokens so far.
     """
 
     model: GatewayModel

@@ -9,7 +9,6 @@ class TritonPythonModel:
     """A model with one response per request, in order."""
 
     async def execute(self, requests):
-        """Answer all requests at once."""
         return list(await asyncio.gather(*(self.answer(request) for request in requests)))
 
     async def answer(self, request):

@@ -10,7 +10,6 @@ class TritonPythonModel:
     """A model with one response per request, in order."""
 
     def initialize(self, args):
-        """Store the arguments of the start."""
         assert all(isinstance(value, str) for value in args.values())
         self.args = {key: value for key, value in args.items() if key != "model_config"}
         config = json.loads(args["model_config"])

@@ -14,14 +14,12 @@ class TritonPythonModel:
         self.by_dlpack = {t["name"] for t in config["input"] if t["data_type"] == "TYPE_BF16"}
 
     def execute(self, requests):
-        """Return each input as the output."""
         return [
             pb_utils.InferenceResponse([self.renamed(tensor) for tensor in request.inputs()])
             for request in requests
         ]
 
     def renamed(self, tensor):
-        """Return the tensor under its output's name."""
         name = tensor.name().replace("INPUT", "OUTPUT")
         if tensor.name() in self.by_dlpack:
             return pb_utils.Tensor.from_dlpack(name, tensor.to_dlpack())

@@ -19,7 +19,6 @@ class TritonPythonModel:
         self.threads = set()
 
     def execute(self, requests):
-        """Begin to answer each request."""
         for request in requests:
             wait = pb_utils.get_input_tensor_by_name(request, "WAIT").as_numpy()
             thread = threading.Thread(target=self.repeat, args=(request,), daemon=True)

@@ -17,7 +17,6 @@ class TritonPythonModel:
     """A model that adds up each sequence by its row; a row without a START continues its sum."""
 
     def initialize(self, args):
-        """Create the table of sums."""
         self.name = args["model_instance_name"]
         self.sums = {}
 

@@ -1,7 +1,5 @@
 """A request that is placed while it arrives equals one that is parsed as a whole."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import pytest
@@ -96,9 +94,7 @@ def test_tensors_of_unexpected_sizes_are_collected(
 
 
 @given(junk=st.binary(max_size=600), cuts=CUT_POINTS, after_request=st.booleans())
-def test_malformed_messages_are_collected(
-    junk: bytes, cuts: list[int], after_request: bool
-) -> None:
+def test_bad_messages_are_collected(junk: bytes, cuts: list[int], after_request: bool) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if after_request else junk
     arriving, recordings, _ = receive(raw, cuts, [40])
     message = arriving.finish()

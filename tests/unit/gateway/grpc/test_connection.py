@@ -147,14 +147,10 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"", b"13"),
-        (b"\0\0\0", b"13"),
-        (message(b"one") + message(b"two"), b"13"),
-        (b"\2\0\0\0\1x", b"13"),
-        (b"\1\0\0\0\1x", b"13"),
-        (b"\0\xff\xff\xff\xffx", b"8"),
+        (b"", b"13"), (b"\0\0\0", b"13"), (message(b"one") + message(b"two"), b"13"),
+        (b"\2\0\0\0\1x", b"13"), (b"\1\0\0\0\1x", b"13"), (b"\0\xff\xff\xff\xffx", b"8"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
     async def scenario(scene: Scene) -> None:
         scene.send(scene.head(1) + frame(DATA, END_STREAM, 1, data))
@@ -489,8 +485,7 @@ def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
         scene.connection.pause_writing()
         scene.call(1)
         scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
-        assert not scene.statuses()
-        assert scene.connection._check_timer is not None
+        assert not scene.statuses() and scene.connection._check_timer is not None
         scene.connection._check_time_limits()
         assert not scene.transport.aborted
         now_s += 2 * PATIENCE_S

@@ -78,7 +78,6 @@ def stream(gateway: Rig, scheduler: Scheduler) -> Iterator[Stream]:
 
 
 def first_requests(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
-    """Return the first requests as the scheduler receives them."""
     until("they are here", lambda: len(scheduler.unanswered_submits) >= number)
     return [(peer, submit.id) for peer, submit in scheduler.unanswered_submits]
 

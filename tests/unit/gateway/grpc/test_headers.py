@@ -31,17 +31,11 @@ def timeout(value: bytes) -> CallHead:
 def test_a_minimal_call_head() -> None:
     call_head = head()
     assert call_head.path == "/inference.X/Y"
-    assert (call_head.refusal, call_head.status, call_head.timeout_s, call_head.data_size) == (
-        None,
-        200,
-        None,
-        -1,
-    )
-    assert call_head.encoding == "identity"
-    assert list(call_head.metadata) == []
-
-
-# --- requests that are no calls
+    assert call_head.refusal is None
+    assert call_head.status == 200
+    assert call_head.timeout_s is None
+    assert call_head.data_size == -1
+    assert call_head.encoding == "identity" and list(call_head.metadata) == []
 
 
 @pytest.mark.parametrize("kind", [b"application/grpc+proto", b"application/grpc;charset=utf-8"])
@@ -78,9 +72,6 @@ def test_the_first_error_is_reported() -> None:
     assert call_head.status == 415
 
 
-# --- deadlines
-
-
 @pytest.mark.parametrize(
     ("encoded", "seconds"),
     [
@@ -91,8 +82,7 @@ def test_the_first_error_is_reported() -> None:
 )
 def test_deadlines(encoded: bytes, seconds: float) -> None:
     deadline = timeout(encoded)
-    assert deadline.refusal is None
-    assert deadline.timeout_s == pytest.approx(seconds)
+    assert deadline.refusal is None and deadline.timeout_s == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +98,6 @@ def test_malformed_deadlines_are_refused(encoded: bytes) -> None:
     assert deadline.timeout_s is None
 
 
-# --- metadata
-
-
 def test_metadata_excludes_protocol_fields() -> None:
     call_head = head(
         *((b"b", b"2"), (b"user-agent", b"me"), (b"a", b"1"), (b"grpc-timeout", b"1S")),
@@ -118,8 +105,7 @@ def test_metadata_excludes_protocol_fields() -> None:
         *((b"grpc-accept-encoding", b"gzip"), (b"grpc-trace-bin", b"AAAA")),
     )
     assert list(call_head.metadata) == [("b", "2"), ("user-agent", "me"), ("a", "1"), ("b", "3")]
-    assert call_head.data_size == 5
-    assert call_head.metadata is call_head.metadata
+    assert call_head.data_size == 5 and call_head.metadata is call_head.metadata
 
 
 @given(st.binary(max_size=50), st.booleans())
@@ -163,9 +149,6 @@ def test_the_encodings_that_a_client_accepts() -> None:
     assert head().accepted_encodings == {""}
 
 
-# --- responses
-
-
 def decode_fields(block: bytes) -> list[tuple[bytes, bytes]]:
     decoder = Decoder()
     headers: list[tuple[bytes, bytes]] = list(decoder.decode(block, raw=True))
@@ -207,5 +190,4 @@ def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
     headers = decode_fields(call.encode_trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in headers])
     encoded_text = dict(headers).get(b"grpc-message", b"")
-    assert encoded_text.isascii()
-    assert unquote(encoded_text.decode()) == text
+    assert encoded_text.isascii() and unquote(encoded_text.decode()) == text

@@ -1,7 +1,5 @@
 """Requests that differ only in id, position in a sequence and timeouts are parsed once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator
@@ -30,14 +28,10 @@ grpc_client = pytest.importorskip("tritonclient.grpc")
 
 # id, sequence, whether it begins and ends it
 REQUEST_IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
-    ("one", 7, True, False),
-    ("two", 7, False, False),
-    ("", 7, False, True),
-    ("three", 2**63 - 1, True, True),
-    ("four", "a text", True, False),
-    ("", 0, False, False),
+    ("one", 7, True, False), ("two", 7, False, False), ("", 7, False, True),
+    ("three", 2**63 - 1, True, True), ("four", "a text", True, False), ("", 0, False, False),
     ("five", 0, False, False),
-]
+]  # fmt: skip
 
 
 class ParseCounter:
@@ -105,9 +99,7 @@ def test_similar_http_requests_are_not_confused(
     assert parse_count.count == 4 * 2
 
 
-def test_similar_grpc_requests_are_not_confused(
-    monkeypatch: pytest.MonkeyPatch, gateway: Any
-) -> None:
+def test_like_grpc_requests_are_not_confused(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
     parse_count = ParseCounter(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
@@ -163,9 +155,7 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) ->
             assert tensor.data == request_fields.raw_input_contents[0]
 
 
-def test_ids_and_values_are_cut_at_any_position(
-    monkeypatch: pytest.MonkeyPatch, gateway: Any
-) -> None:
+def test_ids_and_values_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
     """The bytes may be those of fields; only the first messages of a schema are parsed."""
     split = ParseCounter(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
@@ -230,8 +220,7 @@ def grpc_rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
-    scheduler = grpc_rig.scheduler(add_sub)
-    grpc_rig.publish(SIMPLE_CONFIG, scheduler)
+    scheduler = grpc_rig.serve(SIMPLE_CONFIG, add_sub)
     inputs = []
     for name in ("INPUT0", "INPUT1"):
         inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))

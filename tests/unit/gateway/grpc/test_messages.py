@@ -69,9 +69,7 @@ def test_messages_are_assembled_for_any_split(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=10),
 )
 @example([b"", b"x"], [(5, 0), (1, 1)])
-def test_messages_may_be_taken_at_any_time(
-    sent_messages: list[bytes], steps: list[tuple[int, int]]
-) -> None:
+def test_messages_are_taken_later(sent_messages: list[bytes], steps: list[tuple[int, int]]) -> None:
     """Messages stay in order, copied from the buffer in which they arrived."""
     stream = b"".join(map(message, sent_messages))
     assembly = Assembly(WINDOW, HEAD, None)
@@ -108,8 +106,7 @@ def test_tiny_pieces_use_no_additional_memory() -> None:
     feed(assembly, PREFIX.pack(0, 1 << 20))
     for _ in range((1 << 20) - 1):
         feed(assembly, b"x")
-    held_bytes = sys.getsizeof(assembly._message)
-    assert held_bytes < 1.3 * (1 << 20)
+    assert sys.getsizeof(assembly._message) < 1.3 * (1 << 20)
     assert feed(assembly, b"x")[0].data == b"x" * (1 << 20)
 
 
@@ -142,8 +139,7 @@ def test_an_unknown_flag_is_refused(flag: int) -> None:
 
 def test_a_message_that_is_too_large_is_refused() -> None:
     """The message is refused by its announced size, before memory is allocated."""
-    assembly = Assembly(WINDOW, HEAD, None)
-    feed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
+    feed(Assembly(WINDOW, HEAD, None), PREFIX.pack(0, LARGEST_MESSAGE))
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
         with pytest.raises(BrokenMessage) as caught:
             assemble([PREFIX.pack(0, size)])
@@ -206,11 +202,7 @@ def test_a_dropped_message_releases_its_sink() -> None:
     feed(assembly, PREFIX.pack(0, LARGE_MESSAGE_BYTES) + b"some")
     assembly.discard()
     assembly.discard()
-    assert sink.dropped
-    assert sink.data == b"some"
-
-
-# --- compressed messages
+    assert sink.dropped and sink.data == b"some"
 
 
 def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
@@ -297,9 +289,6 @@ def test_data_in_another_encoding_is_refused() -> None:
 def test_a_framed_message() -> None:
     assert frame_message(b"abc") == (b"\0\0\0\0\3", b"abc")
     assert frame_message(b"") == (bytes(5), b"")
-
-
-# --- the arrival of a message
 
 
 def test_a_slow_message_is_evicted() -> None:

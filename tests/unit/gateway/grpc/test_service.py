@@ -57,8 +57,7 @@ def test_a_fingerprint_excludes_the_tensors() -> None:
         split_message(first_request.SerializeToString()),
         split_message(second_request.SerializeToString()),
     )
-    assert key is not None and identical_key is not None
-    assert key[0] == identical_key[0]
+    assert key is not None and identical_key is not None and key[0] == identical_key[0]
     assert key[1] == [b"a" * 64, b"b" * 200]
     longer_request = request()
     longer_request.raw_input_contents.extend([b"a" * 65, b"b" * 199])

@@ -1,7 +1,5 @@
 """A stream whose client does not read."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import SimpleNamespace
@@ -108,8 +106,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     assert not inferences.active
 
     async def cancel_twice() -> None:
-        stream = start_stream(inferences, DeafCall(requests()), 60.0)
-        call = asyncio.create_task(stream)
+        call = asyncio.create_task(start_stream(inferences, DeafCall(requests()), 60.0))
         for _ in range(100):  # until the window is full
             await asyncio.sleep(0)
         call.cancel()

@@ -223,10 +223,8 @@ def test_messages_of_a_stream() -> None:
         encode_stream_error("", "7", "m")
     )
     assert anonymous_error.error_message  # or it would be a success
-    assert (anonymous_error.infer_response.id, anonymous_error.infer_response.model_name) == (
-        "7",
-        "m",
-    )
+    assert anonymous_error.infer_response.id == "7"
+    assert anonymous_error.infer_response.model_name == "m"
     assert anonymous_error.infer_response.parameters["triton_final_response"].bool_param
 
 
@@ -242,8 +240,7 @@ def test_a_filled_template_equals_an_encoded_response(
     outputs = [
         TensorRef(f"Y{number}", "UINT8", (len(data),), data) for number, data in enumerate(contents)
     ]
-    response = Inferred(tuple(outputs), parameters)
-    template = GrpcResponseTemplate(model, response, ())
+    template = GrpcResponseTemplate(model, Inferred(tuple(outputs), parameters), ())
     inverted_contents = [bytes(byte ^ 255 for byte in data) for data in contents]
     for data_parts in (contents, inverted_contents):
         filled_response = template.fill(request_id, data_parts)

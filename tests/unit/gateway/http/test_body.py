@@ -155,8 +155,7 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
 
     async def run(arena: Arena) -> None:
         clock = make_clock()
-        client = Client(0.1)
-        tasks = await start_tasks(clock, client.upload(arena, MIB))
+        tasks = await start_tasks(clock, Client(0.1).upload(arena, MIB))
         outcomes: list[BaseException | None] = []
 
         def allocate_all() -> None:
@@ -202,9 +201,7 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
         asyncio.run(run(arena))
 
 
-def test_a_tensor_in_pieces_is_copied_between_other_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, copied_states = bytearray(6), []
     arriving = arriving_tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
     arriving.built_request = "built"  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """HTTP connections: however the bytes of requests are cut, each gets its own answer, in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -167,7 +165,6 @@ class RepeatingHandler:
 def pack_request(
     method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str
 ) -> bytes:
-    """Return a request whose body has this framing."""
     if body_framing == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
@@ -381,7 +378,6 @@ KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 async def begin_request(
     turns_and_wholeness: tuple[int, bool],
 ) -> tuple[HttpConnection, Transport, TasklessRequest]:
-    """Return a connection with an unanswered request that has no task."""
     repeats = RepeatingHandler(turns_and_wholeness)
     connection, transport = connect(repeats)
     await turn_loop()
@@ -451,9 +447,7 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
 
 @pytest.mark.parametrize("turns_between", [0, 20])
 @pytest.mark.parametrize("separately", [False, True])
-def test_a_known_head_inside_another_request_is_ignored(
-    separately: bool, turns_between: int
-) -> None:
+def test_known_heads_inside_a_request_are_ignored(separately: bool, turns_between: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
     known_request = pack_request("POST", "/a", (), b"{}", "length")
     half_head = b"POST /b HTTP/1.1\r\nX-Long: "
@@ -584,9 +578,7 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent_size: int
 
 
 @pytest.mark.parametrize("end_connection", [HttpConnection.force_close, HttpConnection.abort])
-def test_a_client_that_does_not_read_does_not_delay_the_close(
-    end_connection: Callable[[Any], None],
-) -> None:
+def test_a_client_that_does_not_read_delays_no_close(end_connection: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
     was_closed = asyncio.Event()
 

@@ -107,9 +107,7 @@ def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> No
     assert calm_address.count_answered() == ADDRESS_SHARE
 
 
-def test_incomplete_requests_are_evicted_or_refused(
-    folder: Path, stack: contextlib.ExitStack
-) -> None:
+def test_partial_requests_are_evicted_or_refused(folder: Path, stack: contextlib.ExitStack) -> None:
     """Nothing of theirs is idle, and nothing of others' is ended for it."""
     listener = socket.create_server(("0.0.0.0", 0))
     gateway = stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS))
@@ -139,8 +137,7 @@ def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     listener.bind(str(path))
     path.chmod(0o666)
     listener.listen(4 * MAX_CONNECTIONS)
-    gateway = stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS))
-    gateway.open()
+    stack.enter_context(rig(folder, listener, max_connections=MAX_CONNECTIONS)).open()
 
     def connect() -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)

@@ -133,9 +133,7 @@ def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[floa
     run(run_dir, scenario)
 
 
-def test_a_viewer_that_missed_a_snapshot_receives_a_whole_one(
-    run_dir: Path, snapshots: list[float]
-) -> None:
+def test_a_viewer_that_missed_one_receives_all(run_dir: Path, snapshots: list[float]) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
         async with (
             contextlib.aclosing(feed._events()) as slow_viewer,

@@ -1,7 +1,5 @@
 """JSON requests that differ only in their numbers: read in a short way, with the same result."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -161,8 +159,6 @@ def one_tensor_body(data: str, prefix: str = "", suffix: str = "") -> bytes:
     return (text % (prefix, data, suffix)).encode()
 
 
-# --- the same as the long way ----------------------------------------------------------------
-
 numbers = st.lists(st.integers(-9, 9), min_size=2, max_size=2)
 # Text elsewhere in the request that looks like a tensor's data.
 number_texts = st.sampled_from(
@@ -219,9 +215,6 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
     text = one_tensor_body("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", suffix + b"}]")
     template = fill_from_cache(cache, text)
     assert template is None or template == parse_fully(text)
-
-
-# --- the use of the fingerprint --------------------------------------------------------------
 
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:

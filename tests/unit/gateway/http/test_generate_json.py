@@ -22,15 +22,10 @@ from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 INPUTS = {
-    "TEXT": ("BYTES", [-1]),
-    "I": ("INT32", [-1]),
-    "F": ("FP32", [-1, 2]),
-    "FIX": ("INT32", [2]),
-    "ROW": ("BYTES", [-1, 1]),
-    "DEEP": ("INT32", [-1, -1, 3]),
-    "HALF": ("FP16", [-1]),
+    "TEXT": ("BYTES", [-1]), "I": ("INT32", [-1]), "F": ("FP32", [-1, 2]), "FIX": ("INT32", [2]),
+    "ROW": ("BYTES", [-1, 1]), "DEEP": ("INT32", [-1, -1, 3]), "HALF": ("FP16", [-1]),
     "ONE": ("INT32", []),
-}
+}  # fmt: skip
 
 
 def parse(body: Any) -> InferRequest:
@@ -58,21 +53,12 @@ def test_large_fields_are_parsed_only_if_they_fit_an_input() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "shape"),
     [
-        ("TEXT", "hi", (1,)),
-        ("TEXT", ["a", "b"], (2,)),
-        ("TEXT", [["a"], ["b"]], (2,)),
-        ("TEXT", [], (0,)),
-        ("I", 5, (1,)),
-        ("I", [], (0,)),
-        ("F", [1, 2, 3, 4], (2, 2)),
-        ("F", [], (0, 2)),
-        ("FIX", [1, 2], (2,)),
-        ("ROW", "a", (1, 1)),
-        ("ROW", ["a", "b"], (2, 1)),
-        ("DEEP", [1, 2, 3, 4, 5, 6], (1, 2, 3)),
-        ("ONE", 1, ()),
+        ("TEXT", "hi", (1,)), ("TEXT", ["a", "b"], (2,)), ("TEXT", [["a"], ["b"]], (2,)),
+        ("TEXT", [], (0,)), ("I", 5, (1,)), ("I", [], (0,)), ("F", [1, 2, 3, 4], (2, 2)),
+        ("F", [], (0, 2)), ("FIX", [1, 2], (2,)), ("ROW", "a", (1, 1)), ("ROW", ["a", "b"], (2, 1)),
+        ("DEEP", [1, 2, 3, 4, 5, 6], (1, 2, 3)), ("ONE", 1, ()),
     ],
-)
+)  # fmt: skip
 def test_shapes(name: str, value: Any, shape: tuple[int, ...]) -> None:
     (tensor,) = parse({name: value}).inputs
     assert (tensor.name, tensor.shape) == (name, shape)
@@ -95,61 +81,32 @@ def test_values_without_a_matching_shape_are_refused(name: str, value: Any) -> N
         ([], 500, "attempt to get members for non-object"),
         (5, 500, "attempt to get members for non-object"),
         ({"id": 7}, 500, "Unable to parse 'id': attempt to access JSON non-string as string"),
-        (
-            {"TEXT": 5},
-            500,
-            "Unable to parse JSON bytes array: attempt to access JSON non-string as string "
-            "(input 'TEXT' has 5)",
-        ),
-        (
-            {"I": 1.5},
-            500,
-            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
-            "(input 'I' has 1.5)",
-        ),
-        (
-            {"I": None},
-            500,
-            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
-            "(input 'I' has null)",
-        ),
-        (
-            {"F": [[1, 2], [3, 4]]},
-            500,
-            "Unable to parse 'data': Shape does not match true shape of 'data' field (input 'F': "
-            "its shape has 2 elements, more are given)",
-        ),
-        (
-            {"HALF": 1.0},
-            400,
-            "receiving FP16 data via JSON is not supported. "
-            "Please use the binary data format for input HALF",
-        ),
-        (
-            {"foo": [1]},
-            400,
-            "parameter 'foo' has invalid type. It should be either 'int', 'bool', or 'string'.",
-        ),
-        (
-            {"parameters": {"x": {"q": 1}}},
-            400,
-            "Converting keyword: 'parameters': parameter 'x' has invalid type. "
-            "It should be either 'int', 'bool', or 'string'.",
-        ),
-        (
-            {"parameters": {"I": "x"}},
-            500,
-            "Converting keyword: 'parameters': Unable to parse 'data': "
-            "attempt to access JSON non-signed-integer as signed-integer (input 'I' has \"x\")",
-        ),
-        (
-            {"parameters": 5},
-            500,
-            "Expected JSON object for keyword: 'parameters': "
-            "attempt to access JSON non-object as object",
-        ),
+        ({"TEXT": 5}, 500,
+         "Unable to parse JSON bytes array: attempt to access JSON non-string as string "
+         "(input 'TEXT' has 5)"),
+        ({"I": 1.5}, 500,
+         "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
+         "(input 'I' has 1.5)"),
+        ({"I": None}, 500,
+         "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
+         "(input 'I' has null)"),
+        ({"F": [[1, 2], [3, 4]]}, 500,
+         "Unable to parse 'data': Shape does not match true shape of 'data' field (input 'F': "
+         "its shape has 2 elements, more are given)"),
+        ({"HALF": 1.0}, 400, "receiving FP16 data via JSON is not supported. "
+         "Please use the binary data format for input HALF"),
+        ({"foo": [1]}, 400,
+         "parameter 'foo' has invalid type. It should be either 'int', 'bool', or 'string'."),
+        ({"parameters": {"x": {"q": 1}}}, 400,
+         "Converting keyword: 'parameters': parameter 'x' has invalid type. "
+         "It should be either 'int', 'bool', or 'string'."),
+        ({"parameters": {"I": "x"}}, 500,
+         "Converting keyword: 'parameters': Unable to parse 'data': "
+         "attempt to access JSON non-signed-integer as signed-integer (input 'I' has \"x\")"),
+        ({"parameters": 5}, 500, "Expected JSON object for keyword: 'parameters': "
+         "attempt to access JSON non-object as object"),
     ],
-)
+)  # fmt: skip
 def test_refusals(body: Any, status: int, text: str) -> None:
     assert refusal(body) == (status, text)
 
@@ -176,13 +133,9 @@ def test_other_members_are_parameters() -> None:
     assert request.id == "x1"
     assert [tensor.name for tensor in request.inputs] == ["TEXT", "I"]
     assert request.parameters == {
-        "id": "x1",
-        "sequence_id": 5,
-        "timeout": 100,
-        "triton_x": True,
-        "large": float(2**64 - 1),
+        "id": "x1", "sequence_id": 5, "timeout": 100, "triton_x": True, "large": float(2**64 - 1),
         "y": "z",
-    }
+    }  # fmt: skip
     assert (request.correlation_id, request.timeout_us) == (0, 0)
 
 
@@ -214,11 +167,9 @@ def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8), st.booleans())
 def test_integers_of_any_size(values: list[int], scalar: bool) -> None:
     given_value: Any = values[0] if scalar and values else values
-    body = orjson.loads(json.dumps({"I": given_value}))
-    (tensor,) = parse(body).inputs
+    (tensor,) = parse(orjson.loads(json.dumps({"I": given_value}))).inputs
     count = 1 if scalar and values else len(values)
-    assert tensor.shape == (count,)
-    assert len(tensor.data) == 4 * count
+    assert tensor.shape == (count,) and len(tensor.data) == 4 * count
 
 
 @pytest.mark.parametrize(

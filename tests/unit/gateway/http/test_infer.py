@@ -56,6 +56,7 @@ from tests.support.wire.raw_http import (
 
 MIB = 1024 * 1024
 ARENA = 32 * MIB
+ONE_VALUE = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
 
 
 @pytest.fixture
@@ -68,8 +69,7 @@ def gateway(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def simple_scheduler(gateway: Rig) -> Scheduler:
-    scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE_CONFIG, scheduler)
+    scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
     return scheduler
 
 
@@ -99,16 +99,29 @@ class WaitingClient(threading.Thread):
         self._http.close()
 
     def reply(self) -> Reply:
-        """Return the answer when it has arrived."""
         self.join(10)
         assert self._reply is not None, "no answer"
         return self._reply
 
 
+def held_client(
+    gateway: Rig, scheduler: Scheduler, model: str, body: Any, headers: Any = None
+) -> WaitingClient:
+    """Return a client whose request the scheduler has received and does not answer."""
+    scheduler.holds_responses = True
+    caller = WaitingClient(gateway.port, model, body, headers)
+    until("the request is there", lambda: scheduler.unanswered_submits)
+    return caller
+
+
+def until_released(scheduler: Scheduler, memory_range: Range) -> None:
+    release_message = Release(os.getpid(), [memory_range.offset])
+    until("the output is released", lambda: release_message in scheduler.notifications)
+
+
 def fail_first(
     scheduler: Scheduler, message: str = "no", *, is_early: bool = False, **fields: Any
 ) -> Submit:
-    """Fail the first request that is kept."""
     peer, submit = scheduler.unanswered_submits.pop(0)
     code, retry_after_s = fields.get("code", "UNAVAILABLE"), fields.get("retry_after_s", 0)
     scheduler.send(peer, Failed(submit.id, code, message, retry_after_s, is_early))
@@ -121,22 +134,14 @@ def fail_first(
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        ("INVALID_ARG", 400),
-        ("NOT_FOUND", 404),
-        ("UNAVAILABLE", 503),
-        ("UNSUPPORTED", 501),
-        ("CANCELLED", 400),
-        ("UNKNOWN", 400),
-        ("INTERNAL", 500),
-        ("never heard of", 500),
+        ("INVALID_ARG", 400), ("NOT_FOUND", 404), ("UNAVAILABLE", 503), ("UNSUPPORTED", 501),
+        ("CANCELLED", 400), ("UNKNOWN", 400), ("INTERNAL", 500), ("never heard of", 500),
     ],
-)
+)  # fmt: skip
 def test_failures_have_the_status_of_their_code(
     gateway: Rig, simple_scheduler: Scheduler, code: str, status: int
 ) -> None:
-    simple_scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, "simple", simple_body(id="q1"))
-    until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    caller = held_client(gateway, simple_scheduler, "simple", simple_body(id="q1"))
     fail_first(simple_scheduler, "as the model says", code=code)
     assert (caller.reply().status, caller.reply().error) == (status, "as the model says")
     if status == 500:  # the log arrives through a pipe, possibly after the response
@@ -176,9 +181,7 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Schedu
 
 
 def test_a_full_queue_sends_retry_after(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    caller = held_client(gateway, simple_scheduler, "simple", simple_body())
     fail_first(simple_scheduler, "Exceeds maximum queue size", retry_after_s=3)
     assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
 
@@ -186,9 +189,7 @@ def test_a_full_queue_sends_retry_after(gateway: Rig, simple_scheduler: Schedule
 def test_a_malformed_response_is_an_internal_error(
     gateway: Rig, simple_scheduler: Scheduler
 ) -> None:
-    simple_scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    caller = held_client(gateway, simple_scheduler, "simple", simple_body())
     peer, submit = simple_scheduler.unanswered_submits.pop()
     simple_scheduler.send(peer, Finished(submit.id + 1, b"", []))
     simple_scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
@@ -198,9 +199,7 @@ def test_a_malformed_response_is_an_internal_error(
     gateway.http.infer("simple", simple_body()).ok()
 
 
-def test_an_output_of_the_wrong_size_is_an_internal_error(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.compute = lambda request: Inferred(
         (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
     )
@@ -211,20 +210,15 @@ def test_an_output_of_the_wrong_size_is_an_internal_error(
 @pytest.mark.parametrize(
     ("request_us", "default_us", "limit_us"),
     [
-        (0, 0, 0),
-        (500, 0, 500),
-        (0, 700, 700),
-        (500, 700, 500),
-        (900, 700, 700),
+        (0, 0, 0), (500, 0, 500), (0, 700, 700), (500, 700, 500), (900, 700, 700),
         (2**64 - 1, 0, 10**15),
     ],
-)
+)  # fmt: skip
 def test_the_shortest_deadline_counts(
     tmp_path: Path, request_us: int, default_us: int, limit_us: int
 ) -> None:
     with rig(tmp_path, request_timeout_us=default_us) as gateway:
-        scheduler = gateway.scheduler(add_sub)
-        gateway.publish(SIMPLE_CONFIG, scheduler)
+        scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
         gateway.open()
         own_deadline = {"deadline_us": request_us, "timeout": 1}
         parameters = {**own_deadline, "priority": 3, "other": "x"} if request_us else {}
@@ -249,8 +243,7 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple_scheduler: S
     assert limited_submit.deadline_origin == "the header 'X-Request-Timeout-Ms'"
     assert unlimited.deadline_ns == 0
     reply = gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30s"})
-    assert reply.status == 400
-    assert "a number of milliseconds" in reply.error
+    assert reply.status == 400 and "a number of milliseconds" in reply.error
 
 
 def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Scheduler) -> None:
@@ -291,9 +284,7 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Schedu
     assert remaining_call.reply().ok().json()["id"] == "stays"
 
 
-def test_outputs_of_a_cancelled_request_are_released(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_outputs_of_cancelled_calls_are_released(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.holds_responses = True
     arena = Arena(MIB)
     memory_range = arena.allocate(64)
@@ -305,8 +296,7 @@ def test_outputs_of_a_cancelled_request_are_released(
         (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
     )
     simple_scheduler.answer_all()
-    release_message = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release_message in simple_scheduler.notifications)
+    until_released(simple_scheduler, memory_range)
     arena.close()
 
 
@@ -343,8 +333,7 @@ def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple_scheduler: 
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple_scheduler.unanswered_submits)
     until("it is cancelled", lambda: simple_scheduler.notifications)
-    successor = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE_CONFIG, successor)
+    successor = gateway.serve(SIMPLE_CONFIG, add_sub)
     gateway.send(SchedulerLost(simple_scheduler.endpoint, successor.endpoint))
     gateway.http.infer("simple", simple_body(id="next")).ok()
     assert [submit.request_id for submit in successor.submits] == ["next"]
@@ -352,9 +341,7 @@ def test_a_cancelled_request_is_not_resubmitted(gateway: Rig, simple_scheduler: 
 
 def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler: Scheduler) -> None:
     http = gateway.http
-    simple_scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    caller = held_client(gateway, simple_scheduler, "simple", simple_body())
     gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
     unknown_model = "Request for unknown model: 'simple'"
     for path, status, text in (
@@ -377,8 +364,7 @@ def test_a_moved_scheduler_receives_later_requests(
 ) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
-    moved_scheduler = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE_CONFIG, moved_scheduler)
+    moved_scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
     http.infer("simple", simple_body()).ok()
     assert (len(simple_scheduler.submits), len(moved_scheduler.submits)) == (1, 1)
 
@@ -387,7 +373,6 @@ def test_a_moved_scheduler_receives_later_requests(
 
 
 def read_content(memory_range: Any) -> bytes:
-    """Return the bytes that a worker reads from a memory range."""
     assert isinstance(memory_range, Range)
     fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
     try:
@@ -406,15 +391,12 @@ def any_size(gateway: Rig) -> Scheduler:
 
     tensors = [tensor_config("A", "FP32", [-1]), tensor_config("B", "BYTES", [-1])]
     config = model_config("large", 0, tensors, [tensor_config("OUT", "INT8", [1])])
-    scheduler = gateway.scheduler(compute)
-    gateway.publish(config, scheduler)
+    scheduler = gateway.serve(config, compute)
     return scheduler
 
 
 @pytest.mark.parametrize("encoding", ["binary", "chunked", "json", "mixed", "gzip"])
-def test_large_tensors_go_through_the_arena(
-    gateway: Rig, any_size: Scheduler, encoding: str
-) -> None:
+def test_large_tensors_go_through_arenas(gateway: Rig, any_size: Scheduler, encoding: str) -> None:
     large_array = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
     strings = b"".join(len(s).to_bytes(4, "little") + s for s in (b"x" * 5001, b"", b"yy"))
     texts = ["x" * 5001, "", "yy"]
@@ -443,9 +425,7 @@ def test_large_tensors_go_through_the_arena(
         headers["Content-Encoding"] = "gzip"
     elif encoding == "chunked":
         body = iter([body[offset : offset + 50_000] for offset in range(0, len(body), 50_000)])
-    any_size.holds_responses = True
-    caller = WaitingClient(gateway.port, "large", body, headers)
-    until("the request is there", lambda: any_size.unanswered_submits)
+    caller = held_client(gateway, any_size, "large", body, headers)
     first_input, second_input = inference_of(any_size.unanswered_submits[0][1]).inputs
     assert read_content(first_input.data) == large_array.tobytes()
     assert read_content(second_input.data) == strings
@@ -480,9 +460,7 @@ def test_a_block_is_free_after_the_response(gateway: Rig, any_size: Scheduler) -
 
 def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
-    any_size.holds_responses = True
-    caller = WaitingClient(gateway.port, "large", *large_body(ARENA - 12 * MIB))
-    until("the request is there", lambda: any_size.unanswered_submits)
+    caller = held_client(gateway, any_size, "large", *large_body(ARENA - 12 * MIB))
     peer = any_size.unanswered_submits[0][0]
     submit = fail_first(any_size, "Request timeout expired", is_early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
@@ -567,28 +545,21 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
         size = 4 * MIB
     data = np.arange(size // 4, dtype=np.float32)
     answer, memory_range = answer_in_arena(arena, data.tobytes())
-    scheduler = gateway.scheduler(lambda request: answer)
-    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
-    request = {
-        "inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}],
-        "parameters": {"binary_data_output": as_binary},
-    }
+    scheduler = gateway.serve(identity_config("m", "FP32", [-1]), lambda request: answer)
+    request = {"inputs": ONE_VALUE, "parameters": {"binary_data_output": as_binary}}
     headers = {"Accept-Encoding": encoding} if encoding else {}
     reply = gateway.http.infer("m", request, headers).ok()
     if encoding:
         reply = Reply(200, reply.headers, zlib.decompress(reply.body, 47))
     assert np.array_equal(reply.tensors()["OUT"], data)
-    release_message = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release_message in scheduler.notifications)
+    until_released(scheduler, memory_range)
 
 
 def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
     data = np.random.default_rng(1).bytes(16 * MIB)
     answer, memory_range = answer_in_arena(arena, data)
-    scheduler = gateway.scheduler(lambda request: answer)
-    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
-    inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
-    body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    scheduler = gateway.serve(identity_config("m", "FP32", [-1]), lambda request: answer)
+    body = json.dumps({"inputs": ONE_VALUE, "parameters": {"binary_data_output": True}}).encode()
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
         start = connection.recv(1000)
@@ -597,8 +568,7 @@ def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> 
         chunks = [start]
         while sum(map(len, chunks)) < len(data):  # the head makes it more
             chunks.append(connection.recv(MIB))
-        release_message = Release(os.getpid(), [memory_range.offset])
-        until("it is released", lambda: release_message in scheduler.notifications)
+        until_released(scheduler, memory_range)
         while not b"".join(chunks[-2:]).endswith(data[-100:]):
             chunks.append(connection.recv(MIB))
     assert b"".join(chunks).endswith(data)
@@ -606,28 +576,22 @@ def test_outputs_are_kept_while_the_client_reads(gateway: Rig, arena: Arena) -> 
 
 def test_outputs_are_released_when_the_client_disconnects(gateway: Rig, arena: Arena) -> None:
     answer, memory_range = answer_in_arena(arena, bytes(16 * MIB))
-    scheduler = gateway.scheduler(lambda request: answer)
-    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
-    inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
-    body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    scheduler = gateway.serve(identity_config("m", "FP32", [-1]), lambda request: answer)
+    body = json.dumps({"inputs": ONE_VALUE, "parameters": {"binary_data_output": True}}).encode()
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
         assert connection.recv(1000)
-    release_message = Release(os.getpid(), [memory_range.offset])
-    until("the output is released", lambda: release_message in scheduler.notifications)
+    until_released(scheduler, memory_range)
 
 
 def test_memory_of_an_exited_worker_fails_the_request(gateway: Rig) -> None:
     arena = Arena(MIB)
     answer, _ = answer_in_arena(arena, bytes(20_000))
     arena.close()
-    scheduler = gateway.scheduler(lambda request: answer)
-    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
-    gateway.publish(identity_config("e", "FP32", [-1]), gateway.scheduler(echo))
-    http = gateway.http
-    request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
-    assert http.infer("m", request).status == 503
-    http.infer("e", request).ok()
+    gateway.serve(identity_config("m", "FP32", [-1]), lambda request: answer)
+    gateway.serve(identity_config("e", "FP32", [-1]), echo)
+    assert gateway.http.infer("m", {"inputs": ONE_VALUE}).status == 503
+    gateway.http.infer("e", {"inputs": ONE_VALUE}).ok()
 
 
 def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
@@ -642,9 +606,8 @@ def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
 
     arenas_before = count_arenas()
     answer, _ = answer_in_arena(arena, bytes(20_000))
-    gateway.publish(identity_config("m", "FP32", [-1]), gateway.scheduler(lambda request: answer))
-    request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
-    gateway.http.infer("m", request).ok()
+    gateway.serve(identity_config("m", "FP32", [-1]), lambda request: answer)
+    gateway.http.infer("m", {"inputs": ONE_VALUE}).ok()
     assert count_arenas() > arenas_before
     gateway.send(ProcessExited(os.getpid(), ""))
     until("the mapping is dropped", lambda: count_arenas() == arenas_before)
@@ -665,8 +628,7 @@ def region_scheduler(gateway: Rig) -> Scheduler:
         memory_range = request.outputs[0].memory_range
         return Inferred((TensorRef("OUT", "FP32", (10,), memory_range or bytes(40)),))
 
-    scheduler = gateway.scheduler(compute)
-    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
+    scheduler = gateway.serve(identity_config("m", "FP32", [-1]), compute)
     return scheduler
 
 
@@ -700,37 +662,21 @@ def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, region_scheduler:
 @pytest.mark.parametrize(
     ("size", "offset", "text"),
     [
-        (
-            40,
-            1000,
-            "Invalid offset for shared memory region: 'r' (offset 1000; the region has 1000 bytes)",
-        ),
-        (
-            40,
-            961,
-            "Invalid offset + byte size for shared memory region: 'r' (byte_size 40 at offset 961; "
-            "the region has 1000 bytes)",
-        ),
-        (
-            2**63,
-            2**64 - 8,
-            f"Invalid offset for shared memory region: 'r' (offset {2**64 - 8}; the region has "
-            "1000 bytes)",
-        ),
-        (
-            2**64 - 1,
-            2,
-            "Integer overflow detected: byte_size (18446744073709551615) + offset (2) exceeds "
-            "maximum value (18446744073709551615) for region 'r'",
-        ),
-        (
-            36,
-            8,
-            "[request id: <id_unknown>] input byte size mismatch for input 'IN' for model 'm'. "
-            "Expected 40, got 36",
-        ),
+        (40, 1000,
+         "Invalid offset for shared memory region: 'r' (offset 1000; the region has 1000 bytes)"),
+        (40, 961,
+         "Invalid offset + byte size for shared memory region: 'r' (byte_size 40 at offset 961; "
+         "the region has 1000 bytes)"),
+        (2**63, 2**64 - 8,
+         f"Invalid offset for shared memory region: 'r' (offset {2**64 - 8}; the region has "
+         "1000 bytes)"),
+        (2**64 - 1, 2,
+         "Integer overflow detected: byte_size (18446744073709551615) + offset (2) exceeds "
+         "maximum value (18446744073709551615) for region 'r'"),
+        (36, 8, "[request id: <id_unknown>] input byte size mismatch for input 'IN' for model 'm'. "
+         "Expected 40, got 36"),
     ],
-)
+)  # fmt: skip
 def test_a_range_must_lie_in_its_region(
     gateway: Rig, region_scheduler: Scheduler, size: int, offset: int, text: str
 ) -> None:
@@ -767,14 +713,10 @@ def test_a_retired_region_is_usable_and_its_use_is_reported(
     assert http.infer("m", region_request()).status == 404
 
 
-def test_a_region_generation_lasts_as_long_as_its_requests(
-    gateway: Rig, region_scheduler: Scheduler
-) -> None:
+def test_a_region_lasts_as_long_as_its_requests(gateway: Rig, region_scheduler: Scheduler) -> None:
     http = gateway.http
     gateway.apply(region("r", 5))
-    region_scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, "m", region_request())
-    until("the request is there", lambda: region_scheduler.unanswered_submits)
+    caller = held_client(gateway, region_scheduler, "m", region_request())
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert http.infer("m", region_request()).status == 404
     assert http.regions().json() == []
@@ -814,23 +756,13 @@ def test_a_changed_region_invalidates_templates(
     memory_ranges = [
         inference_of(submit).outputs[0].memory_range for submit in region_scheduler.submits
     ]
-    assert [memory_range and memory_range.memory.id for memory_range in memory_ranges] == [
-        5,
-        5,
-        5,
-        6,
-        6,
-        6,
-    ]
+    memory_ids = [memory_range and memory_range.memory.id for memory_range in memory_ranges]
+    assert memory_ids == [5] * 3 + [6] * 3
 
 
-def test_a_region_is_in_use_until_the_scheduler_responds(
-    gateway: Rig, region_scheduler: Scheduler
-) -> None:
+def test_a_region_is_used_until_the_response(gateway: Rig, region_scheduler: Scheduler) -> None:
     gateway.apply(region("r", 5))
-    region_scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, "m", region_request())
-    until("the request is there", lambda: region_scheduler.unanswered_submits)
+    caller = held_client(gateway, region_scheduler, "m", region_request())
     peer = region_scheduler.unanswered_submits[0][0]
     submit = fail_first(region_scheduler, is_early=True)
     assert caller.reply().status == 503
@@ -901,9 +833,7 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Sch
     liveness = http.get("/v2/health/live")
     assert (liveness.status, liveness.error) == (503, "Server exiting")
     http.infer("simple", simple_body()).ok()  # no drain was requested yet
-    simple_scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, "simple", simple_body())
-    until("the request is there", lambda: simple_scheduler.unanswered_submits)
+    caller = held_client(gateway, simple_scheduler, "simple", simple_body())
     with raw_connection(gateway.port) as idle_connection:
         gateway.send(Drain())
         assert idle_connection.recv(1) == b""
@@ -912,15 +842,11 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple_scheduler: Sch
     assert caller.reply().ok().headers["Connection"] == "close"
     until("it says so", lambda: gateway.received_of(Drained))
     gateway.send(Stop())
-    assert gateway.process.wait(5) == 0
-    assert gateway.received_of(Drained) == [Drained()]
-    assert " E " not in gateway.log
-    assert "Traceback" not in gateway.log
+    assert gateway.process.wait(5) == 0 and gateway.received_of(Drained) == [Drained()]
+    assert " E " not in gateway.log and "Traceback" not in gateway.log
 
 
-def test_a_response_that_closes_the_connection_is_complete(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_a_closing_response_is_complete(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.holds_responses = True
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())

@@ -1,7 +1,5 @@
 """The v2 protocol's JSON and binary tensors: accepted and refused requests, and exact values."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import gzip
@@ -211,44 +209,27 @@ def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
 @pytest.mark.parametrize(
     ("members", "error", "text"),
     [
-        (
-            {"shape": [2**63]},
-            InvalidArgument,
-            r"shape \[9223372036854775808\] contains one or more invalid",
-        ),
-        (
-            {"shape": [2**62, 2]},
-            InvalidArgument,
-            r"causes total element count to exceed maximum size of 9",
-        ),
+        ({"shape": [2**63]}, InvalidArgument,
+         r"shape \[9223372036854775808\] contains one or more invalid"),
+        ({"shape": [2**62, 2]}, InvalidArgument,
+         r"causes total element count to exceed maximum size of 9"),
         ({"shape": [2**61]}, InvalidArgument, r"byte size overflow for input 'A': element count"),
         ({"shape": [2**60, 0, 2**60], "data": []}, None, ""),
-        (
-            {"shape": [300_000]},
-            InvalidArgument,
-            r"JSON input 'A' has a byte_size \(1200000 bytes\)",
-        ),
-        (
-            {"shape": [-1]},
-            JsonFault,
-            "Unable to parse 'shape': attempt to access JSON non-unsigned",
-        ),
+        ({"shape": [300_000]}, InvalidArgument,
+         r"JSON input 'A' has a byte_size \(1200000 bytes\)"),
+        ({"shape": [-1]}, JsonFault,
+         "Unable to parse 'shape': attempt to access JSON non-unsigned"),
         ({"shape": [True]}, JsonFault, "Unable to parse 'shape'"),
         ({"shape": [2.0]}, JsonFault, "Unable to parse 'shape'"),
         ({"shape": None}, JsonFault, "non-existing object member 'shape'"),
-        (
-            {"datatype": None, "dtype": "FP32"},
-            JsonFault,
-            "non-existing object member 'datatype'; did you misspell it as 'dtype'",
-        ),
+        ({"datatype": None, "dtype": "FP32"}, JsonFault,
+         "non-existing object member 'datatype'; did you misspell it as 'dtype'"),
         ({"datatype": "INT33"}, InvalidArgument, "invalid datatype for input A"),
         ({"name": 3}, JsonFault, "Unable to parse 'name': attempt to access JSON non-string"),
         ({"data": None}, InvalidArgument, "But no field is set"),
     ],
-)
-def test_an_input_is_checked(
-    members: dict[str, Any], error: type[Exception] | None, text: str
-) -> None:
+)  # fmt: skip
+def test_inputs_checked(members: dict[str, Any], error: type[Exception] | None, text: str) -> None:
     if error is None:
         assert parse_request(one_input_request(**members), 0, "m", LIMIT).inputs[0].count == 0
         return
@@ -728,32 +709,16 @@ def test_an_output_must_fit_its_region() -> None:
 @pytest.mark.parametrize(
     ("header", "expected_encoding"),
     [
-        *(
-            ("gzip", "gzip"),
-            ("deflate", "deflate"),
-            ("gzip, deflate", "gzip"),
-            ("deflate,gzip", "deflate"),
-            ("gzip;q=0.5;x=1, deflate;q=0.2", "gzip"),
-        ),
-        *(
-            ("identity, gzip", "identity"),
-            ("gzip;q=0.5, deflate;q=0.8", "deflate"),
-            ("gzip;q=0", "identity"),
-        ),
-        *(
-            ("*", "identity"),
-            ("br", "identity"),
-            ("gzip;q=abc", "identity"),
-            ("GZIP", "identity"),
-            ("", "identity"),
-        ),
-        *(
-            ("identity;q=0.5, gzip;q=0.1", "identity"),
-            ("gzip;level=9", "identity"),
-            (";q=1,,", "identity"),
-        ),
+        *(("gzip", "gzip"), ("deflate", "deflate"), ("gzip, deflate", "gzip"),
+            ("deflate,gzip", "deflate"), ("gzip;q=0.5;x=1, deflate;q=0.2", "gzip")),
+        *(("identity, gzip", "identity"), ("gzip;q=0.5, deflate;q=0.8", "deflate"),
+            ("gzip;q=0", "identity")),
+        *(("*", "identity"), ("br", "identity"), ("gzip;q=abc", "identity"), ("GZIP", "identity"),
+            ("", "identity")),
+        *(("identity;q=0.5, gzip;q=0.1", "identity"), ("gzip;level=9", "identity"),
+            (";q=1,,", "identity")),
     ],
-)
+)  # fmt: skip
 def test_the_encoding_with_the_highest_weight_is_used(header: str, expected_encoding: str) -> None:
     assert preferred_encoding(header) == expected_encoding
 

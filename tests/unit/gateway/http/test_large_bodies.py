@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.json.large_bodies import (
-    Packed,
-    long_prompt,
-    parse_large,
-)
+from shmserve.gateway.http.json.large_bodies import Packed, long_prompt, parse_large
 from shmserve.gateway.http.json.parser import LARGE, JsonFault
 
 MAX_PROMPT_LENGTHS = {"m": 100, "vast": 1 << 24}
@@ -29,37 +25,25 @@ LONG_PROMPT = "a" * (LARGE + 1)
         ({"model": "m", "prompt": ["a", LONG_PROMPT]}, "prompt: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 101}, "101 tokens exceed the limit of 100"),
         ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens exceed the limit of 100"),
-        (
-            {"model": "m", "messages": [{"role": "user", "content": LONG_PROMPT}]},
-            "messages: the prompt",
-        ),
+        ({"model": "m", "messages": [{"role": "user", "content": LONG_PROMPT}]},
+         "messages: the prompt"),
         ({"model": "m", "input": LONG_PROMPT}, "input: the prompt is longer"),
-        (
-            {"model": "m", "input": [{"role": "user", "content": LONG_PROMPT}]},
-            "input: the prompt is",
-        ),
+        ({"model": "m", "input": [{"role": "user", "content": LONG_PROMPT}]},
+         "input: the prompt is"),
         ({"text_input": LONG_PROMPT}, "text_input: the prompt is longer"),
         ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
         ({"model": "m", "tokens": [5] * 101}, "tokens: the prompt is longer"),
         ({"model": "m", "prompt": [5] * 100}, ""),
         ({"model": "m", "prompt": LONG_PROMPT, "truncate_prompt_tokens": 5}, ""),
         ({"text_input": LONG_PROMPT, "parameters": {"truncate_prompt_tokens": 5}}, ""),
-        (
-            {"model": "m", "prompt": "a", "stop": LONG_PROMPT * 2},
-            "stop: 2097156 bytes exceed the limit of 2097152",
-        ),
-        (
-            {"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG_PROMPT, LONG_PROMPT]},
-            "x: 2097161 bytes exceed",
-        ),
-        (
-            {"text_input": "a", "parameters": {"x": LONG_PROMPT, "y": LONG_PROMPT + "b"}},
-            "y: 1048580 bytes exceed",
-        ),
-        (
-            {"model": "m", "messages": [], "documents": [LONG_PROMPT]},
-            "documents: the prompt is longer",
-        ),
+        ({"model": "m", "prompt": "a", "stop": LONG_PROMPT * 2},
+         "stop: 2097156 bytes exceed the limit of 2097152"),
+        ({"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG_PROMPT, LONG_PROMPT]},
+         "x: 2097161 bytes exceed"),
+        ({"text_input": "a", "parameters": {"x": LONG_PROMPT, "y": LONG_PROMPT + "b"}},
+         "y: 1048580 bytes exceed"),
+        ({"model": "m", "messages": [], "documents": [LONG_PROMPT]},
+         "documents: the prompt is longer"),
         ({"model": "nobody", "x": LONG_PROMPT * 2}, ""),
         ({"model": "vast", "prompt": LONG_PROMPT}, ""),
         ({"model": "nobody", "prompt": LONG_PROMPT}, ""),
@@ -68,7 +52,7 @@ LONG_PROMPT = "a" * (LARGE + 1)
         ({"model": ["m"], "prompt": "a"}, ""),
         ([LONG_PROMPT], ""),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_that_is_too_long_is_found(body: Any, expected_error: str) -> None:
     error = long_prompt(body, MAX_PROMPT_LENGTHS, "m")
     assert expected_error in error if expected_error else not error
@@ -103,29 +87,18 @@ def test_prompts_are_returned_as_bytes_in_pieces() -> None:
         assert (prompt.kind, prompt.datatype, prompt.count) == ("text", "BYTES", 1)
         assert max(map(len, prompt.pieces)) <= 1 << 16
         assert b"".join(prompt.pieces) == (LARGE // 2).to_bytes(4, "little") + text.encode()
-        assert prompt.byte_size == LARGE // 2 + 4
-        assert prompt.value() == text
-    assert body["truncate_prompt_tokens"] == 5
-    assert body["stop"] == ["a"]
+        assert prompt.byte_size == LARGE // 2 + 4 and prompt.value() == text
+    assert body["truncate_prompt_tokens"] == 5 and body["stop"] == ["a"]
     assert body["min_p"] != body["min_p"]  # NaN
 
 
 @pytest.mark.parametrize(
     "prompt",
     [
-        [5] * 50,
-        ["a", "bé", [1, 2], [3], True, None],
-        [[1, 2], [3]],
-        [[1], []],
-        [],
-        {"a": 1},
-        None,
-        [True],
-        "",
-        ["a"] * 1024,
-        [{"a": "b" * 70_000}, "c"],
+        [5] * 50, ["a", "bé", [1, 2], [3], True, None], [[1, 2], [3]], [[1], []], [], {"a": 1},
+        None, [True], "", ["a"] * 1024, [{"a": "b" * 70_000}, "c"],
     ],
-)
+)  # fmt: skip
 def test_prompts_keep_their_values(prompt: Any) -> None:
     prompts = parse({"prompt": prompt, "x": "x"}, "prompt")["prompt"]
     values = prompts if isinstance(prompts, list) else [prompts]
@@ -151,9 +124,7 @@ def test_only_named_fields_are_packed_as_prompts() -> None:
         ([None, "a"], 0),
     ],
 )
-def test_messages_are_json_with_the_first_one_without_a_role(
-    messages: Any, fault_index: int
-) -> None:
+def test_messages_are_json_first_without_a_role(messages: Any, fault_index: int) -> None:
     packed_messages = parse({"messages": messages}, "messages")["messages"]
     assert (packed_messages.kind, packed_messages.fault) == ("messages", fault_index)
     assert json.loads(b"".join(packed_messages.pieces)) == packed_messages.value() == messages
@@ -173,18 +144,11 @@ def test_other_large_fields_stay_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts",
-    [
-        ["a", None] * 20_000,
-        {"a": ["b"] * 20_000},
-        ["a"] * 20_000,
-        [[1], []] * 20_000,
-    ],
+    "prompts", [["a", None] * 20_000, {"a": ["b"] * 20_000}, ["a"] * 20_000, [[1], []] * 20_000]
 )
 def test_wrong_prompts_stay_json_if_they_are_large(prompts: Any) -> None:
     packed = parse({"text_input": prompts}, "text_input")["text_input"]
-    assert packed.is_json
-    assert packed.value() == prompts
+    assert packed.is_json and packed.value() == prompts
 
 
 @pytest.mark.parametrize("body", [[1] * 1_000_000, "a" * 1_000_000, 5, None, True])

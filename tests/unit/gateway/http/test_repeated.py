@@ -66,8 +66,7 @@ def read_sums(reply: Reply) -> list[int]:
 @pytest.fixture
 def repeated(tmp_path: Path) -> Iterator[RepeatedConnection]:
     with rig(tmp_path, arena_byte_size=ARENA) as gateway:
-        scheduler = gateway.scheduler(add_sub)
-        gateway.publish(SIMPLE_CONFIG, scheduler)
+        scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
         gateway.open()
         until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
         with raw_connection(gateway.port) as connection:
@@ -79,9 +78,7 @@ def repeated(tmp_path: Path) -> Iterator[RepeatedConnection]:
 
 def test_an_invalid_request_is_refused(repeated: RepeatedConnection) -> None:
     assert "attempt to access JSON non-signed-integer" in repeated.send_request(2.5).error
-    assert repeated.is_right(20)
-    assert repeated.is_right(21)
-    assert repeated.is_right(22)
+    assert repeated.is_right(20) and repeated.is_right(21) and repeated.is_right(22)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +195,8 @@ def test_a_request_without_a_scheduler_fails_at_once(repeated: RepeatedConnectio
     for _ in range(2):
         reply = repeated.send_request(64)
         assert reply.status == 503 and reply.error.endswith(NO_SCHEDULER)
-    successor = repeated.gateway.scheduler(add_sub)
-    repeated.gateway.publish(SIMPLE_CONFIG, successor)
-    assert repeated.is_right(65)
-    assert "Traceback" not in repeated.gateway.log
+    repeated.gateway.publish(SIMPLE_CONFIG, repeated.gateway.scheduler(add_sub))
+    assert repeated.is_right(65) and "Traceback" not in repeated.gateway.log
 
 
 def test_a_moved_scheduler_receives_later_requests(repeated: RepeatedConnection) -> None:
@@ -234,8 +229,7 @@ def test_responses_during_a_drain_close_the_connection(repeated: RepeatedConnect
     assert not repeated.gateway.received_of(Drained)
     repeated.scheduler.answer_all()
     reply = read_reply(repeated.connection)
-    assert read_sums(reply) == [140] * 16
-    assert reply.headers["Connection"] == "close"
+    assert read_sums(reply) == [140] * 16 and reply.headers["Connection"] == "close"
     assert repeated.connection.recv(1) == b""
     until("it says so", lambda: repeated.gateway.received_of(Drained))
     assert "Traceback" not in repeated.gateway.log

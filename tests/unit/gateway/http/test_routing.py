@@ -27,7 +27,6 @@ from shmserve.gateway.listener import ListenerKind, MisdirectedHost
 
 
 def openai_error(error: ShmserveError) -> bytes:
-    """Return an error in the form of another API."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {"message": error.message, "type": kind, "param": None, "code": None}
     return json.dumps({"error": body}).encode()
@@ -169,9 +168,7 @@ PAGE = "https://app.example.com"
     ("origins", "is_allowed"),
     [((PAGE, "https://b.example"), PAGE), (("*",), "*"), (("https://b.example",), ""), ((), "")],
 )
-def test_pages_of_allowed_origins_may_use_the_server(
-    origins: tuple[str, ...], is_allowed: str
-) -> None:
+def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowed: str) -> None:
     cors = Cors(origins) if origins else None
     preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     preflight_headers["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
@@ -238,9 +235,6 @@ def test_the_metrics_listener_has_its_own_routes(
     assert (response.status, b"".join(response.pieces)) == (status, body)
     assert request.scopes == ["metrics"]
     assert ROUTES.find("/metrics") is None
-
-
-# --- chunked responses
 
 
 class Transport:

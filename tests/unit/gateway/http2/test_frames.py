@@ -13,8 +13,6 @@ from shmserve.gateway.http2.incoming import Limits
 from tests.support.wire import http2 as wire
 from tests.support.wire.http2_engine import Engine, frames_of
 
-# --- frames by themselves
-
 
 @given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**31 - 1), st.binary(max_size=300))
 def test_a_frame(kind: int, flags: int, stream: int, payload: bytes) -> None:
@@ -50,8 +48,6 @@ def test_goaway() -> None:
     goaway_frames = frames_of(frames.encode_goaway(7, FaultCode.ENHANCE_YOUR_CALM, "too many"))
     assert goaway_frames == [(7, 0, 0, struct.pack(">II", 7, 11) + b"too many")]
 
-
-# --- however they are cut
 
 _BLOCKS = [
     *(b"\x83\x86\x84", b"\x83\x86\x84\x40\x01a\x01b", b"\x83\x86\x84\xbe", b"\x83\x86"),

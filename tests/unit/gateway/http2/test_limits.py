@@ -60,35 +60,28 @@ CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
     "a window by nothing": lambda n: begin(n, end=True) + window(n, 0),
     "a window that is too large": lambda n: begin(n, end=True) + window(n, 2**31 - 1),
     "a broken PRIORITY": lambda n: begin(n) + frame(PRIORITY, 0, n, b"1"),
-    "more data than is said": lambda n: (
-        begin(n, block=REQUEST + encode_block([(b"content-length", b"1")]))
-        + frame(DATA, 0, n, b"12")
-    ),
-    "less data than is said": lambda n: begin(
-        n, end=True, block=REQUEST + encode_block([(b"content-length", b"1")])
-    ),
-    "more data than was granted": lambda n: (
-        begin(n) + frame(DATA, 0, n, bytes(SMALL_LIMITS.window)) + frame(DATA, 0, n, b"1")
-    ),
+    "more data than is said": lambda n: (begin(n,
+        block=REQUEST + encode_block([(b"content-length", b"1")])) + frame(DATA, 0, n, b"12")),
+    "less data than is said": lambda n: begin(n, end=True,
+        block=REQUEST + encode_block([(b"content-length", b"1")])),
+    "more data than was granted": lambda n: (begin(n) + frame(DATA, 0, n,
+        bytes(SMALL_LIMITS.window)) + frame(DATA, 0, n, b"1")),
     "a malformed request": lambda n: begin(n, block=REQUEST[:2]),
     "malformed trailers": lambda n: begin(n) + begin(n, end=True, block=REQUEST),
     "trailers that end nothing": lambda n: begin(n) + begin(n, block=b""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLIENT_RESETS)
 def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     """By the client, or by us because it has us do so: a number of them at once ends it."""
-    clock = Clock()
-    engine = Engine(SMALL_LIMITS, clock).take(CLIENT_OPENING)
+    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
     streams = iter(range(1, 100_000, 2))
     for _ in range(SMALL_LIMITS.resets):
         engine.take(CLIENT_RESETS[name](next(streams)))
-        assert engine.gone is None
-        assert not engine.http2.streams
+        assert engine.gone is None and not engine.http2.streams
     engine.take(CLIENT_RESETS[name](next(streams)))
-    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) < 100
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM and len(engine.sent) < 100
 
 
 def test_resets_are_refilled_over_time() -> None:
@@ -293,7 +286,6 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
 
 
 def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
-    """Return the number of frames handled in each turn for these bytes."""
     frames_before = engine.http2.received_frames
     engine.http2.receive(sent_data)
     while True:
@@ -340,8 +332,7 @@ def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
 
 
 def test_frames_received_meanwhile_stay_in_order() -> None:
-    limits = Limits(frames=10)
-    engine = Engine(limits).take(CLIENT_OPENING)
+    engine = Engine(Limits(frames=10)).take(CLIENT_OPENING)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
@@ -354,8 +345,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
 def test_nothing_is_pending_after_the_connection_failed() -> None:
     engine = Engine(Limits(frames=10))
     engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
-    assert engine.http2.closing
-    assert not engine.http2.pending
+    assert engine.http2.closing and not engine.http2.pending
     assert not engine.http2._buffer
 
 
@@ -388,8 +378,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
 
 
 def test_a_budget_is_spent_and_exhausted() -> None:
-    clock = Clock()
-    budget = Budget(3, 2.0, clock, "things")
+    budget = Budget(3, 2.0, Clock(), "things")
     for _ in range(3):
         budget.take_token()
     with pytest.raises(ConnectionFault, match="too many things"):

@@ -33,7 +33,6 @@ def settings_frame(key: int, value: int) -> bytes:
 
 
 def begin(*streams: int, end: bool = True) -> bytes:
-    """Return requests that end their streams."""
     flags = END_HEADERS | end
     return b"".join(frame(HEADERS, flags, stream, post("/x")) for stream in streams)
 
@@ -145,8 +144,7 @@ def test_data_is_sent_within_any_windows(actions: list[tuple[str, int, int]]) ->
     client.perform("initial", 1, 2**24)
     client.perform("grant all", 1, 2**25)
     assert client.ended | client.reset_streams == set(_STREAMS)
-    assert not client.engine.http2.streams
-    assert not client.sending.waiting_streams
+    assert not client.engine.http2.streams and not client.sending.waiting_streams
     assert client.engine.gone is None
 
 
@@ -201,8 +199,7 @@ def test_a_long_response_does_not_block_other_streams() -> None:
     sending.send_data(engine.stream(1), bytes(2**23))
     sending.send_data(engine.stream(3), bytes(2**16))
     engine.take(window(0, 2**22))
-    assert engine.stream(3).sent_bytes == 2**16
-    assert engine.stream(1).sent_bytes > 2**21
+    assert engine.stream(3).sent_bytes == 2**16 and engine.stream(1).sent_bytes > 2**21
 
 
 def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
@@ -254,8 +251,7 @@ def test_progress_is_reported() -> None:
     queued_sizes: list[int] = []
     stream.on_progress = lambda: queued_sizes.append(stream.queued_bytes)
     engine.take(window(1, 5) + window(1, 100))
-    assert queued_sizes[0] == 10
-    assert queued_sizes[-1] == 0
+    assert queued_sizes[0] == 10 and queued_sizes[-1] == 0
 
 
 def test_a_long_header_block_is_split() -> None:
@@ -268,12 +264,9 @@ def test_a_long_header_block_is_split() -> None:
     sending.send_trailers(stream, block)
     sent_frames = engine.flush()
     assert [(item.kind, item.flags, len(item.payload)) for item in sent_frames] == [
-        (HEADERS, END_HEADERS, 1),
-        (DATA, 0, 1),
-        (HEADERS, END_STREAM, 16384),
-        (CONTINUATION, 0, 16384),
-        (CONTINUATION, END_HEADERS, 40000 - 2 * 16384),
-    ]
+        (HEADERS, END_HEADERS, 1), (DATA, 0, 1), (HEADERS, END_STREAM, 16384),
+        (CONTINUATION, 0, 16384), (CONTINUATION, END_HEADERS, 40000 - 2 * 16384),
+    ]  # fmt: skip
 
 
 def test_a_dropped_stream_is_released() -> None:

@@ -59,79 +59,45 @@ CASES = [
     Case("3.4", "an unknown frame first", frame(UNKNOWN, 0, 0), PROTOCOL, before=PREFACE),
     # --- the layout of frames
     Case("4.1", "an unknown frame", frame(UNKNOWN, 0, 0, bytes(8)) + WHOLE, served=((1, b""),)),
-    Case(
-        *("4.1", "an unknown frame of a stream", BEGUN + frame(UNKNOWN, 0xFF, 1, bytes(8)) + LAST),
-        served=SERVED,
-    ),
+    Case(*("4.1", "an unknown frame of a stream", BEGUN + frame(UNKNOWN, 0xFF, 1, bytes(8)) + LAST),
+        served=SERVED),
     Case("4.1", "an unknown frame of a stream not begun", frame(UNKNOWN, 0, 99, bytes(8))),
     Case("4.1", "unknown flags of PING", frame(PING, 0xFE, 0, bytes(8))),
     Case("4.1", "unknown flags of SETTINGS", frame(SETTINGS, 0xFE, 0)),
-    Case(
-        *("4.1", "unknown flags of HEADERS", frame(HEADERS, END_HEADERS | 0xD2, 1, POST) + LAST),
-        served=SERVED,
-    ),
-    Case(
-        *("4.1", "unknown flags of DATA", BEGUN + frame(DATA, END_STREAM | 0xF6, 1, b"data")),
-        served=SERVED,
-    ),
+    Case(*("4.1", "unknown flags of HEADERS", frame(HEADERS, END_HEADERS | 0xD2, 1, POST) + LAST),
+        served=SERVED),
+    Case(*("4.1", "unknown flags of DATA", BEGUN + frame(DATA, END_STREAM | 0xF6, 1, b"data")),
+        served=SERVED),
     Case("4.1", "unknown flags of RST_STREAM", BEGUN + frame(RESET, 0xFF, 1, bytes(4))),
     Case("4.1", "unknown flags of WINDOW_UPDATE", frame(WINDOW, 0xFF, 0, b"\0\0\0\1")),
     Case("4.1", "the reserved bit", frame(PING, 0, 0x80000000, bytes(8))),
-    Case(
-        "4.1",
-        "the reserved bit of a stream's frames",
-        frame(HEADERS, END_HEADERS, 0x80000001, POST)
-        + frame(DATA, END_STREAM, 0x80000001, b"data"),
-        served=SERVED,
-    ),
-    Case(
-        *("4.2", "DATA of the largest size that all take", BEGUN + frame(DATA, 1, 1, bytes(16384))),
-        served=((1, bytes(16384)),),
-    ),
+    Case("4.1", "the reserved bit of a stream's frames",
+        frame(HEADERS, END_HEADERS, 0x80000001, POST) + frame(DATA, END_STREAM, 0x80000001,
+        b"data"), served=SERVED),
+    Case(*("4.2", "DATA of the largest size that all take",
+        BEGUN + frame(DATA, 1, 1, bytes(16384))), served=((1, bytes(16384)), )),
     Case("4.2", "too large DATA", BEGUN + frame(DATA, 0, 1, bytes(16385)), FRAME_SIZE),
     Case("4.2", "too large DATA of no stream", frame(DATA, 0, 9, bytes(16385)), FRAME_SIZE),
     Case("4.2", "too large HEADERS", frame(HEADERS, END_HEADERS, 1, bytes(16385)), FRAME_SIZE),
     Case("4.2", "too large SETTINGS", frame(SETTINGS, 0, 0, bytes(16386)), FRAME_SIZE),
     Case("4.2", "too large a PRIORITY", frame(PRIORITY, 0, 1, bytes(16385)), FRAME_SIZE),
     Case("4.2", "too large an unknown frame", frame(UNKNOWN, 0, 0, bytes(16385)), FRAME_SIZE),
-    Case(
-        *("4.3", "no header block", frame(HEADERS, END_HEADERS, 1, b"\x00\x00")),
-        (FaultCode.COMPRESSION_ERROR,),
-    ),
-    Case(
-        "4.3",
-        "a block that PRIORITY interrupts",
-        frame(HEADERS, 0, 1, POST) + frame(PRIORITY, 0, 1, bytes(5)),
-        PROTOCOL,
-    ),
-    Case(
-        "4.3",
-        "a block that HEADERS of another stream interrupts",
-        frame(HEADERS, 0, 1, POST) + frame(HEADERS, END_HEADERS, 3, POST),
-        PROTOCOL,
-    ),
+    Case(*("4.3", "no header block", frame(HEADERS, END_HEADERS, 1, b"\x00\x00")),
+        (FaultCode.COMPRESSION_ERROR, )),
+    Case("4.3", "a block that PRIORITY interrupts",
+        frame(HEADERS, 0, 1, POST) + frame(PRIORITY, 0, 1, bytes(5)), PROTOCOL),
+    Case("4.3", "a block that HEADERS of another stream interrupts",
+        frame(HEADERS, 0, 1, POST) + frame(HEADERS, END_HEADERS, 3, POST), PROTOCOL),
     Case(*("4.3", "a block that DATA interrupts", frame(HEADERS, 0, 1, POST) + LAST), PROTOCOL),
-    Case(
-        "4.3",
-        "a block that SETTINGS interrupts",
-        frame(HEADERS, 0, 1, POST) + NO_SETTINGS,
-        PROTOCOL,
-    ),
-    Case(
-        "4.3",
-        "trailers that a PING interrupts",
-        BEGUN + frame(HEADERS, END_STREAM, 1, b"") + frame(PING, 0, 0, bytes(8)),
-        PROTOCOL,
-    ),
+    Case("4.3", "a block that SETTINGS interrupts", frame(HEADERS, 0, 1, POST) + NO_SETTINGS,
+        PROTOCOL),
+    Case("4.3", "trailers that a PING interrupts",
+        BEGUN + frame(HEADERS, END_STREAM, 1, b"") + frame(PING, 0, 0, bytes(8)), PROTOCOL),
     # --- errors of the connection
     Case("5.4.1", "nothing counts behind an error", frame(PING, 0, 0) + WHOLE, FRAME_SIZE),
     # --- extensions
-    Case(
-        "5.5",
-        "an unknown frame in a header block",
-        frame(HEADERS, 0, 1, POST) + frame(UNKNOWN, 0, 1, bytes(4)),
-        PROTOCOL,
-    ),
+    Case("5.5", "an unknown frame in a header block",
+        frame(HEADERS, 0, 1, POST) + frame(UNKNOWN, 0, 1, bytes(4)), PROTOCOL),
     Case("5.5", "an unknown setting", settings_frame((0xFF, 1))),
     # --- SETTINGS
     Case("6.5", "an acknowledgement", frame(SETTINGS, ACK, 0)),
@@ -147,9 +113,8 @@ CASES = [
     Case("6.5.2", "MAX_FRAME_SIZE below 2^14", settings_frame((5, 2**14 - 1)), PROTOCOL),
     Case("6.5.2", "MAX_FRAME_SIZE above 2^24-1", settings_frame((5, 2**24)), PROTOCOL),
     Case("6.5.2", "MAX_FRAME_SIZE at its ends", settings_frame((5, 2**14), (5, 2**24 - 1))),
-    Case(
-        "6.5.2", "any of the others", settings_frame((1, 2**32 - 1), (3, 0), (6, 0), (6, 2**32 - 1))
-    ),
+    Case("6.5.2", "any of the others",
+        settings_frame((1, 2**32 - 1), (3, 0), (6, 0), (6, 2**32 - 1))),
     Case("6.5.3", "the first of two is wrong", settings_frame((5, 1), (5, 2**14)), PROTOCOL),
     # --- PUSH_PROMISE
     Case("6.6", "a PUSH_PROMISE", BEGUN + frame(PUSH_PROMISE, 4, 1, bytes(4) + POST), PROTOCOL),
@@ -171,12 +136,11 @@ CASES = [
     Case("7", "an unknown code of RST_STREAM", BEGUN + frame(RESET, 0, 1, b"\0\0\0\xff")),
     # --- CONTINUATION of nothing, in general
     Case("6.10", "of no stream", frame(CONTINUATION, END_HEADERS, 0, POST), PROTOCOL),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """The result is that of the section for any split of the bytes."""
     case.check(Limits(frame=16384))
 
 
@@ -216,8 +180,7 @@ def test_goaway_names_the_last_stream() -> None:
     assert engine.sent[-1].payload[:8] == struct.pack(">II", 7, FaultCode.FRAME_SIZE_ERROR)
     sent_before = len(engine.sent)
     engine.take(frame(HEADERS, END_HEADERS, 9, POST) + frame(PING, 0, 0, bytes(8)))
-    assert 9 not in engine.requests
-    assert len(engine.sent) == sent_before
+    assert 9 not in engine.requests and len(engine.sent) == sent_before
 
 
 def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:

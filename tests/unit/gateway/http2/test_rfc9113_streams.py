@@ -69,122 +69,75 @@ CASES = [
     Case("5.1", "idle: DATA of a stream of ours", frame(DATA, 0, 2, b"x"), PROTOCOL),
     Case("5.1", "idle: RST_STREAM of a stream of ours", frame(RESET, 0, 2, bytes(4)), PROTOCOL),
     # --- open
-    Case(
-        "5.1",
-        "open: all that may come",
-        BEGUN + priority_frame(1) + window(1, 1) + LAST,
-        served=SERVED,
-    ),
+    Case("5.1", "open: all that may come", BEGUN + priority_frame(1) + window(1, 1) + LAST,
+        served=SERVED),
     # --- half closed
     Case("5.1", "half closed: DATA", REQUEST + LAST, CLOSED),
     Case("5.1", "half closed by DATA: DATA", BEGUN + LAST + frame(DATA, 0, 1), CLOSED),
     Case("5.1", "half closed: HEADERS", REQUEST + BEGUN, CLOSED),
     Case("5.1", "half closed: trailers", REQUEST + TRAILERS, CLOSED),
-    Case(
-        *("5.1", "half closed: CONTINUATION", REQUEST + frame(CONTINUATION, END_HEADERS, 1, b"")),
-        (*PROTOCOL, *CLOSED),
-    ),
+    Case(*("5.1", "half closed: CONTINUATION", REQUEST + frame(CONTINUATION, END_HEADERS, 1, b"")),
+        (*PROTOCOL, *CLOSED)),
     Case("5.1", "half closed: WINDOW_UPDATE", REQUEST + window(1, 1), served=EMPTY),
     Case("5.1", "half closed: PRIORITY", REQUEST + priority_frame(1), served=EMPTY),
     Case("5.1", "half closed: RST_STREAM", REQUEST + frame(RESET, 0, 1, bytes(4))),
     # --- closed by the client's RST_STREAM
     Case("5.1", "given up: DATA", ABORTED + LAST, CLOSED),
     Case("5.1", "given up: HEADERS", ABORTED + BEGUN, CLOSED),
-    Case(
-        *("5.1", "given up: CONTINUATION", ABORTED + frame(CONTINUATION, 4, 1, b"")),
-        (*PROTOCOL, *CLOSED),
-    ),
+    Case(*("5.1", "given up: CONTINUATION", ABORTED + frame(CONTINUATION, 4, 1, b"")),
+        (*PROTOCOL, *CLOSED)),
     Case("5.1", "given up: WINDOW_UPDATE", ABORTED + window(1, 1)),
     Case("5.1", "given up: PRIORITY", ABORTED + priority_frame(1)),
     Case("5.1", "given up: RST_STREAM", ABORTED + frame(RESET, 0, 1, bytes(4))),
     # --- identifiers
     Case("5.1.1", "an even stream", frame(HEADERS, WHOLE, 2, POST), PROTOCOL),
-    Case(
-        *("5.1.1", "a lower stream than before", frame(HEADERS, WHOLE, 5, POST) + REQUEST),
-        (*PROTOCOL, *CLOSED),
-    ),
-    Case(
-        "5.1.1",
-        "DATA of a stream that was passed over",
-        frame(HEADERS, WHOLE, 5, POST) + LAST,
-        CLOSED,
-    ),
+    Case(*("5.1.1", "a lower stream than before", frame(HEADERS, WHOLE, 5, POST) + REQUEST),
+        (*PROTOCOL, *CLOSED)),
+    Case("5.1.1", "DATA of a stream that was passed over", frame(HEADERS, WHOLE, 5, POST) + LAST,
+        CLOSED),
     Case("5.1.1", "the same stream again", REQUEST + REQUEST, CLOSED),
-    Case(
-        *("5.1.1", "streams that are passed over", REQUEST + frame(HEADERS, WHOLE, 9, POST)),
-        served=((1, b""), (9, b"")),
-    ),
+    Case(*("5.1.1", "streams that are passed over", REQUEST + frame(HEADERS, WHOLE, 9, POST)),
+        served=((1, b""), (9, b""))),
     # --- priorities
-    Case(
-        "5.3",
-        "a chain of streams not begun",
-        b"".join(priority_frame(n, n + 2) for n in range(1, 9, 2)),
-    ),
-    Case(
-        "5.3", "a stream that depends on itself", BEGUN + priority_frame(1, 1) + LAST, served=SERVED
-    ),
-    Case(
-        "5.3",
-        "HEADERS that depend on themselves",
-        frame(HEADERS, WHOLE | HAS_PRIORITY, 1, struct.pack(">IB", 1, 0) + POST),
-        served=EMPTY,
-    ),
+    Case("5.3", "a chain of streams not begun",
+        b"".join(priority_frame(n, n + 2) for n in range(1, 9, 2))),
+    Case("5.3", "a stream that depends on itself", BEGUN + priority_frame(1, 1) + LAST,
+        served=SERVED),
+    Case("5.3", "HEADERS that depend on themselves",
+        frame(HEADERS, WHOLE | HAS_PRIORITY, 1, struct.pack(">IB", 1, 0) + POST), served=EMPTY),
     # --- DATA
     Case("6.1", "DATA of no stream", BEGUN + frame(DATA, 0, 0, b"x"), PROTOCOL),
-    Case(
-        *("6.1", "padding", BEGUN + frame(DATA, END_STREAM | PADDED, 1, b"\x05data" + bytes(5))),
-        served=SERVED,
-    ),
-    Case(
-        *("6.1", "nothing but padding", BEGUN + frame(DATA, PADDED, 1, b"\x05" + bytes(5)) + LAST),
-        served=SERVED,
-    ),
-    Case(
-        *("6.1", "padding of no bytes", BEGUN + frame(DATA, PADDED, 1, b"\0") + LAST), served=SERVED
-    ),
+    Case(*("6.1", "padding", BEGUN + frame(DATA, END_STREAM | PADDED, 1, b"\x05data" + bytes(5))),
+        served=SERVED),
+    Case(*("6.1", "nothing but padding", BEGUN + frame(DATA, PADDED, 1, b"\x05" + bytes(5)) + LAST),
+        served=SERVED),
+    Case(*("6.1", "padding of no bytes", BEGUN + frame(DATA, PADDED, 1, b"\0") + LAST),
+        served=SERVED),
     Case("6.1", "as much padding as frame", BEGUN + frame(DATA, 8, 1, b"\x05data"), PROTOCOL),
     Case("6.1", "more padding than frame", BEGUN + frame(DATA, PADDED, 1, b"\xffdata"), PROTOCOL),
     Case("6.1", "no room for padding's length", BEGUN + frame(DATA, PADDED, 1), FRAME_SIZE),
-    Case(
-        *("6.1", "an empty last frame", BEGUN + frame(DATA, 0, 1, b"data") + frame(DATA, 1, 1)),
-        served=SERVED,
-    ),
+    Case(*("6.1", "an empty last frame", BEGUN + frame(DATA, 0, 1, b"data") + frame(DATA, 1, 1)),
+        served=SERVED),
     # --- HEADERS
     Case("6.2", "HEADERS of no stream", frame(HEADERS, WHOLE, 0, POST), PROTOCOL),
-    Case(
-        *("6.2", "padding", frame(HEADERS, WHOLE | PADDED, 1, b"\x03" + POST + bytes(3))),
-        served=EMPTY,
-    ),
-    Case(
-        "6.2",
-        "padding and a priority",
+    Case(*("6.2", "padding", frame(HEADERS, WHOLE | PADDED, 1, b"\x03" + POST + bytes(3))),
+        served=EMPTY),
+    Case("6.2", "padding and a priority",
         frame(HEADERS, WHOLE | PADDED | HAS_PRIORITY, 1, b"\x03" + bytes(5) + POST + bytes(3)),
-        served=EMPTY,
-    ),
-    Case(
-        "6.2",
-        "more padding than frame",
-        frame(HEADERS, WHOLE | PADDED, 1, b"\xff" + POST),
-        PROTOCOL,
-    ),
-    Case(
-        *("6.2", "padding over the priority", frame(HEADERS, WHOLE | 0x28, 1, b"\x04" + bytes(8))),
-        PROTOCOL,
-    ),
+        served=EMPTY),
+    Case("6.2", "more padding than frame", frame(HEADERS, WHOLE | PADDED, 1, b"\xff" + POST),
+        PROTOCOL),
+    Case(*("6.2", "padding over the priority", frame(HEADERS, WHOLE | 0x28, 1, b"\x04" + bytes(8))),
+        PROTOCOL),
     Case("6.2", "no room for padding's length", frame(HEADERS, WHOLE | PADDED, 1), FRAME_SIZE),
-    Case(
-        *("6.2", "no room for a priority", frame(HEADERS, WHOLE | HAS_PRIORITY, 1, bytes(4))),
-        FRAME_SIZE,
-    ),
+    Case(*("6.2", "no room for a priority", frame(HEADERS, WHOLE | HAS_PRIORITY, 1, bytes(4))),
+        FRAME_SIZE),
     # --- PRIORITY
     Case("6.3", "PRIORITY of no stream", priority_frame(0), PROTOCOL),
-    Case(
-        *("6.3", "too short a PRIORITY", BEGUN + frame(PRIORITY, 0, 1, bytes(4))),
-        resets=((1, FaultCode.FRAME_SIZE_ERROR),),
-    ),
-    Case(
-        "6.3", "too short a PRIORITY of an idle stream", frame(PRIORITY, 0, 1, bytes(4)), FRAME_SIZE
-    ),
+    Case(*("6.3", "too short a PRIORITY", BEGUN + frame(PRIORITY, 0, 1, bytes(4))),
+        resets=((1, FaultCode.FRAME_SIZE_ERROR), )),
+    Case("6.3", "too short a PRIORITY of an idle stream", frame(PRIORITY, 0, 1, bytes(4)),
+        FRAME_SIZE),
     # --- RST_STREAM
     Case("6.4", "RST_STREAM of no stream", frame(RESET, 0, 0, bytes(4)), PROTOCOL),
     Case("6.4", "too short an RST_STREAM", BEGUN + frame(RESET, 0, 1, bytes(3)), FRAME_SIZE),
@@ -192,10 +145,8 @@ CASES = [
     Case("6.4", "RST_STREAM", BEGUN + frame(RESET, 0, 1, bytes(4))),
     # --- WINDOW_UPDATE
     Case("6.9", "of all by nothing", window(0, 0), PROTOCOL),
-    Case(
-        *("6.9", "of a stream by nothing", BEGUN + window(1, 0)),
-        resets=((1, FaultCode.PROTOCOL_ERROR),),
-    ),
+    Case(*("6.9", "of a stream by nothing", BEGUN + window(1, 0)),
+        resets=((1, FaultCode.PROTOCOL_ERROR), )),
     Case("6.9", "by nothing, but for the reserved bit", window(0, 2**31), PROTOCOL),
     Case("6.9", "too short a WINDOW_UPDATE", frame(WINDOW, 0, 0, bytes(3)), FRAME_SIZE),
     Case("6.9", "too long a WINDOW_UPDATE", BEGUN + frame(WINDOW, 0, 1, bytes(5)), FRAME_SIZE),
@@ -203,43 +154,28 @@ CASES = [
     Case("6.9.1", "a larger one", window(0, 2**31 - 65535), FLOW),
     Case("6.9.1", "a larger one in steps", window(0, 2**30) + window(0, 2**30), FLOW),
     Case("6.9.1", "a stream's largest", BEGUN + window(1, 2**31 - 1 - 65535) + LAST, served=SERVED),
-    Case(
-        *("6.9.1", "a stream's larger one", BEGUN + window(1, 2**31 - 1)),
-        resets=((1, FaultCode.FLOW_CONTROL_ERROR),),
-    ),
-    Case(
-        "6.9.2",
-        "SETTINGS that make a stream's window too large",
+    Case(*("6.9.1", "a stream's larger one", BEGUN + window(1, 2**31 - 1)),
+        resets=((1, FaultCode.FLOW_CONTROL_ERROR), )),
+    Case("6.9.2", "SETTINGS that make a stream's window too large",
         BEGUN + window(1, 2**31 - 1 - 65535) + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65536)),
-        FLOW,
-    ),
+        FLOW),
     # --- CONTINUATION
     Case("6.10", "several", continuation_frames(POST[:5], b"", POST[5:9], POST[9:]), served=EMPTY),
     Case("6.10", "of trailers", BEGUN + continuation_frames(b"", b"", b""), served=EMPTY),
     Case("6.10", "another frame between", frame(HEADERS, 0, 1, POST) + PING_FRAME, PROTOCOL),
     Case("6.10", "behind the end of HEADERS", BEGUN + frame(CONTINUATION, 4, 1, b""), PROTOCOL),
-    Case(
-        *(
-            "6.10",
-            "behind the end of a CONTINUATION",
-            continuation_frames(POST, b"") + frame(CONTINUATION, 4, 1),
-        ),
-        PROTOCOL,
-    ),
+    Case(*("6.10", "behind the end of a CONTINUATION",
+        continuation_frames(POST, b"") + frame(CONTINUATION, 4, 1)), PROTOCOL),
     Case("6.10", "behind DATA", BEGUN + LAST + frame(CONTINUATION, 4, 1), PROTOCOL),
-    Case(
-        *("6.10", "of another stream", frame(HEADERS, 0, 1, POST) + frame(CONTINUATION, 4, 3)),
-        PROTOCOL,
-    ),
-    Case(
-        *("6.10", "of no stream", frame(HEADERS, 0, 1, POST) + frame(CONTINUATION, 4, 0)), PROTOCOL
-    ),
-]
+    Case(*("6.10", "of another stream", frame(HEADERS, 0, 1, POST) + frame(CONTINUATION, 4, 3)),
+        PROTOCOL),
+    Case(*("6.10", "of no stream", frame(HEADERS, 0, 1, POST) + frame(CONTINUATION, 4, 0)),
+        PROTOCOL),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """The result is that of the section for any split of the bytes."""
     case.check()
 
 
@@ -257,9 +193,7 @@ OPEN_ENDED = [
 
 @pytest.mark.parametrize(("name", "late_frame"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
 @pytest.mark.parametrize("ending", ["reset", "answered early"])
-def test_frames_for_a_stream_that_the_server_has_ended(
-    name: str, late_frame: bytes, ending: str
-) -> None:
+def test_frames_for_a_stream_the_server_ended(name: str, late_frame: bytes, ending: str) -> None:
     """5.1, closed: frames that the client sent before it received the end are ignored."""
     engine = Engine().take(CLIENT_OPENING + BEGUN)
     if ending == "reset":
@@ -276,8 +210,7 @@ def test_a_stream_that_is_reset_within_a_frame() -> None:
     engine = Engine().take(CLIENT_OPENING + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     engine.take(frame(DATA, END_STREAM, 1, bytes(100))[50:])
-    assert len(engine.requests[1].data) == 41
-    assert not engine.requests[1].ended
+    assert len(engine.requests[1].data) == 41 and not engine.requests[1].ended
     engine.check_goes_on()
 
 
@@ -299,8 +232,7 @@ def test_frames_for_a_completed_stream() -> None:
     ]:
         engine = Engine().take(CLIENT_OPENING + REQUEST)
         engine.http2.sending.send_response(engine.stream(1), BLOCKS, (b"data",))
-        assert not engine.http2.streams
-        assert engine.take(late_frame).gone is is_fatal
+        assert not engine.http2.streams and engine.take(late_frame).gone is is_fatal
 
 
 def test_too_many_concurrent_streams_are_refused() -> None:
@@ -349,8 +281,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 def test_padding_is_returned_to_the_window() -> None:
     """6.9.1: padding uses the window, and the receiver of the data does not see it."""
-    limits = Limits(window=65535, frame=16384)
-    engine = Engine(limits).take(CLIENT_OPENING + BEGUN)
+    engine = Engine(Limits(window=65535, frame=16384)).take(CLIENT_OPENING + BEGUN)
     for _ in range(2000):
         engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
     assert engine.resets == {}

@@ -430,8 +430,6 @@ def test_compute_times_are_summed_over_steps() -> None:
         number = rig.take_submits()[name]
         rig.from_step(name, m.Finished(number, *packed_output(b"\0" * 4), 1, 20, 300))
     (finished_message,) = rig.take_client_messages()
-    assert (finished_message.input_ns, finished_message.infer_ns, finished_message.output_ns) == (
-        2,
-        40,
-        600,
-    )
+    assert finished_message.input_ns == 2
+    assert finished_message.infer_ns == 40
+    assert finished_message.output_ns == 600

@@ -26,7 +26,6 @@ CHAIN = [
 
 
 def gpu_model(name: str, gpus: tuple[int, ...] = (0,), **fields: Any) -> dict[str, Any]:
-    """Return a model of fixed shapes that computes on these GPUs."""
     group = {"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}
     config = model(name, dims=(SIZE,))
     return {**config, "backend": "pytorch", "instance_group": [group], **fields}
@@ -62,8 +61,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     assert memory_range is not None and memory_range.memory.cuda is not None
     assert (endpoint, memory_range.memory.cuda.device) == ("a", 0)
     # Open the memory and write to it, as a worker on the device does.
-    memory = cuda.device_memory()
-    worker = Mappings(memory.open)
+    worker = Mappings(cuda.device_memory().open)
     value = np.full(SIZE, 2.5, np.float32)
     worker.view(memory_range).numpy().view(np.float32)[:] = value
     finish(rig, endpoint, submit, memory_range)
@@ -123,9 +121,7 @@ def test_a_python_model_receives_tensors_on_its_device() -> None:
     assert memory_range is not None and memory_range.memory.cuda is not None
 
 
-def test_tensors_pass_through_the_host_without_cuda_or_space(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tensors_pass_the_host_without_cuda_or_space(caplog: pytest.LogCaptureFixture) -> None:
     def raise_unavailable() -> CudaExporter:
         raise Unavailable("there is no driver")
 

@@ -1,7 +1,5 @@
 """The data flow of a request: which steps run, in which order, with which tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from hypothesis import given
@@ -186,9 +184,7 @@ def test_a_skipped_tensor_is_omitted_for_an_optional_input() -> None:
 
 
 @given(graphs(), st.dictionaries(st.integers(0, 6), st.integers(0, 1)))
-def test_only_tensors_with_one_reader_stay_on_a_device(
-    graph: Graph, devices: dict[int, int]
-) -> None:
+def test_only_tensors_of_one_reader_stay_on_it(graph: Graph, devices: dict[int, int]) -> None:
     """Writer and readers are on this device; no output of the ensemble, no condition."""
     plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:

@@ -1,7 +1,5 @@
 """An ensemble's links to its steps' schedulers, in the same process and in other processes."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -19,7 +19,6 @@ GONE_MEMORY = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, seal
 
 
 def only_failure(rig: EnsembleRig) -> m.Failed:
-    """Return the only message to the client, an error."""
     (message,) = rig.take_client_messages()
     assert isinstance(message, m.Failed)
     return message
@@ -54,8 +53,7 @@ def test_a_producer_receives_credit_after_a_failure() -> None:
         rig.respond("a", number, b"0000")
         assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
-    assert only_failure(rig).code == "INTERNAL"
-    assert rig.ensemble.live_requests == 0
+    assert only_failure(rig).code == "INTERNAL" and rig.ensemble.live_requests == 0
 
 
 def test_an_error_response_returns_credit() -> None:
@@ -95,8 +93,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     unsealed_memory = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed_memory, 0, 4))
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred((tensor,)))))
-    assert only_failure(rig).code == "INVALID_ARG"
-    assert rig.ensemble.live_requests == 0
+    assert only_failure(rig).code == "INVALID_ARG" and rig.ensemble.live_requests == 0
 
 
 def test_no_step_that_waited_begins_after_a_failure() -> None:
@@ -138,7 +135,6 @@ class WorkerArena:
         )
 
     def reuse(self) -> None:
-        """Overwrite the memory with other data."""
         self.arena.view(self.memory_range)[:] = bytes(self.memory_range.byte_size)
 
 
@@ -180,10 +176,8 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
     ((_, submit),) = rig.take_sent()
     data = inputs_of(submit)["X"]
-    assert (data.memory.id, data.offset) == (
-        worker_arena.memory_range.memory.id,
-        worker_arena.memory_range.offset,
-    )
+    assert data.memory.id == worker_arena.memory_range.memory.id
+    assert data.offset == worker_arena.memory_range.offset
     assert rig.memory.used == 0
     rig.finish("b", submit.id)
     assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
@@ -196,5 +190,4 @@ def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     worker_arena = WorkerArena(b"abcd" * 5000)
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
     assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
-    assert only_failure(rig).code == "INVALID_ARG"
-    assert rig.memory.used == 0
+    assert only_failure(rig).code == "INVALID_ARG" and rig.memory.used == 0

@@ -11,7 +11,6 @@ KEYS = [block_key(ROOT_KEY, array("i", [token])) for token in range(8)]
 
 
 def seal_blocks(pool: BlockPool, count: int) -> list[int]:
-    """Allocate and seal blocks with the first keys."""
     blocks = pool.allocate(count)
     for block, key in zip(blocks, KEYS, strict=False):
         pool.seal(block, key)
@@ -41,9 +40,7 @@ def test_released_blocks_merge_to_one_extent(order: tuple[int, ...]) -> None:
 
 def test_a_table_grows_in_place() -> None:
     pool = BlockPool(16)
-    first_blocks = pool.allocate(2)
-    second_blocks = pool.allocate(2)
-    assert (first_blocks, second_blocks) == ([0, 1], [8, 9])
+    assert (pool.allocate(2), pool.allocate(2)) == ([0, 1], [8, 9])
     assert pool.allocate(3, previous=1) == [2, 3, 4]
     assert pool.allocate(4, previous=4) == [5, 6, 7, 12]
 

@@ -170,8 +170,7 @@ def test_waiting_requests_are_prepared_once_an_instance_is_ready() -> None:
 
 
 def test_too_many_requests_that_wait_are_refused() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
+    rig = make_rig(engine_settings())
     numbers = submit(rig, 4)
     assert take_ended(rig) == {numbers[3]: "UNAVAILABLE"}
 
@@ -291,18 +290,14 @@ def test_a_finished_sample_is_not_restarted() -> None:
     (prepare,) = successor.receive()
     assert {
         resumed_sample.sample: resumed_sample.finish_reason for resumed_sample in prepare.resumed
-    } == {
-        0: "stop",
-        1: "",
-    }
+    } == {0: "stop", 1: ""}
     while successor.turn():
         pass
     assert take_ended(rig) == {number: ""}
 
 
 def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances() -> None:
-    settings = engine_settings(max_waiting_requests=9)
-    rig = make_rig(settings)
+    rig = make_rig(engine_settings(max_waiting_requests=9))
     rig.start(2, 102)
     submit(rig)
     rig.supervisor(RetireInstance(2))
@@ -342,8 +337,7 @@ def test_a_request_that_kills_workers_fails_eventually() -> None:
     codes: dict[int, str] = {}
     for pid in range(100, 103):
         assert not codes
-        llm = FakeLlmWorker(rig, settings, pid=pid)
-        llm.turn()
+        FakeLlmWorker(rig, settings, pid=pid).turn()
         rig.supervisor(ProcessExited(pid, "killed"))
         codes = take_ended(rig)
     assert codes == {number: "INTERNAL"}

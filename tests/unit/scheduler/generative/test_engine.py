@@ -192,8 +192,7 @@ def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
     assert finish_reason == "length"
     # The prompt, and 19 tokens in steps of 4 + 1, 4 + 1, 4 + 1 and 3 + 1.
     assert rig.rows == 5 or proposals < 3
-    assert rig.engine.counts.prefilled == 5
-    assert not rig.engine.counts.copied_on_write
+    assert rig.engine.counts.prefilled == 5 and not rig.engine.counts.copied_on_write
     repeated_generation = submit(rig, [*first_generation.prompt, *tokens], 1)
     rig.drain()
     assert repeated_generation.cached_tokens == 24

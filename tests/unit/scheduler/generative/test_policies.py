@@ -16,7 +16,6 @@ NOW = 100 * SECOND_NS
 
 
 def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -> Sequence[None]:
-    """Return a sequence that arrived before NOW and computes `tokens` tokens in all."""
     prompt = array("i", [1] * (tokens // 2))
     arrived = NOW - int(waited_s * SECOND_NS)
     max_tokens = tokens - len(prompt)
@@ -198,8 +197,7 @@ def test_rejected_drafts_cause_a_pause() -> None:
     assert acceptance.length(4, 0.3) == 4
     while acceptance.rate >= 0.3:
         acceptance.observe(4, 0)
-    lengths = [acceptance.length(4, 0.3) for _ in range(52)]
-    assert lengths == [0] * 51 + [4]
+    assert [acceptance.length(4, 0.3) for _ in range(52)] == [0] * 51 + [4]
 
 
 def test_drafts_after_a_rejected_one_are_not_observations() -> None:

@@ -27,13 +27,11 @@ def batch_sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
 
 
 def count_closed(rig: Rig) -> dict[str, int]:
-    """Return the number of closed batches by reason."""
     counts: dict[str, int] = rig.report()["shmserve"]["batches_closed"]
     return {reason: count for reason, count in counts.items() if count}
 
 
 def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
-    """Queue requests of these sizes, then add an instance; return its address."""
     for size in units:
         rig.submit(batch_size=size, **fields)
     return rig.start()
@@ -42,14 +40,10 @@ def queue_requests(rig: Rig, *units: int, **fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("max_batch_size", "units", "expected"),
     [
-        (8, (4, 4, 1), [2, 1]),
-        (8, (5, 4), [1, 1]),
-        (8, (0, 0, 7), [2, 1]),
-        (8, (8, 8), [1, 1]),
-        (1, (1, 1), [1, 1]),
-        (0, (0, 0), [1, 1]),
+        (8, (4, 4, 1), [2, 1]), (8, (5, 4), [1, 1]), (8, (0, 0, 7), [2, 1]), (8, (8, 8), [1, 1]),
+        (1, (1, 1), [1, 1]), (0, (0, 0), [1, 1]),
     ],
-)
+)  # fmt: skip
 def test_batch_sizes_are_summed_and_no_request_is_split(
     max_batch_size: int, units: tuple[int, ...], expected: list[int]
 ) -> None:

@@ -27,7 +27,6 @@ def execution_order(rig: Rig, peer: bytes) -> list[list[int]]:
 
 
 def busy_rig(dynamic_batching: dict[str, Any], **settings: Any) -> tuple[Rig, bytes, m.Execute]:
-    """Return a rig whose only instance executes request 1."""
     rig, peer = ready_rig(dynamic_batching, **settings)
     rig.submit()
     return rig, peer, rig.execute()[1]
@@ -222,18 +221,12 @@ def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
     [
         ({"timeout_ns": 30_000, "deadline_origin": "--x"}, {}, "30 microseconds, from --x"),
         ({"timeout_ns": 30_000}, {}, "30 microseconds, from the caller"),
-        (
-            {"timeout_us": 30},
-            {"allow_timeout_override": True},
-            "30 microseconds in the queue, from the request's parameter 'timeout'",
-        ),
-        (
-            {},
-            {"default_timeout_microseconds": 7},
-            "7 microseconds in the queue, from default_timeout_microseconds of the queue policy",
-        ),
+        ({"timeout_us": 30}, {"allow_timeout_override": True},
+         "30 microseconds in the queue, from the request's parameter 'timeout'"),
+        ({}, {"default_timeout_microseconds": 7},
+         "7 microseconds in the queue, from default_timeout_microseconds of the queue policy"),
     ],
-)
+)  # fmt: skip
 def test_an_expired_request_names_the_limit_and_its_origin(
     fields: dict[str, Any], policy: dict[str, Any], text: str
 ) -> None:

@@ -26,7 +26,6 @@ class Table:
         self.executed: list[Any] = []
 
     def submit(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
-        """Submit a request; raise the error if it is rejected."""
         self.sequences.check(sequence, flags, (client, 0))
         submit = SimpleNamespace(source=0)
         request: Any = SimpleNamespace(

@@ -41,7 +41,6 @@ class WatchedRig(SequenceRig):
         self.last_request: dict[Any, int] = {}  # sequence -> its last request
 
     def take_batches(self) -> list[tuple[bytes, m.Execute]]:
-        """Return the executed batches, like `Rig.take_batches`, after checking each."""
         executable = super().take_batches()
         for client in self.scheduler._clients.values():
             for request in client.requests.values():
@@ -65,7 +64,6 @@ class WatchedRig(SequenceRig):
         assert len({self.sequences[row.key] for row in used_rows}) == len(used_rows)
 
     def record_messages(self) -> None:
-        """Record the messages to clients."""
         for answer in self.answers():
             self.answer_counts[answer.id] += 1
 
@@ -89,9 +87,7 @@ class WatchedRig(SequenceRig):
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
 @settings(max_examples=150, deadline=None)
 @given(events=steps)
-def test_every_request_ends_once_and_every_batch_is_in_order(
-    strategy: str, events: list[Any]
-) -> None:
+def test_every_request_ends_once_and_batches_are_in_order(strategy: str, events: list[Any]) -> None:
     rig = WatchedRig(strategy)
     for event in events:
         rig.step(*event)

@@ -27,7 +27,6 @@ def rig(request: pytest.FixtureRequest) -> SequenceRig:
 
 
 def only_error(rig: Rig) -> str:
-    """Return the only error since the last call."""
     (answer,) = rig.answers()
     assert isinstance(answer, m.Failed) and answer.code == "INVALID_ARG"
     return answer.message
@@ -280,8 +279,7 @@ def test_cancelling_a_request_cancels_later_requests_of_its_sequence(slots: int)
     first_request = rig.request(1, START)
     second_request, third_request = rig.request(1), rig.request(1)
     rig.client(m.Cancel(second_request))
-    outcomes = rig.outcomes()
-    assert set(outcomes) == {second_request, third_request}
+    assert set(rig.outcomes()) == {second_request, third_request}
     if not slots:
         rig.request(9, END)
         rig.finish_batch()
@@ -469,8 +467,7 @@ def test_an_iterative_model_may_be_decoupled() -> None:
     key = rig.rows()[0].key
     peer = rig.peers[0]
     rig.respond(peer, key)
-    batch = rig._running.pop(peer)
-    rig.report_returned(peer, batch, m.Reply(key, m.RESCHEDULED, ""))
+    rig.report_returned(peer, rig._running.pop(peer), m.Reply(key, m.RESCHEDULED, ""))
     assert rig.rows()[0].flags == 0
     rig.respond(peer, key, final=True)
     rig.report_returned(peer, rig._running.pop(peer))
@@ -513,7 +510,6 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 
 
 def ended_slots(rig: SequenceRig) -> list[list[int]]:
-    """Return the slots in each `EndSequences` message to the instance."""
     sent_messages = rig.workers.take()
     rig.workers.posted_messages[:0] = [
         item for item in sent_messages if not isinstance(item[1], m.EndSequences)
@@ -522,7 +518,6 @@ def ended_slots(rig: SequenceRig) -> list[list[int]]:
 
 
 def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
-    """Begin sequence 1 and complete its request."""
     rig.request(1, flags)
     rig.finish_batch()
     rig.outcomes()
@@ -536,8 +531,7 @@ def test_an_executed_end_needs_no_message(rig: SequenceRig) -> None:
 def test_the_worker_is_notified_of_an_end_that_is_not_executed(rig: SequenceRig) -> None:
     begin_sequence(rig)
     rig.request(1)
-    ending_request = rig.request(1, END)
-    rig.client(m.Cancel(ending_request))
+    rig.client(m.Cancel(rig.request(1, END)))
     assert ended_slots(rig) == []  # the last request of the sequence still runs
     rig.finish_batch()
     assert ended_slots(rig) == [[0]]
@@ -568,8 +562,7 @@ def test_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -> No
 def test_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True)
     rig.request(0)
-    key = rig.rows()[0].key
-    rig.finish_batch(0, m.Reply(key, m.RESCHEDULED, ""))
+    rig.finish_batch(0, m.Reply(rig.rows()[0].key, m.RESCHEDULED, ""))
     assert ended_slots(rig) == []
     rig.finish_batch()
     assert ended_slots(rig) == [[0]]

@@ -55,12 +55,10 @@ def test_a_batch_has_a_row_for_each_slot_up_to_the_highest_with_a_request() -> N
     rig.finish_batch()
     assert rig.batches() == {0: [None, 2, 3]}
     null_row = rig.rows()[0]
-    assert (null_row.key, null_row.flags, null_row.correlation_id, null_row.correlation_text) == (
-        0,
-        0,
-        0,
-        "",
-    )
+    assert null_row.key == 0
+    assert null_row.flags == 0
+    assert null_row.correlation_id == 0
+    assert null_row.correlation_text == ""
     rig.request(2)
     rig.finish_batch()
     assert rig.batches() == {0: [None, 2]}

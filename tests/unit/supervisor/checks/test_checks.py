@@ -83,12 +83,8 @@ VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_shm, SHM._replace(size=64 << 20, free=64 << 20), WARNING, "too little"),
     (memory.judge_shm, SHM._replace(free=GB // 10), WARNING, "100 MB free"),
     (memory.judge_objects, [], OK, "none"),
-    (
-        memory.judge_objects,
-        [UNUSED_OBJECT._replace(in_use=True)],
-        OK,
-        "1 objects of 1 MB or more, 2.0 GB",
-    ),
+    (memory.judge_objects, [UNUSED_OBJECT._replace(in_use=True)], OK,
+     "1 objects of 1 MB or more, 2.0 GB"),
     (memory.judge_objects, [UNUSED_OBJECT], WARNING, "psm_1 (2.0 GB, uid 1000)"),
     (memory.judge_memory, (16 * GB, 16 * GB, 8 * GB), OK, "of the host"),
     (memory.judge_memory, (16 * GB, 12 * GB, 8 * GB), OK, "memory.max"),
@@ -102,59 +98,35 @@ VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_devices, GPU._replace(inaccessible=("/dev/nvidia0",)), WRONG, "/dev/nvidia0"),
     (memory.judge_devices, GPU._replace(driver=""), WRONG, "no driver"),
     (memory.judge_devices, GPU._replace(torch="2.13.0+cpu"), WARNING, "for CPUs only"),
-    (
-        memory.judge_devices,
-        GPU._replace(visible_count=0, visible_devices="9"),
-        WARNING,
-        "DEVICES=9",
-    ),
-    (
-        memory.judge_devices,
-        GPU._replace(visible_count=0, visible_devices="-1"),
-        OK,
-        "0 of them visible",
-    ),
+    (memory.judge_devices, GPU._replace(visible_count=0, visible_devices="9"), WARNING,
+     "DEVICES=9"),
+    (memory.judge_devices, GPU._replace(visible_count=0, visible_devices="-1"), OK,
+     "0 of them visible"),
     (memory.judge_devices, memory.DeviceList("npu", 1, 1), OK, "1 of kind npu"),
     (memory.judge_sharing, memory.DeviceSharing(True, "", None), OK, "no CUDA device"),
     (memory.judge_sharing, memory.DeviceSharing(True, "", ""), OK, "a test shared memory"),
     (memory.judge_sharing, memory.DeviceSharing(False, "", "x"), WARNING, "cuda-bindings"),
     (memory.judge_sharing, memory.DeviceSharing(True, "", "error 201"), WARNING, "error 201"),
-    (
-        memory.judge_sharing,
-        memory.DeviceSharing(True, ",expandable_segments: True", ""),
-        WARNING,
-        "expandable_segments",
-    ),
+    (memory.judge_sharing, memory.DeviceSharing(True, ",expandable_segments: True", ""), WARNING,
+     "expandable_segments"),
     (access.judge_run_directory, RUN_DIR_FACTS, OK, "/run/s"),
     (access.judge_run_directory, RUN_DIR_FACTS._replace(server_pid=7), OK, "pid 7"),
-    (
-        access.judge_run_directory,
-        RUN_DIR_FACTS._replace(problem="'/run/s' is bad"),
-        WRONG,
-        "is bad",
-    ),
-    (
-        access.judge_run_directory,
-        RUN_DIR_FACTS._replace(free_bytes=1 << 20),
-        WARNING,
-        "1 MB are free",
-    ),
+    (access.judge_run_directory, RUN_DIR_FACTS._replace(problem="'/run/s' is bad"), WRONG,
+     "is bad"),
+    (access.judge_run_directory, RUN_DIR_FACTS._replace(free_bytes=1 << 20), WARNING,
+     "1 MB are free"),
     (access.judge_ports, PORTS, OK, "127.0.0.1:8000: free"),
     (access.judge_ports, access.PortFacts(()), OK, "disabled"),
     (access.judge_ports, TAKEN_PORTS, WRONG, "--http-port: taken"),
     (access.judge_ports, TAKEN_PORTS._replace(server_pid=3), WRONG, "--http-port: taken"),
-    (
-        access.judge_ports,
-        TAKEN_PORTS._replace(server_pid=9),
-        OK,
-        "127.0.0.1:8000: free; 127.0.0.1:80: in use by the running server (pid 9)",
-    ),
+    (access.judge_ports, TAKEN_PORTS._replace(server_pid=9), OK,
+     "127.0.0.1:8000: free; 127.0.0.1:80: in use by the running server (pid 9)"),
     (access.judge_repositories, [], OK, "no --model-repository"),
     (access.judge_repositories, [("/m", 3, False)], OK, "/m: 3 folders"),
     (access.judge_repositories, [("/n", 3, False), ("/m", -1, False)], WRONG, "/m cannot be read"),
     (access.judge_repositories, [("/m", 0, False)], WARNING, "no model"),
     (access.judge_repositories, [("/m", 3, True)], WARNING, "every user"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("judge", "facts", "state", "expected_text"), VERDICT_CASES)
@@ -303,10 +275,8 @@ def test_the_doctor_command() -> None:
 
 def test_wrong_flags_are_reported() -> None:
     completed = run_command("doctor", "--http-prot=0")
-    assert (completed.returncode, completed.stderr) == (
-        2,
-        "shmserve: unknown flag --http-prot, did you mean --http-port?\n",
-    )
+    assert completed.returncode == 2
+    assert completed.stderr == "shmserve: unknown flag --http-prot, did you mean --http-port?\n"
 
 
 def test_a_program_holds_a_port() -> None:

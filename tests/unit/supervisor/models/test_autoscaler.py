@@ -32,16 +32,10 @@ from shmserve.supervisor.models.registry import ModelRegistry
 from tests.rigs.process_rig import CONFIG, FakeChild, Processes, plan, run_loop_turns
 
 STATISTICS: dict[str, Any] = {
-    "success": 1,
-    "cache_hit": 0,
-    "failures": {"BACKEND": 0},
-    "queue_ns": 0,
-    "pending": 0,
-    "compute_seconds": {"count": 1, "sum": 0.1},
-    "executing": 0,
-    "base": {},
+    "success": 1, "cache_hit": 0, "failures": {"BACKEND": 0}, "queue_ns": 0, "pending": 0,
+    "compute_seconds": {"count": 1, "sum": 0.1}, "executing": 0, "base": {},
     "instances": {"idle": 1, "busy": 0},
-}
+}  # fmt: skip
 
 
 class Rig:
@@ -184,9 +178,7 @@ def test_no_instance_is_added_without_capacity_of_the_host(
     run_scenario(monkeypatch, scenario)
 
 
-def test_a_reload_starts_as_many_instances_as_the_load_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reload_starts_the_instances_the_load_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(rig: Rig) -> None:
         rig.target_count = 3
         await rig.sample_once()
@@ -197,11 +189,9 @@ def test_a_reload_starts_as_many_instances_as_the_load_needs(
         (group,) = instances.config.instance_group
         two_instances = replace(instances.config, instance_group=(replace(group, count=2),))
         other_update = instances.update_to(spec, two_instances)
-        assert (other_update.config_differs, other_update.added, other_update.removed) == (
-            True,
-            [],
-            [],
-        )
+        assert other_update.config_differs is True
+        assert other_update.added == []
+        assert other_update.removed == []
         reloaded_version = rig.processes.version(spec)
         assert reloaded_version.instances.count == 1
         reloaded_version.instances.keep_count_of(instances)

@@ -40,9 +40,6 @@ def spec(config_dict: dict[str, Any], files: str = "") -> VersionSpec:
     return replace(plan(), config=ModelSpec.of(config_dict), fingerprint=files)
 
 
-# --- what is in place -------------------------------------------------------------------------
-
-
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     """Changes of other settings cause a full reload."""
     old_spec = spec(config(group("m_0", 1)))
@@ -79,9 +76,6 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
         fingerprint_before = read_fingerprint()
 
 
-# --- which instances --------------------------------------------------------------------------
-
-
 def test_instances_in_both_configurations_stay() -> None:
     """Instances match by name, then by kind, device and settings; failed ones are replaced."""
     present_instances = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
@@ -112,9 +106,7 @@ groups = st.lists(
 
 
 @given(groups, groups)
-def test_an_update_results_in_the_new_configuration(
-    old_groups: list[Any], new_groups: list[Any]
-) -> None:
+def test_an_update_has_the_new_configuration(old_groups: list[Any], new_groups: list[Any]) -> None:
     """As many instances of each kind and device as requested, by the fewest changes."""
 
     def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
@@ -134,11 +126,7 @@ def test_an_update_results_in_the_new_configuration(
     assert not set(kinds_and_devices(added_instances)) & set(kinds_and_devices(removed_instances))
 
 
-# --- processes --------------------------------------------------------------------------------
-
-
 async def start_version(processes: Processes, count: int) -> ModelVersion:
-    """Return a version with this number of instances."""
     version = processes.version(spec(config(group("m_0", count))))
     await version.start()
     return version

@@ -158,9 +158,7 @@ def run_scenario(
     asyncio.run(run())
 
 
-def test_stacks_are_read_once_they_are_complete(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_stacks_are_read_once_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pieces = ["", STACKS[:100], STACKS[100:], "", "too late"]
     stacks = tmp_path / "stacks"
 
@@ -183,9 +181,7 @@ def test_stacks_are_read_once_they_are_complete(
         ("", ""),
     ],
 )
-def test_the_reported_frame_is_the_models_in_the_loading_thread(
-    stacks: str, expected_frame: str
-) -> None:
+def test_the_reported_frame_is_of_the_loading_thread(stacks: str, expected_frame: str) -> None:
     assert instances.find_model_frame(stacks, Path("/tmp")) == expected_frame
 
 

@@ -279,9 +279,7 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
 @pytest.mark.parametrize(
     ("override", "is_broken"), [("", False), ("another", False), ("another", True)]
 )
-def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(
-    override: str, is_broken: bool
-) -> None:
+def test_an_ensemble_is_reloaded_after_a_step_of_new_shape(override: str, is_broken: bool) -> None:
     """The step's load is answered after the reload; an ensemble that does not fit fails."""
     rig = ensemble("e")
     (version_before,) = rig.registry.models["e"].serving.values()

@@ -16,7 +16,6 @@ FAILED_ERROR = "load failed for model 'm': version 1 is at UNAVAILABLE state: In
 
 
 def planner(tmp_path: Path, config: str | None = None, *extra_flags: str) -> LoadPlanner:
-    """Return a planner for a repository with version 1 of the model "m"."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
@@ -27,7 +26,6 @@ def planner(tmp_path: Path, config: str | None = None, *extra_flags: str) -> Loa
 
 
 def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> ShmserveError:
-    """Return the error of a plan that fails."""
     with pytest.raises(ShmserveError) as caught:
         planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})
     return caught.value
@@ -147,9 +145,7 @@ def test_without_a_file_errors_name_none(tmp_path: Path) -> None:
         {"backend": "python", "version_policy": {"specific": {"versions": [9]}}},
     ],
 )
-def test_files_of_a_rejected_override_are_removed(
-    tmp_path: Path, config: dict[str, object]
-) -> None:
+def test_files_of_rejected_overrides_are_removed(tmp_path: Path, config: dict[str, object]) -> None:
     plans = planner(tmp_path)
     refusal(plans, json.dumps(config), **{"1_model.py": b""})
     assert list((tmp_path / "run" / "overrides").iterdir()) == []
@@ -187,9 +183,7 @@ def test_a_backend_named_ensemble_is_refused_with_the_remedy(tmp_path: Path) -> 
     assert error.endswith(", use platform: 'ensemble';\n")
 
 
-def test_equal_duplicate_tensors_are_merged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_equal_tensors_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     output = ' output { name: "y" data_type: TYPE_FP32 dims: 1 }'
     (plan,) = planner(tmp_path, 'backend: "python" ' + TENSORS + output).plan("m", "", {})
     assert [tensor.name for tensor in plan.config.output] == ["y"]

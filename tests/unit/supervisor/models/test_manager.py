@@ -120,9 +120,7 @@ async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
-async def test_a_hanging_load_is_abandoned(
-    monkeypatch: pytest.MonkeyPatch, is_reported: bool
-) -> None:
+async def test_hanging_loads_are_left(monkeypatch: pytest.MonkeyPatch, is_reported: bool) -> None:
     """The unload arrives before the hang is reported, or after it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
     processes = Processes()
@@ -219,7 +217,6 @@ class Gateway:
         return self.number
 
     def is_acknowledged(self, number: int) -> bool:
-        """Return whether the gateway has acknowledged the number."""
         return number <= self.acknowledged
 
     def publish_readiness(self, publication: ReadinessChanged) -> None:

@@ -75,72 +75,21 @@ async def move(processes: TracedProcesses, model: ModelVersion) -> None:
 SCENARIOS: list[
     tuple[Callable[[TracedProcesses, ModelVersion], Coroutine[Any, Any, None]], list[str]]
 ] = [
-    (
-        load,
-        [
-            "WorkerStarted from worker",
-            "CompleteConfig to worker",
-            "ConfigCompleted from worker",
-            "Started from host",
-            "OpenScheduler to host",
-            "SchedulerReady from s1",
-            "InstanceExpected to s1",
-            "InstanceExpected to s1",
-            "LoadInstance to worker",
-            "InstanceLoaded from worker",
-        ],
-    ),
-    (
-        kill_worker,
-        [
-            "WorkerStarted from worker",
-            "InstanceExpected to s1",
-            "LoadInstance to worker",
-            "InstanceLoaded from worker",
-        ],
-    ),
-    (
-        kill_scheduler,
-        [
-            "Started from host",
-            "OpenScheduler to host",
-            "SchedulerReady from s2",
-            "InstanceExpected to s2",
-            "Attach to worker",
-            "SchedulerLost to all",
-        ],
-    ),
-    (
-        move,
-        [
-            "OpenScheduler to ensemble",
-            "SchedulerReady from s3",
-            "published",
-            "Drain to s1",
-            "Drained from s1",
-            "InstanceExpected to s3",
-            "SchedulerLost to all",
-            "published",
-            "Drain to s1",
-            "Drained from s1",
-            "Attach to worker",
-            "Stop to s1",
-            "SchedulerClosed from host",
-            "Stop to host",
-        ],
-    ),
-    (
-        end,
-        [
-            "Drain to s1",
-            "Drained from s1",
-            "Stop to worker",
-            "Stop to s1",
-            "SchedulerClosed from host",
-            "Stop to host",
-        ],
-    ),
-]
+    (load, ["WorkerStarted from worker", "CompleteConfig to worker", "ConfigCompleted from worker",
+     "Started from host", "OpenScheduler to host", "SchedulerReady from s1",
+     "InstanceExpected to s1", "InstanceExpected to s1", "LoadInstance to worker",
+     "InstanceLoaded from worker"]),
+    (kill_worker, ["WorkerStarted from worker", "InstanceExpected to s1", "LoadInstance to worker",
+     "InstanceLoaded from worker"]),
+    (kill_scheduler, ["Started from host", "OpenScheduler to host", "SchedulerReady from s2",
+     "InstanceExpected to s2", "Attach to worker", "SchedulerLost to all"]),
+    (move, ["OpenScheduler to ensemble", "SchedulerReady from s3", "published", "Drain to s1",
+     "Drained from s1", "InstanceExpected to s3", "SchedulerLost to all", "published",
+     "Drain to s1", "Drained from s1", "Attach to worker", "Stop to s1",
+     "SchedulerClosed from host", "Stop to host"]),
+    (end, ["Drain to s1", "Drained from s1", "Stop to worker", "Stop to s1",
+     "SchedulerClosed from host", "Stop to host"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("scenario", "message_log"), SCENARIOS)

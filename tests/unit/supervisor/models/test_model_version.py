@@ -66,9 +66,7 @@ async def test_a_worker_has_the_settings_of_its_backend_and_of_all_backends(
     assert (start.backend_config, start.threads) == ({"a": "1", "b": "2"}, 7)
 
 
-async def test_only_the_process_its_scheduler_names_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_only_the_process_schedulers_name_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named process may have exited already, and a successor may have been started."""
     killed_children: list[FakeChild] = []
     processes = Processes()
@@ -121,9 +119,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 
 
 @pytest.mark.parametrize("serves", [False, True])
-async def test_an_instance_in_a_crash_loop_stays_down(
-    monkeypatch: pytest.MonkeyPatch, serves: bool
-) -> None:
+async def test_a_crash_loop_ends_an_instance(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
     """An instance that has executed a request in between restarts after a longer backoff."""
     max_crashes = instance_processes._MAX_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
@@ -148,9 +144,7 @@ async def test_an_instance_in_a_crash_loop_stays_down(
 
 
 @pytest.mark.parametrize("at_load", [False, True])
-async def test_killed_workers_are_always_restarted(
-    monkeypatch: pytest.MonkeyPatch, at_load: bool
-) -> None:
+async def test_killed_workers_are_restarted(monkeypatch: pytest.MonkeyPatch, at_load: bool) -> None:
     """The pauses grow until a long run; a crash of the worker is no kill."""
     max_crashes, pauses = instance_processes._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
@@ -268,13 +262,9 @@ async def test_a_cancelled_load_leaves_no_processes() -> None:
 CONFIG: dict[str, Any] = {
     "name": "e",
     "output": [{"name": "Z"}, {"name": "W"}],
-    "ensemble_scheduling": {
-        "step": [
-            {"model_name": "a", "output_map": {"Y": "middle"}},
-            {"model_name": "b", "output_map": {"Y": "Z", "V": "W"}},
-        ]
-    },
-}
+    "ensemble_scheduling": {"step": [{"model_name": "a", "output_map": {"Y": "middle"}},
+        {"model_name": "b", "output_map": {"Y": "Z", "V": "W"}}]},
+}  # fmt: skip
 
 
 def ensemble_steps(
@@ -293,9 +283,7 @@ def ensemble_steps(
 
 
 @pytest.mark.parametrize(("own_labels", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
-def test_an_output_has_the_labels_of_its_model(
-    own_labels: dict[str, list[str]], label: str
-) -> None:
+def test_outputs_have_the_labels_of_a_model(own_labels: dict[str, list[str]], label: str) -> None:
     steps = ensemble_steps("a", "b", labels=own_labels)
     asyncio.run(steps.complete_config())
     assert steps.labels == {"Z": [label]}

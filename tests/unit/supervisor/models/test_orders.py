@@ -122,7 +122,6 @@ class Server(Processes):
         self.acknowledgements.exited("gateway")
 
     async def load(self, name: str, steps: list[str] | None = None, marker: str = "") -> None:
-        """Load a model, by an override if it has a note."""
         override = json.dumps([steps or [], marker]) if marker else ""
         await self.models.load_on_request(name, override, {})
 
@@ -137,15 +136,12 @@ class Server(Processes):
         return str(version.config.source["parameters"]["note"]["string_value"])
 
     def worker(self, name: str) -> Any:
-        """Return the last process of a model's instance."""
         return [
             process for process in self.children if process.title.startswith(f"worker {name}.")
         ][-1]
 
 
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run a scenario; fail if it does not end."""
-
     async def run_limited() -> None:
         async with asyncio.timeout(10):
             await scenario()
@@ -429,9 +425,7 @@ def test_a_version_that_flaps_while_announced_takes_over() -> None:
     run_scenario(scenario)
 
 
-def test_a_load_that_failed_temporarily_is_retried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller repeats it. A load that the model itself refused waits for changed files."""
     monkeypatch.setattr("shmserve.supervisor.reload._FIRST_PAUSE_S", 0.0)
 
@@ -452,8 +446,7 @@ def test_a_load_that_failed_temporarily_is_retried(
         server.registry.model("s").serving.clear()
         server.on_start = lambda child: None
         await server.poller.update("s", True)
-        assert server.state("s") == ("READY", "")
-        assert server.poller._retries == {}
+        assert server.state("s") == ("READY", "") and server.poller._retries == {}
         await server.end()
 
     run_scenario(scenario)
@@ -481,7 +474,6 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
 
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
-    """Return the processes of each serving version."""
     serving_versions = server.registry.model(name).serving
     return {
         version: model_version.instances.pids()
@@ -546,8 +538,7 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
         server.on_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="version 2 is at UNAVAILABLE state"):
             await server.load("s")
-        assert pids(server, "s") == pids_before
-        assert server.state("s") == ("READY", "")
+        assert pids(server, "s") == pids_before and server.state("s") == ("READY", "")
         await server.end()
 
     run_scenario(scenario)
@@ -563,8 +554,7 @@ def test_equal_queued_loads_are_merged() -> None:
         await until_async(lambda: len(server.children) == 2)
         server.finish_hanging_loads()
         await asyncio.gather(*loads)
-        assert server.note("s") == "b"
-        assert server.repository.read == ["s"] * 4
+        assert server.note("s") == "b" and server.repository.read == ["s"] * 4
         await server.end()
 
     run_scenario(scenario)
@@ -610,12 +600,7 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
         server.finish_hanging_loads()
         outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
         text = "failed to load 's', no version is available"
-        assert [getattr(result, "message", None) for result in outcomes] == [
-            None,
-            text,
-            None,
-            None,
-        ]
+        assert [getattr(result, "message", None) for result in outcomes] == [None, text, None, None]
         assert server.note("s") == "c"
         await server.end()
 

@@ -154,16 +154,11 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     ("answers", "expects_ready"),
     [
-        ({}, False),
-        ({1: True}, True),
-        ({1: False}, False),
-        ({1: True, 2: True}, True),
-        ({1: True, 2: False}, False),
-        ({1: None}, False),
-        ({1: None, 2: True}, True),
+        ({}, False), ({1: True}, True), ({1: False}, False), ({1: True, 2: True}, True),
+        ({1: True, 2: False}, False), ({1: None}, False), ({1: None, 2: True}, True),
         ({1: None, 2: False}, False),
     ],
-)
+)  # fmt: skip
 async def test_the_combined_readiness_of_workers(
     answers: dict[int, bool | None], expects_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,9 +176,7 @@ async def test_the_combined_readiness_of_workers(
     assert (await check.check(list(answers))) is expects_ready
 
 
-async def test_unexpected_answers_are_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_unexpected_answers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
 
     def send(pid: int, message: Any) -> None:
@@ -206,12 +199,8 @@ async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyP
     await asyncio.sleep(0)
     check.handle_response(1, ReadyChecked(sent_checks[0].id, True))
     assert [*concurrent_checks, later_check, await joined_check] == [
-        False,
-        False,
-        False,
-        False,
-        True,
-    ]
+        False, False, False, False, True,
+    ]  # fmt: skip
     assert len(sent_checks) == 1
 
 
@@ -250,9 +239,7 @@ LARGE_INPUT = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]
         ([], ""),
     ],
 )
-def test_a_command_to_try_is_of_a_model_with_few_elements(
-    models: list[ModelSpec], command: str
-) -> None:
+def test_a_command_to_try_is_of_a_small_model(models: list[ModelSpec], command: str) -> None:
     assert command in example_command(models, "URL")
     assert bool(command) == bool(example_command(models, "URL"))
 

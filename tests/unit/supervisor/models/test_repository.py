@@ -31,7 +31,6 @@ CONFIG = 'backend: "python" max_batch_size: 4\n'
 
 
 def make_folder(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
-    """Create a model's folder with a model.py in each version."""
     folder = root / name
     folder.mkdir(parents=True)
     for version in versions:
@@ -292,9 +291,7 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         ),
     ),
 )
-def test_a_policy_chooses_among_available_versions(
-    available: list[int], policy: str | None
-) -> None:
+def test_a_policy_chooses_available_versions(available: list[int], policy: str | None) -> None:
     from shmserve.model_config import parse_pbtxt
 
     config = parse_pbtxt("" if policy is None else f"version_policy {policy}")
@@ -380,8 +377,7 @@ def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
     assert (path / "1" / "model.py").read_bytes() == b"x = 1\n"
     assert base.stat().st_mode & 0o077 == 0
     folder = find([path.parent], "m")
-    assert folder is not None
-    assert folder.versions == (1,)
+    assert folder is not None and folder.versions == (1,)
     assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
     other_path = materialise_override(base, "m", "{}", {"/1/model.py": b"", ".//1/a//b": b""})
     assert other_path != path
@@ -395,34 +391,18 @@ def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "",
-        ".",
-        "..",
-        "../x",
-        "1/../../x",
-        "/",
-        "/../x",
-        "/1/model.py",
-        "1/",
-        "1/\x00",
-        "a\\b",
-        "x/" * 20 + "x",
-        "1",
-        "1/model.py/x",
-        "n" * 256,
+        "", ".", "..", "../x", "1/../../x", "/", "/../x", "/1/model.py", "1/", "1/\x00", "a\\b",
+        "x/" * 20 + "x", "1", "1/model.py/x", "n" * 256,
     ],
-)
+)  # fmt: skip
 def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         materialise_override(tmp_path, "m", "{}", {"1/model.py": b"x", path: b"y"})
-    assert str(tmp_path) not in caught.value.message
-    assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) not in caught.value.message and list(tmp_path.iterdir()) == []
 
 
 @given(st.text("./a\\\0", max_size=12))
-def test_no_override_path_writes_outside(
-    tmp_path_factory: pytest.TempPathFactory, path: str
-) -> None:
+def test_no_override_writes_outside(tmp_path_factory: pytest.TempPathFactory, path: str) -> None:
     root = tmp_path_factory.mktemp("root")
     base = root / "base"
     try:
@@ -447,9 +427,7 @@ def test_a_bad_override_leaks_nothing(tmp_path: Path) -> None:
     ("file", "class_name", "name"),
     [("sentiment.py", "Model", "sentiment"), ("model.py", "Digits", "digits")],
 )
-def test_a_class_in_a_file_is_a_model(
-    tmp_path: Path, file: str, class_name: str, name: str
-) -> None:
+def test_classes_in_files_are_models(tmp_path: Path, file: str, class_name: str, name: str) -> None:
     (tmp_path / file).write_text("class Model: ...\n")
     spec = f"{tmp_path}/{file}:{class_name}"
     assert is_inline(spec)

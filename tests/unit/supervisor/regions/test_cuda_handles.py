@@ -196,8 +196,7 @@ async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
     rig = CudaRegionRig(check_fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
         await rig.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-    assert rig.published == []
-    assert rig.registry.active() == []
+    assert rig.published == [] and rig.registry.active() == []
 
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
@@ -342,9 +341,7 @@ def test_a_handle_that_workers_refuse_is_refused() -> None:
         Workers({}, {}).check(2)
 
 
-def test_an_unchecked_handle_is_opened_by_the_first_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unchecked_handle_opens_at_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     Workers({}, {}).check(0)
     monkeypatch.setattr(opener, "_CHECK_TIMEOUT_S", 0.0)
     Workers({0: [10]}, {10: None}).check(0)
@@ -364,8 +361,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def scheduler(gateway: Rig) -> Scheduler:
-    scheduler = gateway.scheduler(echo)
-    gateway.publish(identity_config("identity", "FP32", [4]), scheduler)
+    scheduler = gateway.serve(identity_config("identity", "FP32", [4]), echo)
     return scheduler
 
 
@@ -425,11 +421,8 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
         (body(raw_handle={}), 500, "attempt to access non-existing object member 'b64'"),
         (body(raw_handle="x"), 500, "attempt to access non-existing object member 'b64'"),
         (body(raw_handle={"b64": 5}), 500, "attempt to access JSON non-string as string"),
-        (
-            body(device_id=None, byte_size=None),
-            500,
-            "attempt to access non-existing object member 'byte_size'",
-        ),
+        (body(device_id=None, byte_size=None), 500,
+         "attempt to access non-existing object member 'byte_size'"),
         (body(device_id=None), 500, "attempt to access non-existing object member 'device_id'"),
         (body(device_id="0"), 500, UNSIGNED),
         (body(device_id=-1), 500, UNSIGNED),
@@ -441,18 +434,11 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
         (body(byte_size=2**63), 400, "'byte_size' must be an integer in [0, 92233720368547758"),
         (body(byte_size=2**63 - 1, offset=1), 400, INVALID),
         (body(device_uuid="GPU-1"), 400, "'device_uuid' must be a UUID such as GPU-0000"),
-        *(
-            (body(raw_handle={"b64": text}), 400, BAD_HANDLE)
-            for text in (
-                *(b64(bytes(size)) for size in (0, 1, 63, 65, 128)),
-                "!!!!",
-                b64(HANDLE)[:-1],
-                b64(HANDLE) + "\n",
-                "é" * 88,
-            )
-        ),
+        *((body(raw_handle={"b64": text}), 400,
+            BAD_HANDLE) for text in (*(b64(bytes(size)) for size in (0, 1, 63, 65, 128)),
+            "!!!!", b64(HANDLE)[:-1], b64(HANDLE) + "\n", "é" * 88)),
     ],
-)
+)  # fmt: skip
 def test_wrong_cuda_registrations_are_refused(
     gateway: Rig, sent_body: dict[str, Any], status: int, error: str
 ) -> None:
@@ -619,15 +605,11 @@ async def test_grpc() -> None:
     for name in ("", "device"):
         status = pb.CudaSharedMemoryStatusRequest(name=name)
         (region_status,) = (await call.cuda_status(status)).regions.values()
-        assert (region_status.name, region_status.device_id, region_status.byte_size) == (
-            "device",
-            1,
-            1000,
-        )
-        unregister_request = pb.CudaSharedMemoryUnregisterRequest(name=name)
-        await call.cuda_unregister(unregister_request)
-        message = stub.sent.pop()
-        assert message == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+        assert region_status.name == "device"
+        assert region_status.device_id == 1
+        assert region_status.byte_size == 1000
+        await call.cuda_unregister(pb.CudaSharedMemoryUnregisterRequest(name=name))
+        assert stub.sent.pop() == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
     status_request = pb.SystemSharedMemoryStatusRequest()
     system = await call.system_status(status_request)
     assert list(system.regions) == ["host"]
@@ -711,19 +693,11 @@ def test_devices_of_this_host() -> None:
 @pytest.mark.parametrize(
     ("visible", "count"),
     [
-        (None, 2),
-        ("", 0),
-        ("1", 1),
-        ("0, 1", 2),
-        ("1,7,0", 1),
-        ("-1", 0),
-        ("0,-1,1", 1),
-        ("NoDevFiles", 0),
-        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
-        ("0,1,0", 2),
+        (None, 2), ("", 0), ("1", 1), ("0, 1", 2), ("1,7,0", 1), ("-1", 0), ("0,-1,1", 1),
+        ("NoDevFiles", 0), ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", 1), ("0,1,0", 2),
     ],
-)
+)  # fmt: skip
 def test_devices_that_the_driver_shows(tmp_path: Path, visible: str | None, count: int) -> None:
     """CUDA_VISIBLE_DEVICES, as the driver reads it; "-1" is how people turn a GPU off."""
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):

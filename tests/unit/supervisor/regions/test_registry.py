@@ -69,9 +69,7 @@ class BusyOffice(RegionRig):
 
 
 @pytest.mark.parametrize("end_cause", ["unused", "the gateway exits", "the object shrinks"])
-async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
-    key: str, end_cause: str
-) -> None:
+async def test_a_region_in_use_is_withdrawn_when_its_use_ends(key: str, end_cause: str) -> None:
     rig = BusyOffice()
     draining_regions = rig.registry.draining
     await rig.registry.register("r", key, 0, 8192, ME)

@@ -71,10 +71,8 @@ def test_servers_share_their_regions() -> None:
             )
             assert first_region.shared is not None and second_region.shared is not None
             assert first_region.shared.inode == second_region.shared.inode
-            assert (first_region.key, first_region.owner) == (
-                second_region.key,
-                second_region.owner,
-            )
+            assert first_region.key == second_region.key
+            assert first_region.owner == second_region.owner
             assert [type(message) for message in second_server.published] == [RegionPublished] * 2
             # An equal registration at either server is accepted.
             await second_server.register("a", objects[0].key)
@@ -127,8 +125,6 @@ def test_a_server_cannot_take_a_region_of_another_server() -> None:
 
 
 def test_the_remaining_server_does_not_wait() -> None:
-    """The remaining server does not wait for it."""
-
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             second_server.link.close()
@@ -142,9 +138,7 @@ def test_the_remaining_server_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("successor_exits", [False, True])
-def test_the_first_server_waits_until_the_other_uses_the_run_directory(
-    successor_exits: bool,
-) -> None:
+def test_the_first_server_waits_for_the_others_run_directory(successor_exits: bool) -> None:
     """Otherwise it would remove the directory, and both servers would end."""
 
     async def scenario() -> None:

@@ -38,7 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @functools.cache
 def reference(path: Path) -> Any:
-    """Load a folder with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -46,7 +45,6 @@ def reference(path: Path) -> Any:
 
 
 def generate(path: Path, prompt: list[int], **options: Any) -> list[int]:
-    """Return the tokens that transformers' `generate` appends to a prompt."""
     import torch
 
     ids = torch.tensor([prompt])

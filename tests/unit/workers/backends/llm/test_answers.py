@@ -51,9 +51,7 @@ def greedy_tokens(folder: Folder, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("stop", [[], ["abc"]])
-def test_a_stream_sends_each_token_at_once(
-    scheduler: Scheduler, folder: Folder, stop: list[str]
-) -> None:
+def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: list[str]) -> None:
     scheduler.add(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
@@ -131,12 +129,8 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
 
 def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {
-        "input_ids": PROMPT,
-        "max_tokens": 10,
-        "n": 3,
-        "seed": 7,
-        "ignore_eos": True,
-    }
+        "input_ids": PROMPT, "max_tokens": 10, "n": 3, "seed": 7, "ignore_eos": True,
+    }  # fmt: skip
     scheduler.add(1, stream=True, **settings)
     scheduler.step()
     scheduler.add(2, **settings)
@@ -161,10 +155,8 @@ def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder
     assert scheduler.text(3) == full_text[: stop_index + len(stop_string)]
     for key in (1, 2, 3):
         last_response = scheduler.responses[key][-1]
-        assert (last_response["finish_reason"], last_response["stop_reason"]) == (
-            ["stop"],
-            [stop_string],
-        )
+        assert last_response["finish_reason"] == ["stop"]
+        assert last_response["stop_reason"] == [stop_string]
         assert last_response["usage"][0]["completion_tokens"] < 30
 
 
@@ -172,8 +164,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     """As in vLLM, the tokenizer's end token is not reported; other end tokens are."""
     token = greedy_tokens(folder, 2)[1]
     path = shutil.copytree(folder(), tmp_path / "ends")
-    settings = {"eos_token_id": [0, token]}
-    (path / "generation_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"ignore_eos": False}, token),
         ({"stop_token_ids": [token]}, token),
@@ -191,9 +182,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     assert reasons == [[reason] for _, reason in cases]
 
 
-def test_a_client_that_reads_nothing_delays_no_other_request(
-    scheduler: Scheduler, folder: Folder
-) -> None:
+def test_a_client_that_reads_nothing_delays_none(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.clients_read = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
     # This request ends once all texts of the first request are available.
@@ -221,8 +210,7 @@ def test_a_request_without_a_reader_fails_while_other_requests_generate(
     while scheduler.running and 1 not in scheduler.ended:
         scheduler.step()
         time.sleep(0.01)
-    assert 2 not in scheduler.ended
-    assert scheduler.errors[1][0] == "UNAVAILABLE"
+    assert 2 not in scheduler.ended and scheduler.errors[1][0] == "UNAVAILABLE"
     assert len(scheduler.responses[1]) == 32
 
 
@@ -236,8 +224,7 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
     while 1 not in scheduler.ended:
         scheduler.listen()
     scheduler.run()
-    assert len(scheduler.tokens(2)) == 12
-    assert scheduler.is_idle
+    assert len(scheduler.tokens(2)) == 12 and scheduler.is_idle
 
 
 def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) -> None:
@@ -252,9 +239,7 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
 
 
 @pytest.mark.parametrize("sent_count", [0, 5, 10])
-def test_a_successor_continues_the_text_of_a_lost_worker(
-    scheduler: Scheduler, sent_count: int
-) -> None:
+def test_a_successor_continues_a_lost_workers_text(scheduler: Scheduler, sent_count: int) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -307,8 +292,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     scheduler.run()
     text, content = text_and_entries(scheduler, 2, 0)
     content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
-    known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
-    assert text.startswith(known_text[characters:])
+    assert text.startswith(TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")[characters:])
     known_entries = [*content[: 16 - content_count]]
     assert [entry["token_id"] for entry in known_entries] == tokens[0][content_count:16]
     expected = [entry["logprob"] for entry in full_pieces[0][1][content_count:16]]
@@ -328,7 +312,6 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
 def text_and_entries(
     scheduler: Scheduler, key: int, index: int
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of a sample and the reported entries of its tokens."""
     content = [
         token
         for response in scheduler.responses[key]
@@ -427,9 +410,7 @@ def test_without_an_option_only_the_generated_text_is_returned(scheduler: Schedu
     assert len(scheduler.responses[1][0]["logprobs"][0]["content"]) == 2
 
 
-def test_beams_have_candidates_and_their_texts_are_chosen(
-    scheduler: Scheduler, folder: Folder
-) -> None:
+def test_beams_have_candidates_and_chosen_texts(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.prepare(1, input_ids=PROMPT, use_beam_search=True, n=2, max_tokens=5)
     (beams,) = scheduler.prepared[1].beams
     assert (beams.width, beams.end_tokens, beams.early_stopping) == (2, [0], "false")
@@ -474,27 +455,23 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a", "input_ids": [1]}, "is required, got text_input and input_ids"),
         ({"text_input": ""}, "text_input: the prompt is empty"),
         ({"input_ids": [1, 320]}, "input_ids: 320 is not a token; allowed are 0 to 319"),
-        (
-            {"input_ids": [1] * 512},
-            "context: 512 tokens and one generated token exceed the limit of 512",
-        ),
+        ({"input_ids": [1] * 512},
+         "context: 512 tokens and one generated token exceed the limit of 512"),
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
         ({"text_input": "a", "regex": "[a"}, "regex: cannot be compiled"),
         ({"text_input": "a", "json_schema": {"type": 3}}, "json_schema: cannot be compiled"),
         ({"text_input": "a", "guided_json": {"type": 3}}, "guided_json: cannot be compiled"),
         ({"text_input": "a", "guided_regex": "("}, "guided_regex: cannot be compiled"),
-        (
-            {"text_input": "a", "structured_outputs": {"grammar": "root ::= ("}},
-            "structured_outputs: cannot be compiled",
-        ),
+        ({"text_input": "a", "structured_outputs": {"grammar": "root ::= ("}},
+         "structured_outputs: cannot be compiled"),
         ({"text_input": "a", "json_schema": {"$ref": "#"}}, "it matches no text"),
         ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),
         ({"text_input": "a" * (2 << 20)}, "context: 2097156 bytes exceed the limit of"),
         ({"text_input": "a " * 20_000}, "tokens and one generated token exceed the limit of 512"),
     ],
-)
+)  # fmt: skip
 def test_an_error_ends_only_its_own_request(
     scheduler: Scheduler, request_fields: dict[str, Any], message: str
 ) -> None:
@@ -506,9 +483,7 @@ def test_an_error_ends_only_its_own_request(
     assert scheduler.is_idle
 
 
-def test_a_step_that_fails_ends_its_requests(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_step_ends_calls(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.step()
     with monkeypatch.context() as patched:

@@ -27,8 +27,7 @@ def render(source: str, **variables: Any) -> str:
     ],
 )
 def test_developer_becomes_system_if_the_template_lacks_it(source: str, role: str) -> None:
-    messages = [{"role": "developer", "content": "x"}]
-    assert render(source, messages=messages) == f"{role}:x;"
+    assert render(source, messages=[{"role": "developer", "content": "x"}]) == f"{role}:x;"
 
 
 PARTS = "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text }};{% endfor %}"

@@ -82,10 +82,8 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM",
-        ),
+        ({"architectures": ["GPT2LMHeadModel"]},
+         "GPT2LMHeadModel is not supported (supported: LlamaForCausalLM"),
         ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive integer"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads: '2' is not a positive integer"),
         ({"head_dim": 0}, "head_dim: 0 is not a positive integer"),
@@ -98,18 +96,12 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"eos_token_id": "2"}, "eos_token_id: '2' is not an integer or a list"),
         ({"quantization_config": "gptq"}, "quantization_config: 'gptq' is not an object"),
         ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta: '1' is not a positive number"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "rope_parameters: full_attention: parameters of layer types are not supported",
-        ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 0}},
-            "rope_scaling: factor: 0 is not a positive number",
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "32"}},
-            "rope_scaling: beta_fast: '32' is not a positive number",
-        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+         "rope_parameters: full_attention: parameters of layer types are not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}},
+         "rope_scaling: factor: 0 is not a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "32"}},
+         "rope_scaling: beta_fast: '32' is not a positive number"),
         *(({name: 10**30}, f"{name}: {10**30} exceeds {2**31 - 1}") for name in SIZES),
         *(({name: True}, f"{name}: True is not a positive integer") for name in SIZES),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is more than the number of"),
@@ -119,51 +111,30 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"rope_theta": 10**400}, "rope_theta: 1000000000"),
         ({"rope_scaling": {"type": "yarn", "factor": math.inf}}, "factor: inf is not a positive"),
         ({"rope_scaling": {"type": "linear", "factor": 1e30}}, "positions, more than 16777216"),
-        (
-            {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}},
-            "rope_theta: 1 is not a number above 1",
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": None, TRAINED_LENGTH: "x"}},
-            "rope_scaling: yarn needs factor",
-        ),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}},
+         "rope_theta: 1 is not a number above 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": None, TRAINED_LENGTH: "x"}},
+         "rope_scaling: yarn needs factor"),
         ({"head_dim": 7}, "head_dim: 7 is not an even number"),
-        (
-            {"num_key_value_heads": 3},
-            "num_key_value_heads: 3 does not divide num_attention_heads, 4",
-        ),
-        (
-            {"rope_scaling": {"type": "longrope"}},
-            "rope_scaling: 'longrope' is not supported (supported: default",
-        ),
+        ({"num_key_value_heads": 3},
+         "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
+        ({"rope_scaling": {"type": "longrope"}},
+         "rope_scaling: 'longrope' is not supported (supported: default"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: yarn needs factor"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not 'silu'"),
         ({"is_causal": False}, "is_causal: False is not True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not 1.0"),
-        (
-            {"architectures": None, "model_type": "gpt2"},
-            "model_type: gpt2 is not supported (supported: llama, mist",
-        ),
+        ({"architectures": None, "model_type": "gpt2"},
+         "model_type: gpt2 is not supported (supported: llama, mist"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supp"),
-        (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
-            "sliding_window: 64 is less than the 512 positions",
-        ),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "sliding_window": 64,
-                "max_window_layers": 1,
-            },
-            "sliding_window: 64 is less than the 512 positions",
-        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+         "sliding_window: 64 is less than the 512 positions"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64,
+         "max_window_layers": 1}, "sliding_window: 64 is less than the 512 positions"),
     ],
-)
-def test_unknown_checkpoints_are_refused(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+)  # fmt: skip
+def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "config.json", **fields)
     with pytest.raises(InvalidArgument) as caught:
@@ -178,16 +149,10 @@ def test_unknown_checkpoints_are_refused(
         ("qwen2", {"max_position_embeddings": ...}, {"positions": 32768}),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, {"positions": 1024}),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 4}}, {"positions": 2048}),
-        (
-            "llama",
-            {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED_LENGTH: 128}},
-            {"positions": 512},
-        ),
-        (
-            "llama",
-            {TRAINED_LENGTH: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
-            {"positions": 1024},
-        ),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4, TRAINED_LENGTH: 128}},
+         {"positions": 512}),
+        ("llama", {TRAINED_LENGTH: 256, "rope_scaling": {"type": "yarn", "factor": 4}},
+         {"positions": 1024}),
         ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
         ("qwen3", {"head_dim": None}, {"head_dim": 8}),
         ("llama", {"num_key_value_heads": None}, {"kv_heads": 4}),
@@ -199,7 +164,7 @@ def test_unknown_checkpoints_are_refused(
         ("llama", {"hidden_act": "swish"}, {"family": "llama"}),
         ("llama", {"rms_norm_eps": None}, {"epsilon": 1e-6}),
     ],
-)
+)  # fmt: skip
 def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, overrides: dict[str, Any], expected: dict[str, Any]
 ) -> None:
@@ -264,9 +229,7 @@ def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
     assert with_sizes(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len == 48
 
 
-def test_instances_on_one_device_share_its_memory(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = Checkpoint.open(folder()).architecture
     weights = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.

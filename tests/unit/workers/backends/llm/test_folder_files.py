@@ -66,13 +66,9 @@ def spaced_tokenizer() -> str:
 
 TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
 PAD = {
-    "strategy": {"Fixed": 64},
-    "direction": "Left",
-    "pad_to_multiple_of": None,
-    "pad_id": 0,
-    "pad_type_id": 0,
-    "pad_token": END,
-}
+    "strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+    "pad_type_id": 0, "pad_token": END,
+}  # fmt: skip
 DIGITS = {
     "tokenizer.json": {
         "pre_tokenizer": {
@@ -104,92 +100,51 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "extra tokens": {SETTINGS: {"additional_special_tokens": ["<x>", "<|user|>", "fox"]}},
     "extra tokens of transformers 5": {SETTINGS: {"extra_special_tokens": ["<x>", "fox"]}},
     "extra named tokens": {SETTINGS: {"extra_special_tokens": {"image_token": "<img>"}}},
-    "named tokens in another order": {
-        SETTINGS: {"pad_token": "<x>", "eos_token": "<y>", "bos_token": "[PAD]"}
-    },
-    "extra tokens of two files": {
-        SETTINGS: {"additional_special_tokens": ["<x>"]},
-        "special_tokens_map.json": {"additional_special_tokens": ["<y>"]},
-    },
-    "extra tokens of two files of transformers 5": {
-        SETTINGS: {"extra_special_tokens": ["<x>"]},
-        "special_tokens_map.json": {"extra_special_tokens": ["<y>"]},
-    },
-    "extra tokens beside named ones": {
-        SETTINGS: {
-            "extra_special_tokens": {"image_token": "<img>"},
-            "additional_special_tokens": ["<x>"],
-        },
-        "special_tokens_map.json": {"additional_special_tokens": ["<y>"]},
-    },
+    "named tokens in another order": {SETTINGS: {"pad_token": "<x>", "eos_token": "<y>",
+        "bos_token": "[PAD]"}},
+    "extra tokens of two files": {SETTINGS: {"additional_special_tokens": ["<x>"]},
+        "special_tokens_map.json": {"additional_special_tokens": ["<y>"]}},
+    "extra tokens of two files of transformers 5": {SETTINGS: {"extra_special_tokens": ["<x>"]},
+        "special_tokens_map.json": {"extra_special_tokens": ["<y>"]}},
+    "extra tokens beside named ones": {SETTINGS: {"extra_special_tokens": {"image_token": "<img>"},
+        "additional_special_tokens": ["<x>"]},
+        "special_tokens_map.json": {"additional_special_tokens": ["<y>"]}},
     "properties of an extra token": EXTRA_PROPERTIES,
-    "properties of an extra token of Qwen2": {
-        "config.json": {"model_type": "qwen2"},
-        **EXTRA_PROPERTIES,
-    },
+    "properties of an extra token of Qwen2": {"config.json": {"model_type": "qwen2"},
+        **EXTRA_PROPERTIES},
     "named tokens of a model": {
         SETTINGS: {"model_specific_special_tokens": {"image_token": "<img>"}}
     },
     "own named token": {SETTINGS: {"image_token": "<img>"}},
-    "added_tokens_decoder": {
-        SETTINGS: {
-            "added_tokens_decoder": {
-                "0": token(END, lstrip=True, rstrip=True),
-                "320": token("<think>"),
-                "321": token("</think>", special=True),
-            }
-        },
-        "special_tokens_map.json": {"pad_token": "[PAD]"},
-        "added_tokens.json": {"<y>": 322},
-    },
-    "special_tokens_map.json": {
-        "special_tokens_map.json": {
-            "eos_token": "<|user|>",
-            "pad_token": {"content": "[PAD]", "lstrip": True},
-        }
-    },
-    "added_tokens.json": {
-        "added_tokens.json": THINK_TOKENS,
-        "special_tokens_map.json": {"pad_token": "<think>"},
-    },
+    "added_tokens_decoder": {SETTINGS: {"added_tokens_decoder": {"0": token(END, lstrip=True,
+        rstrip=True), "320": token("<think>"), "321": token("</think>", special=True)}},
+        "special_tokens_map.json": {"pad_token": "[PAD]"}, "added_tokens.json": {"<y>": 322}},
+    "special_tokens_map.json": {"special_tokens_map.json": {"eos_token": "<|user|>",
+        "pad_token": {"content": "[PAD]", "lstrip": True}}},
+    "added_tokens.json": {"added_tokens.json": THINK_TOKENS,
+        "special_tokens_map.json": {"pad_token": "<think>"}},
     "split_special_tokens": {SETTINGS: {"split_special_tokens": True}},
-    "no effect": {
-        SETTINGS: {
-            "add_bos_token": True,
-            "add_eos_token": True,
-            "add_prefix_space": True,
-            "clean_up_tokenization_spaces": True,
-            "model_max_length": 3,
-            "padding_side": "left",
-            "truncation_side": "left",
-        }
-    },
+    "no effect": {SETTINGS: {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
+        "clean_up_tokenization_spaces": True, "model_max_length": 3, "padding_side": "left",
+        "truncation_side": "left"}},
     "LlamaTokenizer of bytes": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
     "GPT2Tokenizer": {SETTINGS: {"tokenizer_class": "GPT2TokenizerFast"}, **DIGITS},
     "GPTNeoXTokenizer": {SETTINGS: {"tokenizer_class": "GPTNeoXTokenizer"}, **DIGITS},
-    "GPT2Tokenizer ignores merges": {
-        SETTINGS: {"tokenizer_class": "GPT2Tokenizer"},
-        "tokenizer.json": {
-            "model": {**json.loads(tokenizer_text())["model"], "ignore_merges": True}
-        },
-    },
-    "GPT2Tokenizer has no suffix of words": {
-        SETTINGS: {"tokenizer_class": "GPT2Tokenizer"},
-        "tokenizer.json": {
-            "model": {**json.loads(tokenizer_text())["model"], "end_of_word_suffix": "</w>"}
-        },
-    },
+    "GPT2Tokenizer ignores merges": {SETTINGS: {"tokenizer_class": "GPT2Tokenizer"},
+        "tokenizer.json": {"model": {**json.loads(tokenizer_text())["model"],
+        "ignore_merges": True}}},
+    "GPT2Tokenizer has no suffix of words": {SETTINGS: {"tokenizer_class": "GPT2Tokenizer"},
+        "tokenizer.json": {"model": {**json.loads(tokenizer_text())["model"],
+        "end_of_word_suffix": "</w>"}}},
     "CohereTokenizer": {SETTINGS: {"tokenizer_class": "CohereTokenizerFast"}},
     "a class of config.json": {"config.json": {"tokenizer_class": "CohereTokenizer"}},
     "an unknown class": {SETTINGS: {"tokenizer_class": "OwnTokenizerFast"}},
     "Qwen2Tokenizer": {SETTINGS: {"tokenizer_class": "Qwen2Tokenizer"}},
     "Qwen2Tokenizer of a family": {"config.json": {"model_type": "qwen2"}, **DIGITS},
-    "Qwen3 without a class": {
-        "config.json": {"model_type": "qwen3"},
-        SETTINGS: {"tokenizer_class": None, "add_prefix_space": True},
-    },
+    "Qwen3 without a class": {"config.json": {"model_type": "qwen3"},
+        SETTINGS: {"tokenizer_class": None, "add_prefix_space": True}},
     "Qwen3 with a class": {"config.json": {"model_type": "qwen3"}, **DIGITS},
-}
+}  # fmt: skip
 MISTRAL = {
     "config.json": {
         "model_type": "mistral",
@@ -271,9 +226,7 @@ def unigram_tokenizer() -> str:
         ("T5Tokenizer", "'T5Tokenizer' is not supported, because that class replaces parts of"),
     ],
 )
-def test_classes_that_replace_other_parts_are_refused(
-    tmp_path: Path, name: str, problem: str
-) -> None:
+def test_classes_replacing_other_parts_are_refused(tmp_path: Path, name: str, problem: str) -> None:
     path = write_folder(tmp_path / "m")
     (path / "tokenizer.json").write_text(unigram_tokenizer())
     edit(path, SETTINGS, tokenizer_class=name)
@@ -316,9 +269,7 @@ def test_end_tokens_come_from_the_model_and_the_tokenizer(
     assert Checkpoint.open(path).end_tokens == end_tokens
 
 
-def test_settings_without_effect_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_of_no_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_folder(tmp_path / "m")
     ignored = {
         "min_new_tokens": 2,
@@ -429,21 +380,12 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
         [{"role": "user", "content": "a", "tool_calls": None, "name": None}],
         {},
     ),
-    "variables": (
-        "{{ documents[0].text }}{{ enable_thinking }}{{ eos_token }}",
-        MESSAGES,
-        {"documents": [{"title": "t", "text": "d"}], "enable_thinking": False},
-    ),
-    "reasoning": (
-        "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}",
-        [{"role": "assistant", "content": "a", "reasoning": "why"}],
-        {},
-    ),
-    "parts": (
-        "{% for p in messages[0].content %}({{ p.text }}){% endfor %}",
-        [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
-        {},
-    ),
+    "variables": ("{{ documents[0].text }}{{ enable_thinking }}{{ eos_token }}", MESSAGES,
+        {"documents": [{"title": "t", "text": "d"}], "enable_thinking": False}),
+    "reasoning": ("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}",
+        [{"role": "assistant", "content": "a", "reasoning": "why"}], {}),
+    "parts": ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}",
+        [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}], {}),
     "a text or parts": (
         "{% for m in messages %}{% if m.content is string %}<{{ m.content }}>{% else %}"
         "{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}{% endfor %}",
@@ -452,22 +394,16 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     ),
     "whitespace": ("  {% if true %}\n a\n  {% endif %}\n\n b \n", MESSAGES, {}),
     "continued": (ROLES + "<end>", MESSAGES, {"continue_final_message": True}),
-    "continued and trimmed": (
-        "{% for m in messages %}{{ m.content | trim }}.{% endfor %}",
-        [*MESSAGES, {"role": "model", "content": "to be  "}],
-        {"continue_final_message": True},
-    ),
-    "an empty text continued": (
-        ROLES,
-        [{"role": "user", "content": ""}],
-        {"continue_final_message": True},
-    ),
+    "continued and trimmed": ("{% for m in messages %}{{ m.content | trim }}.{% endfor %}",
+        [*MESSAGES, {"role": "model", "content": "to be  "}], {"continue_final_message": True}),
+    "an empty text continued": (ROLES, [{"role": "user", "content": ""}],
+        {"continue_final_message": True}),
     "the last text of parts continued": (
         "{% for p in messages[0].content %}({{ p.text }}){% endfor %}",
         [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}],
         {"continue_final_message": True},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -605,36 +541,20 @@ def test_one_of_several_templates_is_used(
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, {}, "roles must alternate"),
         ("{{ 1 / 0 }}", MESSAGES, {}, "rejects them: division by zero"),
         ("{{ 1 | tojson(1, 2, none, true, 5) }}", MESSAGES, {}, "rejects them: "),
-        (
-            ROLES,
-            [{"role": "user", "content": "\ud800"}],
-            {},
-            "the prompt has '\\ud800', which is a",
-        ),
+        (ROLES, [{"role": "user", "content": "\ud800"}], {},
+         "the prompt has '\\ud800', which is a"),
         ("{{ messages.append(1) }}", MESSAGES, {}, "rejects them: "),
         ("{% nothing %}", MESSAGES, {}, "rejects them: Encountered unknown tag 'nothing'"),
-        (
-            ROLES,
-            MESSAGES,
-            {"chat_template": "x"},
-            "chat_template: 'x' is unknown (allowed: default",
-        ),
-        (
-            "{# content #}",
-            MESSAGES,
-            {"continue_final_message": True},
-            "does not render the last message",
-        ),
-        (
-            "{{ messages | tojson }}",
-            MESSAGES,
-            {"continue_final_message": True},
-            "does not name the content",
-        ),
+        (ROLES, MESSAGES, {"chat_template": "x"},
+         "chat_template: 'x' is unknown (allowed: default"),
+        ("{# content #}", MESSAGES, {"continue_final_message": True},
+         "does not render the last message"),
+        ("{{ messages | tojson }}", MESSAGES, {"continue_final_message": True},
+         "does not name the content"),
         (ROLES, [{"role": "user"}], {"continue_final_message": True}, "message has no content"),
         (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),
     ],
-)
+)  # fmt: skip
 def test_messages_that_a_template_refuses_are_an_error(
     template: str, messages: list[dict[str, Any]], variables: dict[str, Any], message: str
 ) -> None:
@@ -668,8 +588,7 @@ def test_shards_may_be_in_subfolders_but_not_outside(tmp_path: Path) -> None:
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
-    configuration = config(tie_word_embeddings=True)
-    drawn_weights = weights(configuration)
+    drawn_weights = weights(config(tie_word_embeddings=True))
     embedding = drawn_weights["model.embed_tokens.weight"]
     head = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(3)) * 0.2
     cases = {

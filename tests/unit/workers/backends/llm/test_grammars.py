@@ -240,7 +240,6 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
         data += texts.bytes_of(token)
         tokens.append(token)
     assert json.loads(data.removesuffix(b"</s>")) == {"a": [1, None]}
-    prompt = test_tokenizer.encode("the fox").ids
-    detokenizer = Detokenizer(texts, True, prompt)
+    detokenizer = Detokenizer(texts, True, test_tokenizer.encode("the fox").ids)
     pieces = [*map(detokenizer.add, tokens), detokenizer.flush()]
     assert json.loads("".join(pieces)) == {"a": [1, None]}

@@ -42,81 +42,45 @@ WEATHER = ("weather", PARIS)
 # calls.
 VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
     "hermes": ("hermes", f"<tool_call>\n{JSON}\n</tool_call>", "", [WEATHER]),
-    "hermes with text": (
-        "hermes",
-        f"Look:\n<tool_call>{JSON}</tool_call>\n<tool_call>\n"
-        '{"name": "now"}\n</tool_call>\nDone. ',
-        *("Look:\n\nDone. ", [WEATHER, NOW]),
-    ),
-    "hermes in another order": (
-        "hermes",
+    "hermes with text": ("hermes", f"Look:\n<tool_call>{JSON}</tool_call>\n<tool_call>\n"
+        '{"name": "now"}\n</tool_call>\nDone. ', *("Look:\n\nDone. ", [WEATHER, NOW])),
+    "hermes in another order": ("hermes",
         '<tool_call>{"id": "x", "parameters": {"a": [1, {"b": "}"}]}, "name": "f"}</tool_call>',
-        *("", [("f", {"a": [1, {"b": "}"}]})]),
-    ),
-    "hermes with a text of arguments": (
-        "hermes",
+        *("", [("f", {"a": [1, {"b": "}"}]})])),
+    "hermes with a text of arguments": ("hermes",
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        *("", [("f", {"a": 1})]),
-    ),
-    "hermes with null": (
-        "hermes",
-        '<tool_call>{"name": "now", "arguments": null}</tool_call>',
-        *("", [NOW]),
-    ),
+        *("", [("f", {"a": 1})])),
+    "hermes with null": ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+        *("", [NOW])),
     "hermes without a brace": ("hermes", f"<tool_call>{JSON[:-1]}\n</tool_call>", *("", [WEATHER])),
     "hermes without an end": ("hermes", f"<tool_call>{JSON}", "", [WEATHER]),
     "half a tag": ("hermes", "a <tool_call", "a <tool_call", []),
     "white space": ("hermes", "  a\n\n", "  a\n\n", []),
     "nothing": ("hermes", " ", " ", []),
     "qwen": ("qwen3_coder", f"<tool_call>\n{XML}\n</tool_call>", "", [WEATHER]),
-    "qwen with two functions": (
-        "qwen3_coder",
+    "qwen with two functions": ("qwen3_coder",
         f"Hm <tool_call>\n{XML}\n<function=now>\n</function>\n</tool_call>\n",
-        *("Hm ", [WEATHER, NOW]),
-    ),
-    "qwen twice": (
-        "qwen3_coder",
-        f"Hm <tool_call>\n{XML}\n</tool_call>\n"
-        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
-        *("Hm ", [WEATHER, NOW]),
-    ),
+        *("Hm ", [WEATHER, NOW])),
+    "qwen twice": ("qwen3_coder", f"Hm <tool_call>\n{XML}\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>", *("Hm ", [WEATHER, NOW])),
     "qwen without a wrapper": ("qwen3_coder", f"{XML}\n", "", [WEATHER]),
-    "qwen's types": (
-        "qwen3_coder",
+    "qwen's types": ("qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=places>\n['a', \"b\"]\n</parameter>\n"
         '<parameter=unit>\nnull\n</parameter>\n<parameter=code>\n"aa"\n</parameter>\n'
         "<parameter=days>\nx\n</parameter>\n<parameter=city>\n\n</parameter>\n"
         "</function>\n</tool_call>",
-        *(
-            "",
-            [
-                (
-                    "weather",
-                    {"places": ["a", "b"], "unit": None, "code": '"aa"', "days": "x", "city": ""},
-                )
-            ],
-        ),
-    ),
+        *("", [("weather", {"places": ["a", "b"], "unit": None, "code": '"aa"', "days": "x",
+        "city": ""})])),
     "llama": ("llama3_json", LLAMA, "", [WEATHER]),
     "llama behind a tag": ("llama3_json", f"<|python_tag|>{LLAMA}", "", [WEATHER]),
-    "llama twice": (
-        "llama3_json",
-        f'Now: {LLAMA}; {{"name": "now", "parameters": {{}}}}',
-        *("Now: ", [WEATHER, NOW]),
-    ),
-    "llama says JSON": (
-        "llama3_json",
-        '{"name": "Bob", "age": 3}',
-        '{"name": "Bob", "age": 3}',
-        [],
-    ),
+    "llama twice": ("llama3_json", f'Now: {LLAMA}; {{"name": "now", "parameters": {{}}}}',
+        *("Now: ", [WEATHER, NOW])),
+    "llama says JSON": ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}',
+        []),
     "llama says nested JSON": ("llama3_json", f'{{"a": {LLAMA}}}', f'{{"a": {LLAMA}}}', []),
     "llama runs code": ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
-    "pythonic": (
-        "pythonic",
-        "[weather(city='Pa\"r\\nis é😀\\\\', days=3), now()]",
-        *("", [WEATHER, NOW]),
-    ),
+    "pythonic": ("pythonic", "[weather(city='Pa\"r\\nis é😀\\\\', days=3), now()]",
+        *("", [WEATHER, NOW])),
     "pythonic with tags": (
         "pythonic",
         '<|python_start|>[weather(city="\\u00e9\\ud83d\\ude00", places=["a)", None], days = -1)]'
@@ -125,13 +89,10 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
     ),
     "a list": ("pythonic", "[1, now] a", "[1, now] a", []),
     "mistral": ("mistral", f'[TOOL_CALLS][{JSON}, {{"name": "now"}}]', "", [WEATHER, NOW]),
-    "mistral's later format": (
-        "mistral",
-        'Hm[TOOL_CALLS]weather[ARGS]{"days": 3}[TOOL_CALLS]now{}',
-        *("Hm", [("weather", {"days": 3}), NOW]),
-    ),
+    "mistral's later format": ("mistral", 'Hm[TOOL_CALLS]weather[ARGS]{"days": 3}[TOOL_CALLS]now{}',
+        *("Hm", [("weather", {"days": 3}), NOW])),
     "mistral's ids": ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [NOW]),
-}
+}  # fmt: skip
 MALFORMED_CALLS = {
     "no JSON": ("hermes", "a<tool_call>\nno</tool_call> b"),
     "half a call": ("hermes", 'a<tool_call>{"name": "f", "arg'),

@@ -30,14 +30,9 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0}
 OTHER_YARN = {
-    "type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 16,
-    "beta_slow": 2,
-    "truncate": False,
-    "attention_factor": 1.3,
-}
+    "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16,
+    "beta_slow": 2, "truncate": False, "attention_factor": 1.3,
+}  # fmt: skip
 SCALED_YARN = {**OTHER_YARN, "attention_factor": None, "mscale": 0.8, "mscale_all_dim": 0.5}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -49,16 +44,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "rope_scaling": OTHER_YARN}),
     ("qwen3", {}),
     ("qwen3", {"architectures": None, "rope_scaling": SCALED_YARN}),
-    (
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "layer_types": ["full_attention"] * 2,
-            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
-        },
-    ),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2,
+     "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
     ("qwen3", {"tie_word_embeddings": False, "shards": 3}),
-]
+]  # fmt: skip
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
@@ -75,7 +64,6 @@ class LoneModel:
         assert isinstance(self.attention, SparseAttention)
 
     def run_chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
-        """Return the logits of all tokens, computed in chunks."""
         logits = [
             self.run_pass([(tokens[begin : begin + size], begin, table)])
             for begin in range(0, len(tokens), size)
@@ -94,9 +82,7 @@ class LoneModel:
 
 
 @pytest.mark.parametrize(("family", "fields"), VARIANTS)
-def test_logits_equal_those_of_transformers(
-    folder: Folder, family: str, fields: dict[str, Any]
-) -> None:
+def test_logits_equal_transformers(folder: Folder, family: str, fields: dict[str, Any]) -> None:
     path = folder(family, **fields)
     tokens = prompt(90)
     with torch.inference_mode():

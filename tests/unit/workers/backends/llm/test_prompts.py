@@ -38,8 +38,7 @@ def test_a_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     text = "a" * (10 * prompts._SLICE_BYTES)
-    text_end = read_ending("text_input", memoryview(text.encode()), 3)
-    assert text_end == ("aaa", len(text))
+    assert read_ending("text_input", memoryview(text.encode()), 3) == ("aaa", len(text))
     assert pauses == [0] * 10
 
 

@@ -40,13 +40,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def new_row(**fields: Any) -> sampler.SampledRow:
-    """Return a row with these settings."""
     parameters = GenerationParameters(**{"seed": 1, **fields})
     return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), (2,))
 
 
 def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
-    """Return the probabilities that transformers' processors compute."""
     steps = LogitsProcessorList()
     if parameters.logit_bias:
         bias = [[[token], value] for token, value in parameters.logit_bias.items()]
@@ -225,11 +223,8 @@ EXTREME_VALUES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
 @pytest.mark.parametrize("name", EXTREME_VALUES)
 @pytest.mark.parametrize("bound_index", [0, 1])
-def test_extreme_parameters_give_a_valid_distribution(
-    name: str, bound_index: int, scale: float
-) -> None:
-    value = EXTREME_VALUES[name][bound_index]
-    parameters = parse({name: value}, {}, VOCABULARY)
+def test_extreme_parameters_are_a_distribution(name: str, bound_index: int, scale: float) -> None:
+    parameters = parse({name: EXTREME_VALUES[name][bound_index]}, {}, VOCABULARY)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)) * scale
     logits[0, 5:7] = -torch.inf
     best_token = int(logits.argmax())

@@ -16,8 +16,7 @@ Folder = Callable[..., Path]
 
 def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Path) -> None:
     path = folder(eos_token_id=[])
-    engine = draft_settings(path, 3)
-    with llm_rig(tmp_path / "rig", path, engine, draft=3) as scheduler:
+    with llm_rig(tmp_path / "rig", path, draft_settings(path, 3), draft=3) as scheduler:
         for key, temperature in ((1, 0.0), (2, 1.0), (3, 1.7)):
             scheduler.add(
                 key, input_ids=[key, 60, 7], temperature=temperature, max_tokens=41, seed=5
@@ -32,7 +31,6 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
 
 
 def draft_settings(path: Path, count: int) -> dict[str, Any]:
-    """Return engine settings with a draft model."""
     return {
         "speculative_decoding": {
             "enabled": True,

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from shmserve.workers.backends.llm.token_texts import (
-    BadWords,
-    Detokenizer,
-    TokenTexts,
-    parse_json,
-)
+from shmserve.workers.backends.llm.token_texts import BadWords, Detokenizer, TokenTexts, parse_json
 from tests.support.hf_folders import tokenizer_text
 
 
@@ -55,9 +50,7 @@ def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("skips_special", [True, False])
-def test_prompt_and_answer_decode_to_the_whole_text(
-    tokenizer: Tokenizer, skips_special: bool
-) -> None:
+def test_prompt_and_answer_decode_to_all_text(tokenizer: Tokenizer, skips_special: bool) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
     full_tokens = tokenize(tokenizer, "the 😀 of é 東京, a")
     plain_tokens = [token(tokenizer, piece) for piece in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]

@@ -18,25 +18,16 @@ from tests.support.hf_folders import END, tokenizer_text
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 8},
-        "note": {"type": "string"},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"enum": ["C", "F"]},
+    "properties": {"city": {"type": "string", "maxLength": 8}, "note": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9}, "unit": {"enum": ["C", "F"]},
         "places": {"type": "array", "items": {"$ref": "#/$defs/Place"}, "maxItems": 2},
-        "wind": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-    },
+        "wind": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
     "required": ["city", "days"],
     "additionalProperties": False,
-    "$defs": {
-        "Place": {
-            "type": "object",
-            "properties": {"x": {"type": "number", "minimum": 0, "maximum": 9}},
-            "required": ["x"],
-            "additionalProperties": False,
-        }
-    },
-}
+    "$defs": {"Place": {"type": "object",
+        "properties": {"x": {"type": "number", "minimum": 0, "maximum": 9}}, "required": ["x"],
+        "additionalProperties": False}},
+}  # fmt: skip
 NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 TAG_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>")
 
@@ -84,12 +75,10 @@ def grammar(
 def random_text(
     matcher: Any, model_tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400
 ) -> str:
-    """Return a random text of a grammar, or "" if it is longer than `max_tokens`."""
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < max_tokens:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed_tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        token = rng.choice(allowed_tokens)
+        token = rng.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
         matcher.consume_token(token)
         if token == model_tokenizer.token_to_id(END):
             break
@@ -108,9 +97,7 @@ def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, An
 
 @pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_required_calls_always_parse_and_validate(
-    family: str, special_tokens: tuple[str, ...]
-) -> None:
+def test_required_calls_parse_and_validate(family: str, special_tokens: tuple[str, ...]) -> None:
     test_tokenizer, rng, weather_count = tokenizer(*special_tokens), random.Random(5), 0
     matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
@@ -128,40 +115,19 @@ def test_required_calls_always_parse_and_validate(
 FLAG: dict[str, Any] = {"type": "boolean"}
 DIGIT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 5}
 WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
-    "a reference to the root's schema": {
-        "$defs": {
-            "Node": {
-                "type": "object",
-                "properties": {"flag": FLAG, "next": {"$ref": "#/$defs/Node"}},
-                "required": ["flag"],
-                "additionalProperties": False,
-            }
-        },
-        "$ref": "#/$defs/Node",
-    },
-    "references to the root and to a property": {
-        "properties": {
-            "digit": DIGIT,
-            "same": {"$ref": "#/properties/digit"},
-            "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
-        },
-        "required": ["digit", "same"],
-        "additionalProperties": False,
-    },
-    "a required property that is not declared": {
-        "properties": {"flag": FLAG},
-        "required": ["flag", "digit"],
-        "additionalProperties": DIGIT,
-    },
-    "an optional text": {
-        "properties": {
-            "short": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
-            "letter": {"allOf": [{"type": "string"}, {"pattern": "^[abc]$"}]},
-        },
-        "required": ["short", "letter"],
-        "additionalProperties": False,
-    },
-}
+    "a reference to the root's schema": {"$defs": {"Node": {"type": "object",
+        "properties": {"flag": FLAG, "next": {"$ref": "#/$defs/Node"}}, "required": ["flag"],
+        "additionalProperties": False}}, "$ref": "#/$defs/Node"},
+    "references to the root and to a property": {"properties": {"digit": DIGIT,
+        "same": {"$ref": "#/properties/digit"},
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["digit", "same"],
+        "additionalProperties": False},
+    "a required property that is not declared": {"properties": {"flag": FLAG},
+        "required": ["flag", "digit"], "additionalProperties": DIGIT},
+    "an optional text": {"properties": {"short": {"anyOf": [{"type": "string", "maxLength": 3},
+        {"type": "null"}]}, "letter": {"allOf": [{"type": "string"}, {"pattern": "^[abc]$"}]}},
+        "required": ["short", "letter"], "additionalProperties": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WHOLE_SCHEMAS)
@@ -294,30 +260,21 @@ WRONG_TOOLS: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\].function.name"),
     "a list": ({"tools": [function("f", [1])]}, r"tools\[0\].function.parameters"),
-    "an unknown choice": (
-        {"tools": GIVEN_TOOLS, "tool_choice": "often"},
-        "tool_choice: 'often' is not",
-    ),
-    "an unknown tool": (
-        {"tools": GIVEN_TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "tool_choice: 'g' is not a name of `tools`",
-    ),
+    "an unknown choice": ({"tools": GIVEN_TOOLS, "tool_choice": "often"},
+        "tool_choice: 'often' is not"),
+    "an unknown tool": ({"tools": GIVEN_TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice: 'g' is not a name of `tools`"),
     "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
     "no list": ({"tools": 3}, "tools: 3 is not a list"),
     "an object of tools": ({"tools": {"f": GIVEN_TOOLS[0]}}, "tools: .* is not a list"),
-    "no flag": (
-        {"tools": GIVEN_TOOLS, "parallel_tool_calls": "no"},
-        "parallel_tool_calls: 'no' is not",
-    ),
-    "a strict text": (
-        {"tools": [function("f", NOW, strict="yes")]},
-        r"tools\[0\].function.strict: 'yes' is not true or false",
-    ),
-    "a description of another type": (
-        {"tools": [function("f", NOW, description=3)]},
-        r"tools\[0\].function.description: 3 is not a string",
-    ),
-}
+    "no flag": ({"tools": GIVEN_TOOLS, "parallel_tool_calls": "no"},
+        "parallel_tool_calls: 'no' is not"),
+    "a strict text": ({"tools": [function("f", NOW, strict="yes")]},
+        r"tools\[0\].function.strict: 'yes' is not true or false"),
+    "a description of another type": ({"tools": [function("f", NOW, description=3)]},
+        r"tools\[0\].function.description: 3 is not a string"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -347,22 +304,18 @@ NO_SCHEMAS: dict[str, tuple[Any, str]] = {
     "enum": ({"properties": {"a": {"enum": "x"}}}, "properties.a.enum: 'x' is not a list"),
     "minimum": ({"properties": {"a": {"minimum": "x"}}}, "a.minimum: 'x' is not a number"),
     "length": ({"properties": {"a": {"maxLength": -1}}}, "a.maxLength: -1 is not"),
-    "infinite length": (
-        {"properties": {"a": {"maxLength": float("inf")}}},
-        "a.maxLength: inf is not",
-    ),
+    "infinite length": ({"properties": {"a": {"maxLength": float("inf")}}},
+        "a.maxLength: inf is not"),
     "items": ({"properties": {"a": {"items": "string"}}}, "a.items: 'string' is not a schema"),
     "alternatives": ({"anyOf": []}, r"anyOf: \[\] is not a list of schemas"),
     "an alternative": ({"anyOf": [{}, {"type": "no"}]}, r"anyOf\[1\].type: 'no' is not"),
     "index of a reference": ({"anyOf": [{"$ref": "#/anyOf/7"}]}, r"anyOf\[0\].\$ref: .* is not"),
-    "digits of a reference": (
-        {"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]},
-        r"anyOf\[0\].\$ref: .* is not",
-    ),
+    "digits of a reference": ({"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]},
+        r"anyOf\[0\].\$ref: .* is not"),
     "reference": ({"properties": {"a": {"$ref": "#/$defs/B"}}}, r"a.\$ref: '#/\$defs/B' is not"),
     "pattern": ({"properties": {"a": {"pattern": 3}}}, "a.pattern: 3 is not a string"),
     "definition": ({"$defs": {"A": 3}}, r"\$defs.A: 3 is not a schema"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
