@@ -101,16 +101,8 @@ class ClientIdentity:
     """
 
     __slots__ = (
-        *(
-            "_checked_header",
-            "_accepted_host",
-            "_disconnect_actions",
-            "_peer",
-            "_checked_rules",
-            "_granted_scopes",
-            "_sock",
-        ),
-        *("is_server_user", "listener"),
+        *("_checked_header", "_accepted_host", "_disconnect_actions", "_peer", "_checked_rules"),
+        *("_granted_scopes", "_sock", "is_server_user", "listener"),
     )
 
     def __init__(self, listener: ListenerRules, sock: Any) -> None:

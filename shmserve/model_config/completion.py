@@ -58,28 +58,13 @@ CHECKPOINT = "config.json"  # the file of a Hugging Face model, in the folder of
 _WEIGHTS = ".safetensors"
 _ONNX_CPU_INSTANCES = 2
 _COMPLETABLE = (
-    "max_batch_size",
-    "input",
-    "output",
-    "dynamic_batching",
-    "sequence_batching",
-    "model_transaction_policy",
-    "batch_input",
-    "batch_output",
-    "instance_group",
+    *("max_batch_size", "input", "output", "dynamic_batching", "sequence_batching"),
+    *("model_transaction_policy", "batch_input", "batch_output", "instance_group"),
 )
 # The parameters that a model or its backend may set.
 _PARAMETERS = (
-    *(
-        STRATEGY_PARAMETER,
-        TARGET_PARAMETER,
-        MAX_STREAMS,
-        MIN_INSTANCES,
-        MAX_INSTANCES,
-        PADDING,
-        ENGINE,
-    ),
-    "max_model_len",
+    *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING),
+    *(ENGINE, "max_model_len"),
 )
 
 

@@ -95,14 +95,10 @@ _HOSTED_TOOLS = (
 )
 # The values of `include`. All but the first two are members of items that no response here has.
 _INCLUDED_MEMBERS = (
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "web_search_call.action.sources",
-    "web_search_call.results",
+    *("message.output_text.logprobs", "reasoning.encrypted_content"),
+    *("message.input_image.image_url", "code_interpreter_call.outputs"),
+    *("computer_call_output.output.image_url", "file_search_call.results"),
+    *("web_search_call.action.sources", "web_search_call.results"),
 )
 
 

@@ -41,14 +41,8 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
 }
 _POSITIVE_INTEGERS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    "num_key_value_heads",
-    "head_dim",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("max_position_embeddings", "num_key_value_heads", "head_dim"),
 )
 _OPTIONAL = ("num_key_value_heads", "head_dim")  # may be absent or null
 _MAX_SIZE = (1 << 31) - 1
