@@ -359,8 +359,7 @@ class Session:
         if number is None:
             if not pin and not huge_pages:
                 return Region(self.memories, tensors)
-            make = partial(Segment, pin=pin, huge_pages=huge_pages)
-            return Region(self.memories, tensors, make)
+            return Region(self.memories, tensors, partial(Segment, pin=pin, huge_pages=huge_pages))
         if pin or huge_pages:
             raise InvalidArgument("only host memory can be pinned or use huge pages")
         with self._lock:

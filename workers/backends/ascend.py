@@ -175,8 +175,7 @@ class OfflineModel:
         return base
 
     def _tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
-        mdl = self._acl.mdl
-        count = getattr(mdl, f"get_num_{side}s")(description)
+        count = getattr(self._acl.mdl, f"get_num_{side}s")(description)
         return tuple(self._tensor(description, side, index) for index in range(count))
 
     def _tensor(self, description: Any, side: str, index: int) -> OfflineTensor:

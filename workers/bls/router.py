@@ -502,8 +502,7 @@ class CallRouter:
         """
         schema, data = message.schema, message.data
         try:
-            unpacked = self._responses[schema]
-            response = unpacked.inferred(data)
+            response = self._responses[schema].inferred(data)
         except MalformedMessage as error:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")

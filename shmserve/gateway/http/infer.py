@@ -312,8 +312,7 @@ async def _stream(gateway: Gateway, responses: ResponseQueue, framing: Framing) 
         log_failure(responses.request.built_request, error)
         raise error
     status = 200 if error is None else error.status
-    encoder = _StreamEncoder(gateway, responses)
-    return streaming_response(status, framing, responses, encoder.encode)
+    return streaming_response(status, framing, responses, _StreamEncoder(gateway, responses).encode)
 
 
 class _StreamEncoder:

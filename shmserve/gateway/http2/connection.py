@@ -348,8 +348,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._queue_reset(stream.id, code)
 
     def _queue_reset(self, stream_id: int, code: FaultCode) -> None:
-        frame = frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code))
-        self.sending.ready.append(frame)
+        self.sending.ready.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
 
     def _remove(self, stream: Stream) -> None:
         stream.ended = True

@@ -189,8 +189,7 @@ class GenerativeDispatch(Dispatcher):
     def _close(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request that no worker uses any more."""
         if request.state in AT_WORK:
-            text = self._pool.failure
-            self._responses.fail(request, "UNAVAILABLE", text, Reason.BACKEND, now_ns)
+            self._responses.fail(request, "UNAVAILABLE", self._pool.failure, Reason.BACKEND, now_ns)
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
 

@@ -292,8 +292,7 @@ class Engine(Generic[T]):
 
     def _preempt(self, plan: StepPlan, sequence: Sequence[T]) -> None:
         plan.preempted = True
-        generation = sequence.generation
-        generation.preemptions += 1
+        sequence.generation.preemptions += 1
         if self._can_swap(sequence):
             sequence.host = self.host.allocate(self._filled_blocks(sequence))
             for block_pair in zip(sequence.table, sequence.host, strict=False):

@@ -168,8 +168,7 @@ class EventPublisher:
     def send_recent(self, topic: str) -> None:
         """Send the latest events again, in order, on the topic of the subscriber."""
         assert topic.startswith(RECENT)
-        recent = sorted(chain(*self._recent.values()), key=itemgetter(0))
-        for time_ns, event in recent:
+        for time_ns, event in sorted(chain(*self._recent.values()), key=itemgetter(0)):
             self._send(topic, 0, (event,), time_ns)
 
     def send_sequence_numbers(self, topic: str) -> None:
@@ -242,8 +241,7 @@ class EventFeed:
         self._timer = None
         if self._publisher.is_followed(COUNTERS):
             self._request_counters()
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_COUNTERS_INTERVAL_S, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(_COUNTERS_INTERVAL_S, self._tick)
 
 
 def changes(before: States, after: States) -> Iterator[ModelChanged]:

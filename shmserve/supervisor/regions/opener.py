@@ -260,8 +260,7 @@ class RegionOpener:
         self._admit(region, shared)
 
     def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:
-        group = self._quota.policy.group
-        return ownership(peer, key, shared.uid, shared.gid, shared.mode, group)
+        return ownership(peer, key, shared.uid, shared.gid, shared.mode, self._quota.policy.group)
 
     def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         posix_shm.check_range(region.name, shared, region.offset, region.byte_size)

@@ -212,8 +212,7 @@ class DraftModel:
         max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for round_ in range(max_drafts):
             draft_rows = [(s, row) for s, row in ready_rows if row.draft_count > round_]
-            logits = self._next_logits(draft_rows, proposals)
-            self._append_drafts(logits, draft_rows, proposals)
+            self._append_drafts(self._next_logits(draft_rows, proposals), draft_rows, proposals)
         for sequence, row in ready_rows:
             sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
         return proposals
@@ -374,8 +373,7 @@ class WorkerEngine:
             masks: list[Tensor] = []
             if row.samples and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
-                name = sequence.prompt.parameters.grammar_name
-                error = matcher_error(sequence.matcher, name)
+                error = matcher_error(sequence.matcher, sequence.prompt.parameters.grammar_name)
                 if error is not None:
                     self.fail({sequence.prompt.key}, error)
                     del self._sequences[row.sequence]  # `step` reports the sequence as skipped

@@ -583,8 +583,7 @@ class StreamingCall(GrpcCall):
 
     def _send_head(self) -> None:
         self._is_head_sent = True
-        sending = self._connection.http2.sending
-        sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
+        self._connection.http2.sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write responses, and wait until the windows permit the last one, or for a disconnect.

@@ -516,8 +516,7 @@ class _Generation:
                         )
                         byte_size = sum(sizes)
                         self._byte_size += byte_size
-                        add = partial(self._add, prompt, inferred)
-                        choices = await _convert(byte_size, add)
+                        choices = await _convert(byte_size, partial(self._add, prompt, inferred))
                     else:
                         choices = self._add(prompt, inferred)
                     if choices:

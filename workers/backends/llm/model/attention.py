@@ -400,8 +400,7 @@ class Attention:
         heads, slots, size = pool.shape
         if run.blocks is not None:
             blocks = pool.view(heads, -1, self._cache.block_size, size)
-            gathered = blocks.index_select(1, run.blocks).flatten(1, 2)
-            return gathered[:, : run.length].unsqueeze(0)
+            return blocks.index_select(1, run.blocks).flatten(1, 2)[:, : run.length].unsqueeze(0)
         offset = pool.storage_offset() + run.first_slot * size
         return pool.as_strided((1, heads, run.length, size), (0, slots * size, size, 1), offset)
 
