@@ -318,11 +318,9 @@ class AscendBackend(Backend):
 
             def rows(name: str, first: int = start, end: int = end) -> Output:
                 output = batch[name]
-                return (
-                    output._replace(data=output.data[first:end])
-                    if self._supports_batching
-                    else output
-                )
+                if not self._supports_batching:
+                    return output
+                return output._replace(data=output.data[first:end])
 
             outputs = [rows(name) for name in batch if name in request.requested]
             responses.append(Response(outputs, states=[rows(name) for name in request.states]))

@@ -292,16 +292,10 @@ class ModelSummary(NamedTuple):
             return number in model.serving or model.outcomes[number].is_failure
 
         states = statuses(model)
-        is_ready = model.on_demand or not any(
-            status.state is ModelState.LOADING
-            or (status.state is ModelState.UNAVAILABLE and should_serve(number))
-            for number, status in states.items()
-        )
-        problems = {
-            number: status.reason
-            for number, status in states.items()
-            if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
-        }
+        is_loading = any(status.state is ModelState.LOADING for status in states.values())
+        failed = {n: s.reason for n, s in states.items() if s.state is ModelState.UNAVAILABLE}
+        is_ready = model.on_demand or not (is_loading or any(map(should_serve, failed)))
+        problems = {n: text for n, text in failed.items() if model.outcomes.get(n) != UNLOADED}
         progress = "ready" if model.serving and is_ready else "loading"
         if problems:
             progress = _failure_text(model, problems)
