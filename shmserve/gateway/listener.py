@@ -389,9 +389,8 @@ class Acceptor:
                 the connections that are idle now.
         """
         connections = self.connections
-        self._draining_connections = {
-            c for c in connections if not refuses or c.idle_since is not None
-        }
+        draining = {c for c in connections if not refuses or c.idle_since is not None}
+        self._draining_connections = draining
         for connection in connections:
             connection.shut_down(refuses=refuses)
         self._on_drained = on_drained

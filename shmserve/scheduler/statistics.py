@@ -195,9 +195,7 @@ class Statistics(Table):
             self.success_ns += sum(totals)
             self.inference_count += sum(units)
             self.request_seconds.observe(*totals)
-        times = [
-            (now_ns, enqueued_ns, t) for now_ns, _, _, enqueued_ns, t in successes if t is not None
-        ]
+        times = [(ns, enqueued_ns, t) for ns, _, _, enqueued_ns, t in successes if t is not None]
         times += late_times
         if times:
             _, enqueue_times, timings = zip(*times, strict=True)

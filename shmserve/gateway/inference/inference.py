@@ -130,10 +130,8 @@ def submit(
         source=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
-    on_release = built_request.on_release
-    inference = inference_class(
-        message, gateway.schedulers, on_release, built_request, *inference_args
-    )
+    schedulers, on_release = gateway.schedulers, built_request.on_release
+    inference = inference_class(message, schedulers, on_release, built_request, *inference_args)
     gateway.schedulers.submit(inference, model.endpoint)
     return inference
 

@@ -191,9 +191,8 @@ class RequestTemplate:
         self._schema = built_request.schema
         self._body_indices = [index for index, size in enumerate(sizes) if size is not None]
         # The data of the first request is kept only for inputs in regions.
-        self._data = (
-            built_request.data if len(self._body_indices) < len(built_request.data) else None
-        )
+        data = built_request.data
+        self._data = data if len(self._body_indices) < len(data) else None
         self._sizes = [size for size in sizes if size is not None]
         tensor_layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
         self._unpack_tensors: Callable[[bytes, int], tuple[bytes, ...]] = tensor_layout.unpack_from

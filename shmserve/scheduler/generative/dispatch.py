@@ -135,9 +135,7 @@ class GenerativeDispatch(Dispatcher):
         max_sequences = self._engine_settings.max_batch_size
         engines = [self._engine(slot) for slot in self._pool.ready()]
         capacity = sum(max(max_sequences - engine.live_sequences, 0) for engine in engines)
-        unprepared = sum(
-            assigned.generation is None for assigned in self._assigned_requests.values()
-        )
+        unprepared = sum(item.generation is None for item in self._assigned_requests.values())
         waiting_count = sum(engine.waiting for engine in engines)
         return max(len(self._queue) + unprepared - capacity, 0) + waiting_count
 

@@ -68,10 +68,8 @@ class Engine(Generic[T]):
         # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
         # decoding rows.
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
-        settings = self.settings
-        prefill_tokens = min(
-            prefill_tokens, settings.prefill_chunk_size, settings.max_prefill_tokens
-        )
+        limits = self.settings
+        prefill_tokens = min(prefill_tokens, limits.prefill_chunk_size, limits.max_prefill_tokens)
         self._cut_multiple = CHUNK if prefill_tokens >= CHUNK else 1
 
     # --- requests

@@ -326,7 +326,7 @@ class RegionOpener:
         self,
         name: str,
         shared: posix_shm.SharedObject,
-        byte_size: int,
+        size: int,
         peer: Peer,
         local_client: int,
         *,
@@ -342,9 +342,7 @@ class RegionOpener:
         if is_sealed:  # the memory cannot be truncated, so it is mapped
             owner = replace(owner, copied=False)
         blocks = 0 if is_sealed else os.fstat(shared.fd).st_blocks
-        region = OpenRegion(
-            name, MEMFD_KEY, 0, shared, 0, byte_size, owner, blocks=blocks, pinned=pin
-        )
+        region = OpenRegion(name, MEMFD_KEY, 0, shared, 0, size, owner, blocks=blocks, pinned=pin)
         region.lease_holder = local_client
         self._count(region, copied=owner.copied)
         return region

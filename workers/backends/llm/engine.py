@@ -223,17 +223,15 @@ class DraftModel:
         Returns:
             The rows for whose sequences the model can propose tokens.
         """
-        behind = [
-            (s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT
-        ]
-        if behind:
+        stale = [(s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT]
+        if stale:
             batch = self._passes.empty()
-            for sequence, _ in behind:
+            for sequence, _ in stale:
                 begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
                 sequence.draft_computed = end
             self._passes.logits(batch, [])
-        return [pair for pair in rows if pair not in behind]
+        return [pair for pair in rows if pair not in stale]
 
     def _next_logits(self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]) -> Tensor:
         """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""

@@ -84,9 +84,7 @@ class Lark:
         names = "|".join(map(re.escape, self.special))
         parts = re.split(f"({names})", text) if names else [text]
         special = self.special
-        tokens = (
-            f"<[{special[part]}]>" if part in special else _quote(part) for part in parts if part
-        )
+        tokens = (f"<[{special[p]}]>" if p in special else _quote(p) for p in parts if p)
         return " ".join(tokens) or '""'
 
     def any_text(self, end: str) -> str:

@@ -511,9 +511,7 @@ class _Generation:
                 while queue and prompt in unfinished:
                     inferred = queue.request.outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
-                        sizes = (
-                            len(output_bytes(self._gateway, tensor)) for tensor in inferred.outputs
-                        )
+                        sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
                         byte_size = sum(sizes)
                         self._byte_size += byte_size
                         choices = await _convert(byte_size, partial(self._add, prompt, inferred))

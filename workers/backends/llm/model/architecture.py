@@ -108,9 +108,7 @@ class Rope:
         """
         parameters, half = self.parameters, head_dim // 2
         rotations = (parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0)
-        turns = (
-            math.log(parameters[_ORIGINAL] / (rotation * 2 * math.pi)) for rotation in rotations
-        )
+        turns = (math.log(parameters[_ORIGINAL] / (r * 2 * math.pi)) for r in rotations)
         low, high = (head_dim * turn / (2 * math.log(self.theta)) for turn in turns)
         if parameters.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
