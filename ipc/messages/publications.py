@@ -301,7 +301,7 @@ class RegionUnregistered(Message):
 
 
 class RegionBlamed(Message):
-    """Published when a region was unregistered because its memory has killed a worker."""
+    """Published when a region is unregistered because it was truncated and a worker died."""
 
     name: str
     reason: str

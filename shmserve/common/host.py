@@ -115,14 +115,14 @@ class Process:
     cpu_seconds: float
 
 
-def proportional_bytes(supervisor: int) -> tuple[int, int]:
-    """Return the number of the server's processes, and their memory as proportional set size.
+def proportional_sizes(supervisor: int) -> Iterator[int]:
+    """Yield the memory of each process of the server as proportional set size, in bytes.
 
     A page shared by N processes counts 1/N in each of them, so that the sum is the server's use.
-    If the kernel does not report this size, resident memory is counted.
+    If the kernel does not report this size, resident memory is counted. The kernel needs about 1 ms
+    for a process.
     """
-    pids = list(processes(supervisor))
-    return len(pids), sum(_proportional_bytes(pid) for pid in pids)
+    yield from map(_proportional_bytes, processes(supervisor))
 
 
 def _proportional_bytes(process: Process) -> int:

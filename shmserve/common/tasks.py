@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import Task
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,15 @@ def in_background(coroutine: Coroutine[Any, Any, None], tasks: set[Task[None]]) 
 
     task.add_done_callback(on_done)
     return task
+
+
+async def collect(items: Iterable[T]) -> list[T]:
+    """Return the items as a list. Other tasks run after each item, so they wait for one only."""
+    collected = []
+    for item in items:
+        collected.append(item)
+        await asyncio.sleep(0)
+    return collected
 
 
 async def end_all(*tasks: asyncio.Future[Any]) -> None:

@@ -8,27 +8,25 @@ shmserve_llm_* (shmserve/scheduler/statistics.py documents the counters).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from shmserve.common import model_metrics
 from shmserve.common.host import CpuUtilization, Process, memory_bytes, processes
+from shmserve.common.tasks import collect
 from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.model_spec import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # The report of each model, with its labels.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
@@ -261,9 +259,8 @@ class MetricsExporter:
         """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect_reports(gateway, gateway.models.all_versions())
-        # With hundreds of models, requests wait for one process or family only.
-        running = [process async for process in _yielding(processes(os.getppid()))]
-        families = [f async for f in _yielding(self._all_families(reports, running))]
+        running = await collect(processes(os.getppid()))
+        families = await collect(self._all_families(reports, running))
         server_names = {family.name for family in families}
         return (_exposition_text(families) + _model_families(reports, server_names)).encode()
 
@@ -330,13 +327,6 @@ class MetricsExporter:
         for part in ("total", "used"):
             help_text = f"Pinned memory pool {part} memory size, in bytes"
             yield _create_gauge(f"nv_pinned_memory_pool_{part}_bytes", help_text, 0)
-
-
-async def _yielding(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield items, and let other tasks of the loop run after each."""
-    for item in items:
-        yield item
-        await asyncio.sleep(0)
 
 
 def _exposition_text(families: Iterable[ExpositionFamily]) -> str:

@@ -31,7 +31,8 @@ import orjson
 
 from shmserve import __version__
 from shmserve.common.auth_tokens import METRICS
-from shmserve.common.host import CpuUtilization, memory_bytes, proportional_bytes
+from shmserve.common.host import CpuUtilization, memory_bytes, proportional_sizes
+from shmserve.common.tasks import collect
 from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
 from shmserve.gateway.api import management
 from shmserve.gateway.api.figures import HISTORY_EVERY_S, Figures, History, Row
@@ -195,7 +196,7 @@ class _Snapshot:
         previous_models, self._models = self._models, self._model_rows(rows)
         newest = list(watch.newest)
         new_count, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
-        common_members = {"at": time.time(), "server": self._server_figures()}
+        common_members = {"at": time.time(), "server": await self._server_figures()}
         changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
             {**common_members, "whole": True, "models": self._models, "events": newest},
@@ -223,11 +224,11 @@ class _Snapshot:
                 row |= {"hurts": 9000, "because": reason}
         return model_rows
 
-    def _server_figures(self) -> dict[str, Any]:
+    async def _server_figures(self) -> dict[str, Any]:
         gateway = self._gateway
         if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
-            count, pss_bytes = proportional_bytes(os.getppid())
-            self._host = {"processes": count, "pss_bytes": pss_bytes}
+            sizes = await collect(proportional_sizes(os.getppid()))
+            self._host = {"processes": len(sizes), "pss_bytes": sum(sizes)}
         self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
+import orjson
 import pytest
 from multidict import CIMultiDict
 
@@ -195,6 +196,18 @@ def test_the_type_of_an_error_is_that_of_its_status(
 ) -> None:
     error_body = json.loads(encode_openai_error(error))["error"]
     assert error_body == {"message": "x", "type": kind, "param": None, "code": code}
+
+
+def test_many_log_probabilities_are_parsed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [{"token": '"},\n[', "top_logprobs": [{"token": "a"}]}] * 2000
+    members = {"content": [*tokens, None], "prompt": [None, *tokens]}
+    loads = Mock(side_effect=orjson.loads)
+    monkeypatch.setattr(generation, "orjson", SimpleNamespace(loads=loads))
+    content, prompt = (b",\n".join(map(orjson.dumps, tokens)) for tokens in members.values())
+    text = b'{"content":[\n%b\n],"prompt":[\n%b\n]}' % (content, prompt)
+    assert generation._parse_logprobs(text) == members
+    assert max(len(call.args[0]) for call in loads.call_args_list) < 100  # each call holds the GIL
+    assert generation._parse_logprobs(orjson.dumps(members)) == members
 
 
 def text_gateway() -> Any:

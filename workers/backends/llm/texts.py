@@ -40,6 +40,7 @@ from shmserve.workers.backends.llm.token_texts import (
     Detokenizer,
     StopStrings,
     TokenTexts,
+    encode_logprobs,
     token_entry,
     with_pauses,
 )
@@ -341,15 +342,16 @@ class TextResponse:
         `prompt` has those of the prompt if `prompt_logprobs` is set.
         """
         prompt = self.prompt
-        content: list[Any] = list(itertools.starmap(self._entry, tokens))
-        members = {"content": content}
+        content = with_pauses(itertools.starmap(self._entry, tokens))
+        members: dict[str, Iterable[Any]] = {"content": content}
         if prompt.top_logprobs >= 0 and not sample.was_sent:
             self.encode_prompt()
             if prompt.offsets:
-                members["content"] = [entry for entry, _ in self._prompt_entries] + content
+                echo = (entry for entry, _ in self._prompt_entries)
+                members["content"] = itertools.chain(echo, content)
             if prompt.parameters.prompt_logprobs >= 0:
                 members["prompt"] = [entry for _, entry in self._prompt_entries]
-        return orjson.dumps(members)
+        return encode_logprobs(members)
 
     def encode_prompt(self) -> None:
         """Encode the log probabilities of the prompt's tokens that have been computed.

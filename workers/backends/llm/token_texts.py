@@ -10,9 +10,10 @@ import json.decoder
 import json.scanner
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import orjson
 from tokenizers import Tokenizer
 
 from shmserve.workers.backends.llm.message_parsers import overlap
@@ -94,6 +95,18 @@ def token_entry(
     shown_text = f"token_id:{token}" if shows_id else text
     value = max(logprob, _MIN_LOGPROB)
     return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
+
+
+def encode_logprobs(members: Mapping[str, Iterable[Any]]) -> bytes:
+    """Return lists of tokens as JSON with a line for each token.
+
+    The gateway parses many tokens line by line, since the parser of JSON holds the GIL.
+    """
+    lists = (
+        b'"%b":[\n%b\n]' % (name.encode(), b",\n".join(map(orjson.dumps, tokens)))
+        for name, tokens in members.items()
+    )
+    return b"{%b}" % b",".join(lists)
 
 
 class TokenTexts:

@@ -13,7 +13,7 @@ import orjson
 
 from shmserve.errors import Internal
 from shmserve.workers.backends import Output
-from shmserve.workers.backends.llm.token_texts import token_entry
+from shmserve.workers.backends.llm.token_texts import encode_logprobs, token_entry
 from shmserve.workers.backends.vllm.engine import VllmCall, parse_message
 
 # The outputs that clients of Triton's vllm_backend request by inputs, such as return_logprobs.
@@ -123,7 +123,7 @@ class VllmAnswer:
         if prompt and request.prompt_logprobs is not None:
             top = request.prompt_logprobs
             encoded["prompt"] = [scores and self._entry(t, scores, top) for t, scores in prompt]
-        return orjson.dumps(encoded)
+        return encode_logprobs(encoded)
 
     def _entry(self, token: int, scores: Mapping[int, Any] | None, top: int) -> dict[str, Any]:
         """Return the entry of a token with its log probability, and those of the likeliest tokens.

@@ -544,7 +544,7 @@ class _Generation:
                 int(index),
                 text.decode(),
                 reason.decode(),
-                orjson.loads(logprobs) if logprobs else None,
+                _parse_logprobs(logprobs) if logprobs else None,
                 orjson.loads(usage) if usage else None,
                 stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP_REASON else None,
             )
@@ -587,6 +587,23 @@ class _Generation:
             return list(array.ravel())
         values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
         return values
+
+
+def _parse_logprobs(data: bytes) -> dict[str, Any]:
+    """Parse the log probabilities of a response.
+
+    Many tokens are parsed line by line, because the parser holds the GIL.
+    """
+    members: dict[str, Any] = {}
+    if len(data) < _LARGE or not data.startswith(b'{"content":[\n'):
+        members = orjson.loads(data)
+        return members
+    for line in data.split(b"\n"):
+        if line.endswith(b"["):
+            tokens = members[line.split(b'"')[1].decode()] = []
+        elif line and not line.startswith(b"]"):
+            tokens.append(orjson.loads(line.removesuffix(b",")))
+    return members
 
 
 async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:

@@ -121,6 +121,26 @@ def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) 
     run(run_dir, scenario)
 
 
+def test_requests_are_handled_between_the_processes_whose_memory_is_read(
+    run_dir: Path, snapshots: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[int] = []
+
+    def sizes(_: int) -> Iterator[int]:
+        for number in range(3):
+            asyncio.get_running_loop().call_soon(handled.append, number)
+            yield number + 1
+            assert handled[-1] == number
+
+    async def scenario(feed: live.LiveFigures) -> None:
+        async with contextlib.aclosing(feed._events()) as viewer:
+            server = (await next_event(viewer))["server"]
+            assert (server["processes"], server["pss_bytes"]) == (3, 6)
+
+    monkeypatch.setattr(live, "proportional_sizes", sizes)
+    run(run_dir, scenario)
+
+
 def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[float]) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from shmserve.workers.backends.llm.token_texts import BadWords, Detokenizer, TokenTexts, parse_json
+from shmserve.workers.backends.llm.token_texts import (
+    BadWords,
+    Detokenizer,
+    TokenTexts,
+    encode_logprobs,
+    parse_json,
+)
 from tests.support.hf_folders import tokenizer_text
 
 
@@ -195,3 +201,8 @@ def test_the_forbidden_tokens_complete_a_bad_word(
         assert forbidden == completing
         allowed_tokens = [token for token in likely_tokens if token not in forbidden]
         emitted_tokens.append(rng.choice(allowed_tokens or sorted(set(letters) - forbidden)))
+
+
+def test_log_probabilities_have_a_line_for_each_token() -> None:
+    text = encode_logprobs({"content": [{"token": "\n"}, None], "prompt": []})
+    assert text == b'{"content":[\n{"token":"\\n"},\nnull\n],"prompt":[\n\n]}'
