@@ -152,7 +152,7 @@ class Body:
         self._content = request.content
         self._max_input_size = settings.max_input_size
         self.arrival = Arrival(settings.body_timeout_s, budget)
-        self._chunks = 0
+        self._chunk_count = 0
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared_size = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
@@ -213,8 +213,8 @@ class Body:
         size = 0
         while True:
             data, ends = await content.readchunk()
-            self._chunks += ends and bool(data)
-            if self._chunks > _MAX_CHUNKS:
+            self._chunk_count += ends and bool(data)
+            if self._chunk_count > _MAX_CHUNKS:
                 raise BrokenBody(
                     f"Chunked request body exceeds maximum of {_MAX_CHUNKS} non-empty chunks. "
                     "Send fewer or larger HTTP chunks."
