@@ -267,10 +267,10 @@ def test_a_released_region_raises_and_is_freed_with_its_last_tensor(
         region.view("x")
     del view, region
     gc.collect()
-    client._session.memories.settle()
+    client._session.memories.free_recycled()
     assert len(exporting.allocated) == 1 and kept_tensor.tolist() == [[5] * 4]
     del kept_tensor
-    client._session.memories.settle()
+    client._session.memories.free_recycled()
     assert not exporting.allocated
     until("workers are told", lambda: bool(context.processes.workers))
 
