@@ -83,6 +83,7 @@ _BODY_TOO_LARGE = (
 )
 _JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
 _RAW_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
+_TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the size of the JSON)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
@@ -347,6 +348,8 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     except JsonFault as error:
         if header_length is None and body[:1] not in _JSON_STARTS:
             raise JsonFault(error.message + _RAW_HINT) from None
+        if b"binary_data_size" in body:
+            raise JsonFault(error.message + _TAIL_HINT) from None
         raise
     infer_request.parameters |= forwarded
     if forwarded or not is_worth_caching(model.templates, fingerprint):

@@ -95,11 +95,11 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
-        options = {**_JSON_OPTIONS, **schema.get("x-guidance", {})}
         try:
             extended = with_patterns(schema, schema)
         except ValueError as error:
             raise InvalidArgument(f"tools: cannot be compiled: {error}") from None
+        options = {**_JSON_OPTIONS, **extended.get("x-guidance", {})}
         return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
